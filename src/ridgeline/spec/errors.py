@@ -1,0 +1,44 @@
+"""A user's mistake, as one readable message: what was asked, why it cannot be, and what would work."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake in the user's input. The command line prints it without a traceback and exits with code 2.
+
+    ``what`` states the problem (naming the offending value and where it stands); ``fix`` says what would work.
+    """
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        self.what = what
+        self.fix = fix
+        super().__init__(f"{what}\n  fix: {fix}" if fix else what)
+
+
+class Incompatible(UserError):
+    """A plan that cannot work: raised by a technique's ``check`` with the reason and the mend."""
+
+
+def nearest(name: str, choices: Iterable[str], n: int = 3) -> list[str]:
+    """The up to ``n`` choices most similar to ``name``, best first (case-insensitive)."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    hits = difflib.get_close_matches(name.lower(), by_lower, n=n, cutoff=0.5)
+    hits += [low for low in by_lower if len(name) > 2 and name.lower() in low and low not in hits]
+    return [by_lower[hit] for hit in hits[:n]]
+
+
+def unknown(kind: str, name: str, choices: Iterable[str], where: str = "") -> UserError:
+    """The error for a name that is not in ``choices``: names it, where it stands, and the nearest valid names."""
+    known = sorted(choices)
+    close = nearest(name, known)
+    place = f" in {where}" if where else ""
+    if close:
+        fix = f"did you mean {' or '.join(repr(c) for c in close)}?"
+    elif len(known) <= 40:
+        fix = f"known: {', '.join(known)}"
+    else:
+        fix = f"known: {', '.join(known[:40])}, … ({len(known)} in all)"
+    return UserError(f"unknown {kind} {name!r}{place}", fix)

@@ -1,0 +1,219 @@
+"""Hugging Face ``config.json`` → ModelSpec fields, one reader per ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ridgeline.spec.errors import UserError
+
+Config = dict[str, Any]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise UserError(f"activation {name!r} is not supported", f"supported: {', '.join(sorted(_ACTIVATIONS))}")
+    return _ACTIVATIONS[name]
+
+
+def _rope(c: Config) -> Config:
+    """Rotary settings; transformers ≥ 5 nests them in ``rope_parameters``, earlier ones keep two keys."""
+    rope = c.get("rope_parameters") or {}
+    scaling = c.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    fields: Config = {"rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0)}
+    if kind == "llama3":
+        fields["rope_scaling"] = {
+            "factor": scaling["factor"],
+            "low_freq_factor": scaling["low_freq_factor"],
+            "high_freq_factor": scaling["high_freq_factor"],
+            "original_max_positions": scaling["original_max_position_embeddings"],
+        }
+    elif kind != "default":
+        raise UserError(f"rope scaling {kind!r} is not supported", "supported: default, llama3")
+    return fields
+
+
+def _llama_like(c: Config) -> Config:
+    heads = c["num_attention_heads"]
+    return {
+        "family": c["model_type"],
+        "vocab_size": c["vocab_size"],
+        "hidden_size": c["hidden_size"],
+        "num_layers": c["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": c.get("num_key_value_heads") or heads,
+        "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
+        "intermediate_size": c["intermediate_size"],
+        "max_positions": c.get("max_position_embeddings", 2048),
+        "norm_eps": c.get("rms_norm_eps", 1e-6),
+        "activation": _activation(c.get("hidden_act", "silu")),
+        "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
+        **_rope(c),
+    }
+
+
+def _llama(c: Config) -> Config:
+    bias = bool(c.get("attention_bias", False))
+    return {**_llama_like(c), "qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(c.get("mlp_bias", False))}
+
+
+def _mistral(c: Config) -> Config:
+    return {**_llama_like(c), "sliding_window": c.get("sliding_window")}
+
+
+def _qwen2(c: Config) -> Config:
+    window = c.get("sliding_window") if c.get("use_sliding_window") else None
+    return {**_llama_like(c), "qkv_bias": True, "sliding_window": window}
+
+
+def _qwen3(c: Config) -> Config:
+    bias = bool(c.get("attention_bias", False))
+    window = c.get("sliding_window") if c.get("use_sliding_window") else None
+    base = {**_llama_like(c), "qkv_bias": bias, "out_bias": bias, "qk_norm": True, "sliding_window": window}
+    return {**base, "head_dim": c.get("head_dim") or 128}
+
+
+def _mixtral(c: Config) -> Config:
+    moe = {"num_experts": c["num_local_experts"], "experts_per_token": c["num_experts_per_tok"]}
+    return {**_llama_like(c), "sliding_window": c.get("sliding_window"), **moe}
+
+
+def _gpt2(c: Config) -> Config:
+    h, heads = c["n_embd"], c["n_head"]
+    return {
+        "family": "gpt2",
+        "vocab_size": c["vocab_size"],
+        "hidden_size": h,
+        "num_layers": c["n_layer"],
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": h // heads,
+        "intermediate_size": c.get("n_inner") or 4 * h,
+        "max_positions": c.get("n_positions", 1024),
+        "norm": "layernorm",
+        "norm_eps": c.get("layer_norm_epsilon", 1e-5),
+        "activation": _activation(c.get("activation_function", "gelu_new")),
+        "gated": False,
+        "position": "learned",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": bool(c.get("tie_word_embeddings", True)),
+    }
+
+
+def _opt(c: Config) -> Config:
+    h, heads = c["hidden_size"], c["num_attention_heads"]
+    if not c.get("do_layer_norm_before", True) or c.get("word_embed_proj_dim", h) != h:
+        raise UserError("OPT with post-normalisation or projected embeddings (opt-350m) is not supported")
+    bias = bool(c.get("enable_bias", True))
+    return {
+        "family": "opt",
+        "vocab_size": c["vocab_size"],
+        "hidden_size": h,
+        "num_layers": c["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": h // heads,
+        "intermediate_size": c["ffn_dim"],
+        "max_positions": c["max_position_embeddings"],
+        "position_offset": 2,
+        "norm": "layernorm",
+        "activation": _activation(c.get("activation_function", "relu")),
+        "gated": False,
+        "position": "learned",
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bias,
+        "tie_embeddings": bool(c.get("tie_word_embeddings", True)),
+    }
+
+
+def _bert(c: Config) -> Config:
+    h, heads = c["hidden_size"], c["num_attention_heads"]
+    return {
+        "family": "bert",
+        "vocab_size": c["vocab_size"],
+        "hidden_size": h,
+        "num_layers": c["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": h // heads,
+        "intermediate_size": c["intermediate_size"],
+        "max_positions": c["max_position_embeddings"],
+        "norm": "layernorm",
+        "norm_eps": c.get("layer_norm_eps", 1e-12),
+        "activation": _activation(c.get("hidden_act", "gelu")),
+        "gated": False,
+        "position": "learned",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": bool(c.get("tie_word_embeddings", True)),
+        "causal": False,
+        "post_norm": True,
+        "token_types": c.get("type_vocab_size", 2),
+        "embedding_norm": True,
+        "final_norm": False,
+        "head": "mlm",
+    }
+
+
+def _t5(c: Config) -> Config:
+    """T5 and Switch Transformers (sizes only; the torch twin does not run encoder-decoder models)."""
+    act = c.get("feed_forward_proj", "relu")
+    layers = c["num_layers"]
+    decoder = c.get("num_decoder_layers") or layers
+    moe: Config = {}
+    if c.get("num_experts", 1) > 1:
+        sparse = c.get("num_sparse_encoder_layers", layers // 2)
+        moe = {
+            "num_experts": c["num_experts"],
+            "experts_per_token": 1,
+            "normalize_router": False,
+            "moe_every": layers // sparse if sparse else 1,
+        }
+    return {
+        "family": "t5",
+        "vocab_size": c["vocab_size"],
+        "hidden_size": c["d_model"],
+        "num_layers": decoder,
+        "encoder_layers": layers,
+        "num_heads": c["num_heads"],
+        "num_kv_heads": c["num_heads"],
+        "head_dim": c["d_kv"],
+        "intermediate_size": c["d_ff"],
+        "max_positions": c.get("n_positions", 512),
+        "norm_eps": c.get("layer_norm_epsilon", 1e-6),
+        "activation": "gelu_tanh" if "gelu" in act else "relu",
+        "gated": act.startswith("gated"),
+        "position": "relative",
+        "relative_buckets": c.get("relative_attention_num_buckets", 32),
+        "tie_embeddings": bool(c.get("tie_word_embeddings", True)),
+        **moe,
+    }
+
+
+READERS: dict[str, Callable[[Config], Config]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "bert": _bert,
+    "t5": _t5,
+    "switch_transformers": _t5,
+}

@@ -1,0 +1,264 @@
+"""ModelSpec: the architecture numbers of a transformer, and its exact parameter list.
+
+Pure data. :meth:`ModelSpec.parameters` enumerates every parameter tensor under the names that the torch twin
+(:mod:`ridgeline.nn`) uses, so that the analytic side, the real side and published counts can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from ridgeline.spec.errors import UserError, unknown
+
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Position = Literal["rope", "learned", "relative"]
+Head = Literal["lm", "mlm"]
+
+
+class Parameter(NamedTuple):
+    """One parameter tensor: its dotted name in the torch twin, its shape, and the block it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: str  # "embed", "encoder.<i>", "layers.<i>" or "head"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's frequency-dependent rotary scaling (the only non-trivial kind our families use)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+class ModelSpec(BaseModel):
+    """Architecture of one model. Sizes are element counts; all fields are those of the published configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    name: str = "custom"
+    family: str
+    """llama, mistral, qwen2, qwen3, mixtral, gpt2, opt, bert or t5."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    """Decoder layers (encoder layers for an encoder-only model)."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Inner width of the MLP (of one expert in a mixture-of-experts layer)."""
+    max_positions: int
+    norm: Norm = "rmsnorm"
+    norm_eps: float = 1e-5
+    activation: Activation = "silu"
+    gated: bool = True
+    """Whether the MLP has a gate projection (SwiGLU and kin)."""
+    position: Position = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    position_offset: int = 0
+    """Rows of the learned position table before position 0 (OPT: 2)."""
+    relative_buckets: int = 0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over head_dim on queries and keys (Qwen3)."""
+    tie_embeddings: bool = False
+    causal: bool = True
+    post_norm: bool = False
+    """Normalise after each residual addition instead of before each sub-layer (BERT)."""
+    token_types: int = 0
+    embedding_norm: bool = False
+    final_norm: bool = True
+    head: Head = "lm"
+    sliding_window: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalize_router: bool = True
+    """Whether the chosen experts' weights are renormalised to sum to one (Mixtral)."""
+    moe_every: int = 1
+    """Every how many-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
+    encoder_layers: int = 0
+    """Layers of the encoder in an encoder-decoder model (spec only)."""
+    published_parameters: float | None = None
+    """Parameter count that the model's authors publish, for the catalogue's own check."""
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelSpec:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
+        return self
+
+    # ---- derived sizes ------------------------------------------------------------------------------------------
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key (and of the value) projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model has an encoder beside its decoder (T5, Switch)."""
+        return self.encoder_layers > 0
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer ``index`` is a mixture of experts."""
+        return bool(self.num_experts) and index % self.moe_every == self.moe_every - 1
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Exact number of parameters, tied tensors counted once."""
+        return sum(p.numel for p in self.parameters())
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses: all but the experts it is not routed to."""
+        total = 0
+        for p in self.parameters():
+            n = p.numel
+            if ".experts." in p.name:
+                n = n * self.experts_per_token // self.num_experts
+            total += n
+        return total
+
+    # ---- the parameter list -------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter tensor in model order, named as in the torch twin; a tied head is not repeated."""
+        h = self.hidden_size
+        yield Parameter("embed.tokens.weight", (self.vocab_size, h), "embed")
+        if self.position == "learned":
+            yield Parameter("embed.positions.weight", (self.max_positions + self.position_offset, h), "embed")
+        if self.token_types:
+            yield Parameter("embed.token_types.weight", (self.token_types, h), "embed")
+        if self.embedding_norm:
+            yield from self._norm("embed.norm", h, "embed")
+        if self.is_encoder_decoder:
+            yield Parameter("embed.encoder_relative.weight", (self.relative_buckets, self.num_heads), "embed")
+            yield Parameter("embed.decoder_relative.weight", (self.relative_buckets, self.num_heads), "embed")
+            for i in range(self.encoder_layers):
+                yield from self.block_parameters(i, "encoder")
+            yield from self._norm("encoder_norm", h, "head")
+        for i in range(self.num_layers):
+            yield from self.block_parameters(i, "layers")
+        if self.final_norm:
+            yield from self._norm("norm", h, "head")
+        if self.head == "mlm":
+            yield Parameter("head.dense.weight", (h, h), "head")
+            yield Parameter("head.dense.bias", (h,), "head")
+            yield from self._norm("head.norm", h, "head")
+        if not self.tie_embeddings:
+            yield Parameter("head.out.weight", (self.vocab_size, h), "head")
+        if self.head == "mlm":
+            yield Parameter("head.out.bias", (self.vocab_size,), "head")
+
+    def block_parameters(self, index: int, stack: str = "layers") -> Iterator[Parameter]:
+        """The parameters of one transformer block of ``stack`` ("layers" or "encoder")."""
+        h, block = self.hidden_size, f"{stack}.{index}"
+        yield from self._norm(f"{block}.attention_norm", h, block)
+        yield from self._attention(f"{block}.attention", block)
+        if self.is_encoder_decoder and stack == "layers":
+            yield from self._norm(f"{block}.cross_norm", h, block)
+            yield from self._attention(f"{block}.cross_attention", block)
+        yield from self._norm(f"{block}.mlp_norm", h, block)
+        f = self.intermediate_size
+        if self.is_moe_layer(index):
+            e = self.num_experts
+            yield Parameter(f"{block}.mlp.router.weight", (e, h), block)
+            if self.gated:
+                yield Parameter(f"{block}.mlp.experts.gate_proj", (e, f, h), block)
+            yield Parameter(f"{block}.mlp.experts.up_proj", (e, f, h), block)
+            yield Parameter(f"{block}.mlp.experts.down_proj", (e, h, f), block)
+        else:
+            if self.gated:
+                yield from self._linear(f"{block}.mlp.gate_proj", f, h, self.mlp_bias, block)
+            yield from self._linear(f"{block}.mlp.up_proj", f, h, self.mlp_bias, block)
+            yield from self._linear(f"{block}.mlp.down_proj", h, f, self.mlp_bias, block)
+
+    def _attention(self, prefix: str, block: str) -> Iterator[Parameter]:
+        h = self.hidden_size
+        yield from self._linear(f"{prefix}.q_proj", self.q_size, h, self.qkv_bias, block)
+        yield from self._linear(f"{prefix}.k_proj", self.kv_size, h, self.qkv_bias, block)
+        yield from self._linear(f"{prefix}.v_proj", self.kv_size, h, self.qkv_bias, block)
+        yield from self._linear(f"{prefix}.o_proj", h, self.q_size, self.out_bias, block)
+        if self.qk_norm:
+            yield Parameter(f"{prefix}.q_norm.weight", (self.head_dim,), block)
+            yield Parameter(f"{prefix}.k_norm.weight", (self.head_dim,), block)
+
+    @staticmethod
+    def _linear(name: str, out: int, in_: int, bias: bool, block: str) -> Iterator[Parameter]:
+        yield Parameter(f"{name}.weight", (out, in_), block)
+        if bias:
+            yield Parameter(f"{name}.bias", (out,), block)
+
+    def _norm(self, name: str, size: int, block: str) -> Iterator[Parameter]:
+        yield Parameter(f"{name}.weight", (size,), block)
+        if self.norm == "layernorm":
+            yield Parameter(f"{name}.bias", (size,), block)
+
+    # ---- from Hugging Face --------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], name: str = "") -> ModelSpec:
+        """Read a Hugging Face ``config.json`` (as a dict).
+
+        Raises :class:`UserError` for an unsupported ``model_type`` or a missing key.
+        """
+        from ridgeline.spec.huggingface import READERS
+
+        kind = config.get("model_type", "")
+        if kind not in READERS:
+            raise unknown("model_type", str(kind), READERS, "config.json")
+        try:
+            return cls(**{"name": name or kind, **READERS[kind](config)})
+        except KeyError as e:
+            raise UserError(f"config.json of model_type {kind!r} has no key {e.args[0]!r}", "add it") from None
+        except ValueError as e:
+            raise UserError(f"config.json of model_type {kind!r} is not usable: {_first_line(e)}") from None
+
+    @classmethod
+    def from_path(cls, path: Path) -> ModelSpec:
+        """Read a ``config.json`` file, or the one inside a checkpoint directory."""
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"no config.json at {path}", "give a Hugging Face config.json or a checkpoint directory")
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise UserError(f"{file} is not valid JSON: {e}") from None
+        if not isinstance(config, dict):
+            raise UserError(f"{file} does not hold a JSON object", "give a Hugging Face config.json")
+        return cls.from_config(config, name=path.stem if path.is_dir() else path.parent.name or path.stem)
+
+
+def _first_line(error: ValueError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[1:3]) if len(lines) > 2 else (lines[0] if lines else "invalid")
