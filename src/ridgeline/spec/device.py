@@ -1,0 +1,146 @@
+"""Device, Link and Cluster: peak rates, memories, links, prices and watts of the hardware a plan is predicted on.
+
+Units are SI throughout: FLOP/s, bytes, bytes/s, seconds, watts, dollars per hour.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4"]
+
+DTYPE_BYTES: dict[str, float] = {
+    "fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "int64": 8, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element."""
+
+
+class Rate(BaseModel):
+    """Measured or assumed cost of one kind of operator: ``seconds = latency + max(flops / flop_rate, bytes / byte_rate)``.
+
+    Zero means "no such limit". ``source`` tells where the figures came from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    latency: float = 0.0
+    """Seconds per call that no amount of arithmetic hides (launch, dispatch)."""
+    flop_rate: float = 0.0
+    """Achieved FLOP/s."""
+    byte_rate: float = 0.0
+    """Achieved bytes/s of memory traffic."""
+    source: str = "measured"
+
+
+class Link(BaseModel):
+    """One way to move bytes between devices or memories: a latency and a bandwidth."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    bandwidth: float
+    """Bytes per second, one direction, per device."""
+    latency: float
+    """Seconds per message."""
+    source: str = ""
+
+
+class Device(BaseModel):
+    """One accelerator (or CPU): dense peak rates per dtype, memory, on-chip caches, links, watts and price."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    title: str = ""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    vendor: str = ""
+    architecture: str = ""
+    year: int = 0
+    peak_flops: dict[str, float]
+    """Dense (never sparse) FLOP/s per compute dtype; a dtype that is absent is not accelerated."""
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes/s of device memory."""
+    l2_bytes: float = 0
+    sm_count: int = 0
+    """Streaming multiprocessors, compute units, or cores."""
+    launch_latency: float = 4e-6
+    """Seconds between dependent kernels when the host keeps ahead."""
+    link: Link | None = None
+    """To the other devices of one node (NVLink, Infinity Fabric, PCIe); None: host memory."""
+    host_link: Link | None = None
+    """To host memory (PCIe)."""
+    network: Link | None = None
+    """Between nodes, per device."""
+    reserved_bytes: float = 0
+    """Memory a framework context takes before the first tensor."""
+    watts: float = 0
+    price_per_hour: float = 0
+    """Typical on-demand dollars per device-hour; 0: unknown."""
+    rates: dict[str, Rate] = Field(default_factory=dict)
+    """Measured operator costs, keyed ``kind.dtype`` or ``kind.direction.dtype`` (see ``predict/kernel.py``)."""
+    ranks: dict[str, dict[str, Rate]] = Field(default_factory=dict)
+    """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2")."""
+    source: str = ""
+    """Where each figure comes from."""
+
+    def shared_by(self, ranks: int) -> Device:
+        """This device as one of ``ranks`` processes sees it (a CPU's cores and bandwidth are divided among them)."""
+        if self.kind != "cpu" or ranks == 1:
+            return self
+        measured = self.ranks.get(str(ranks), {})
+        share = {k: v / ranks for k, v in self.peak_flops.items()}
+        scaled = {
+            k: r.model_copy(
+                update={
+                    "flop_rate": r.flop_rate / ranks,
+                    "byte_rate": r.byte_rate / ranks,
+                    "source": f"{r.source} / {ranks} ranks",
+                }
+            )
+            for k, r in self.rates.items()
+        }
+        return self.model_copy(
+            update={
+                "peak_flops": share,
+                "memory_bandwidth": self.memory_bandwidth / ranks,
+                "memory_bytes": self.memory_bytes / ranks,
+                "sm_count": max(1, self.sm_count // ranks),
+                "rates": {**scaled, **measured},
+            }
+        )
+
+
+class Cluster(BaseModel):
+    """``nodes`` × ``devices_per_node`` equal devices. Written ``8xa800-80g`` or ``4x8xa100-80g-sxm``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Device
+    devices_per_node: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def label(self) -> str:
+        """The short form, as on the command line."""
+        if self.nodes > 1:
+            return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
+        return self.device.name if self.size == 1 else f"{self.size}x{self.device.name}"
+
+
+def split_cluster_name(text: str) -> tuple[int, int, str]:
+    """``"4x8xa100-80g-sxm"`` → (nodes 4, devices per node 8, "a100-80g-sxm"); counts default to 1."""
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", text.strip())
+    assert match is not None  # the last group takes anything
+    first, second, name = match.groups()
+    if second:
+        return int(first), int(second), name
+    return 1, int(first or 1), name
