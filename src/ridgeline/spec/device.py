@@ -19,7 +19,7 @@ DTYPE_BYTES: dict[str, float] = {
 
 
 class Rate(BaseModel):
-    """Measured or assumed cost of one kind of operator: ``seconds = latency + max(flops / flop_rate, bytes / byte_rate)``.
+    """Cost of one kind of operator: ``seconds = latency + max(flops / flop_rate, bytes / byte_rate)``.
 
     Zero means "no such limit". ``source`` tells where the figures came from.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -77,7 +77,7 @@ class Serve(_Workload):
     checkpoint: str | None = None
 
 
-Workload = Annotated[Union[Pretrain, FineTune, Generate, Serve], Field(discriminator="kind")]
+Workload = Annotated[Pretrain | FineTune | Generate | Serve, Field(discriminator="kind")]
 WORKLOADS: dict[str, type[_Workload]] = {
     "pretrain": Pretrain, "finetune": FineTune, "generate": Generate, "serve": Serve,
 }  # fmt: skip

@@ -1,0 +1,61 @@
+"""Ablation: one experiment, several plans, predicted and measured side by side, each against the baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.result import Check, Metric, Result
+
+Verdict = Literal["faster", "slower", "no difference", "baseline", "failed"]
+
+
+class Outcome(BaseModel):
+    """One plan of an ablation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    plan: list[str]
+    """Techniques in ``name:option=value`` form."""
+    predicted: Result | None = None
+    measured: Result | None = None
+    speedup: Metric | None = None
+    """Measured tokens/s over the baseline's, with the 95 % interval of the ratio."""
+    predicted_speedup: float | None = None
+    memory_ratio: float | None = None
+    """Measured peak bytes over the baseline's."""
+    verdict: Verdict = "failed"
+    checks: list[Check] = Field(default_factory=list)
+    """Sameness of the loss against the baseline, per the cards of the techniques."""
+
+
+class Ablation(BaseModel):
+    """The outcome of ``ridgeline ablate``: what the report draws and the store keeps."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["ridgeline.ablation/1"] = Field(default="ridgeline.ablation/1", alias="schema")
+    id: str
+    name: str
+    baseline: str
+    outcomes: list[Outcome]
+    environment: dict[str, Any] = Field(default_factory=dict)
+    created: str = ""
+    command: str = ""
+    notes: list[str] = Field(default_factory=list)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The file format."""
+        return self.model_dump_json(by_alias=True, indent=indent)
+
+    @classmethod
+    def load(cls, path: Path) -> Ablation:
+        """Read an ablation file. Raises :class:`UserError` when it is not one."""
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as e:
+            raise UserError(f"{path} is not a ridgeline.ablation/1 document: {str(e).splitlines()[0]}") from None
