@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 class _Workload(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Storage dtype of the weights; auto: fp32 in training and on CPUs, else bf16."""
+
 
 class Training(_Workload):
     """Fields shared by pre-training and fine-tuning."""

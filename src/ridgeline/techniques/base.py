@@ -1,0 +1,89 @@
+"""The technique contract: one frozen class with a card, typed options, ``check``, ``rewrite`` and ``build``.
+
+A technique is one file in this package. It touches both twins: ``rewrite`` is a compiler pass over the analytic graph,
+``build`` acts on the real engine's builder. Torch is imported inside ``build`` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    from ridgeline.graph.graph import Graph
+    from ridgeline.train.build import TrainBuild
+
+Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
+PHASES: tuple[Phase, ...] = (
+    "adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop",
+)  # fmt: skip
+"""The one order in which techniques apply, whatever their order in the plan: adapters and quantised weights must exist
+before anything shards them; a pipeline stage shards only what it keeps; hooks act on final parameters."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a technique is, where it comes from, and what it promises."""
+
+    name: str
+    title: str
+    paper: str
+    """arXiv id or other reference."""
+    taxonomy: str
+    """Place in the field's map, e.g. ``training/distributed/zero``."""
+    tasks: frozenset[str]
+    lossless: bool
+    """True: same loss or logits as without it, within ``tolerance``."""
+    claim: str
+    """The paper's own headline, quoted as a fact beside what we measure."""
+    tolerance: float = 1e-5
+    """Largest relative change of the loss against the same plan without the technique (see ``bound``)."""
+    bound: Literal["same", "falls"] = "same"
+    """``same``: the loss stays within ``tolerance``; ``falls``: another thing trains, so the loss must fall instead."""
+    quality: str = ""
+    """For a lossy technique: the metric it may change and the bound it is tested to."""
+    min_ranks: int = 1
+    """Ranks it needs at least."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """Options that the generic tests and the support matrix use."""
+    requires: tuple[str, ...] = ()
+    """Techniques that must be on with it in training (the support matrix adds them)."""
+
+
+class Technique(BaseModel):
+    """Base of every technique. Subclass fields are its options, with a docstring each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    card: ClassVar[Card]
+    phase: ClassVar[Phase]
+    order: ClassVar[int] = 0
+    """Place within the phase, low first."""
+    splits_batch: ClassVar[bool] = False
+    """Whether it makes the ranks work on different parts of the batch (data parallelism of any kind)."""
+
+    def axes(self) -> dict[str, int]:
+        """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
+        return {}
+
+    def check(self, e: Experiment) -> None:
+        """Raise :class:`Incompatible`, with the reason and the mend, when it cannot work in this experiment."""
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """The analytic side: a pass over the graph. Must not change ``e``; may change and return ``g``."""
+        raise NotImplementedError
+
+    def build(self, run: TrainBuild) -> None:
+        """The real side: act on the engine's builder."""
+        raise NotImplementedError
+
+    def needs(self, condition: bool, why: str, fix: str) -> None:
+        """Raise :class:`Incompatible` naming this technique unless ``condition`` holds."""
+        if not condition:
+            raise Incompatible(f"{self.card.name}: {why}", fix)

@@ -1,0 +1,111 @@
+"""Finds the technique files by itself, turns a Plan's names and options into technique objects, and checks them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ridgeline.spec.errors import Incompatible, UserError, unknown
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Call, Plan
+from ridgeline.techniques.base import PHASES, Technique
+
+_NOT_TECHNIQUES = {"base", "registry", "matrix"}
+
+
+@lru_cache(maxsize=1)
+def registry() -> dict[str, type[Technique]]:
+    """Every technique by name, found by importing each file of this package."""
+    found: dict[str, type[Technique]] = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name in _NOT_TECHNIQUES:
+            continue
+        loaded = importlib.import_module(f"ridgeline.techniques.{module.name}")
+        for value in vars(loaded).values():
+            if isinstance(value, type) and issubclass(value, Technique) and value.__module__ == loaded.__name__:
+                found[value.card.name] = value
+    return dict(sorted(found.items()))
+
+
+def make(call: Call) -> Technique:
+    """The technique object of one call. Raises :class:`UserError` for an unknown name, option or value."""
+    known = registry()
+    if call.name not in known:
+        raise unknown("technique", call.name, known, "plan")
+    cls = known[call.name]
+    for key in call.options:
+        if key not in cls.model_fields:
+            options = cls.model_fields or {"(it has no options)": None}
+            raise unknown("option", key, options, f"technique {call.name!r}")
+    try:
+        return cls(**call.options)
+    except ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(str(p) for p in first["loc"])
+        raise UserError(
+            f"technique {call.name!r}: {key} = {first.get('input')!r} is not valid: {first['msg']}",
+            f"see `ridgeline techniques {call.name}`",
+        ) from None
+
+
+def techniques(plan: Plan) -> list[Technique]:
+    """The plan's technique objects in canonical (phase) order."""
+    made = [make(call) for call in plan.calls]
+    return sorted(made, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+
+
+def normalise(e: Experiment) -> Experiment:
+    """The same experiment with every option filled in and the mesh worked out.
+
+    Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
+    """
+    made = techniques(e.plan)
+    if e.is_training and e.world > 1 and not any(t.splits_batch for t in made):
+        made.append(make(Call(name="data_parallel")))
+        made.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    axes: dict[str, int] = {}
+    for t in made:
+        axes.update(t.axes())
+    calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in made)
+    return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
+
+
+def check(e: Experiment) -> list[Technique]:
+    """Check a normalised experiment; returns its techniques in canonical order.
+
+    Raises :class:`Incompatible` with the reason and the mend.
+    """
+    made = techniques(e.plan)
+    _check_workload(e)
+    for t in made:
+        if e.task not in t.card.tasks:
+            tasks = ", ".join(sorted(t.card.tasks))
+            raise Incompatible(
+                f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
+            )
+        t.check(e)
+    return made
+
+
+def _check_workload(e: Experiment) -> None:
+    m, w = e.model, e.workload
+    length = getattr(w, "seq_len", 0) or getattr(w, "prompt_len", 0) + getattr(w, "output_len", 0)
+    if m.position != "relative" and length > m.max_positions:
+        raise Incompatible(
+            f"sequence of {length} tokens is longer than the {m.max_positions} positions of {m.name}",
+            f"use at most {m.max_positions} tokens, or a model with more positions",
+        )
+    if e.task in ("generate", "serve") and not m.causal:
+        raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
+    if e.is_training:
+        share = e.data_parallel * e.micro_batch_size
+        if e.batch_size % share:
+            raise Incompatible(
+                f"batch_size {e.batch_size} does not split over {e.data_parallel} data-parallel ranks"
+                f" × micro_batch_size {e.micro_batch_size}",
+                f"use a multiple of {share}" if e.training.micro_batch_size else f"use a multiple of {e.data_parallel}",
+            )
