@@ -78,7 +78,7 @@ class Plan(BaseModel):
 
 
 def scalar(text: str) -> Scalar:
-    """A command-line value: int, float, bool, ``a+b`` as a list, else a string. ``4k`` and ``32k`` are multiples of 1024."""
+    """A command-line value: int, float, bool, ``4k`` (4096), ``a+b`` as a list, else a string."""
     low = text.lower()
     if low in ("true", "false"):
         return low == "true"

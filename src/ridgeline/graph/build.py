@@ -1,0 +1,160 @@
+"""An Experiment → the analytic graph of one rank's step, before any technique rewrites it."""
+
+from __future__ import annotations
+
+from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.layers import Builder
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.workload import Generate, Serve
+
+
+def training_graph(e: Experiment) -> Graph:
+    """One micro-batch of a training step on one rank, without techniques: fp32, unfused attention, nothing sharded."""
+    batch, length = e.micro_batch_size, e.training.seq_len
+    g = _graph(e.model, batch, length, length, e.dtype, training=True)
+    g.accumulation = e.accumulation
+    g.optimizer_bytes = 8.0 if e.training.optimizer == "adamw" else 0.0
+    return g
+
+
+def prefill_graph(e: Experiment) -> Graph:
+    """The forward pass over the prompts of one rank's share of the batch."""
+    w = e.workload
+    assert isinstance(w, (Generate, Serve))
+    batch = e.micro_batch_size
+    g = _graph(e.model, batch, w.prompt_len, w.prompt_len, e.dtype, training=False, last_only=True)
+    g.kv_cache = kv_cache_bytes(e.model, batch, w.prompt_len + w.output_len, e.dtype)
+    return g
+
+
+def decode_graph(e: Experiment, context: int | None = None) -> Graph:
+    """One decode step at ``context`` cached tokens (default: the mean over the output)."""
+    w = e.workload
+    assert isinstance(w, (Generate, Serve))
+    batch = e.micro_batch_size
+    kv = context if context is not None else w.prompt_len + max(1, w.output_len) // 2
+    if e.model.sliding_window:
+        kv = min(kv, e.model.sliding_window)
+    g = _graph(e.model, batch, 1, kv, e.dtype, training=False)
+    g.kv_cache = kv_cache_bytes(e.model, batch, w.prompt_len + w.output_len, e.dtype)
+    g.decode_steps = max(0, w.output_len - 1)
+    return g
+
+
+def kv_cache_bytes(m: ModelSpec, batch: int, length: int, dtype: str) -> float:
+    """Bytes of keys and values of ``batch`` sequences of ``length`` tokens over all decoder layers."""
+    return 2.0 * m.num_layers * m.kv_size * batch * length * DTYPE_BYTES[dtype]
+
+
+def _graph(
+    m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str, *, training: bool, last_only: bool = False
+) -> Graph:
+    def builder(name: str, repeat: int = 1) -> Builder:
+        return Builder(m, batch, q_len, kv_len, dtype, training, Block(name, repeat, [], [], [], {}))
+
+    blocks = [_embed(builder("embed"))]
+    for stack, count in (("encoder", m.encoder_layers), ("layers", m.num_layers)):
+        kinds = [m.is_moe_layer(i) for i in range(count)]
+        for moe in (False, True):
+            if moe in kinds:
+                blocks.append(_layer(builder(stack, kinds.count(moe)), moe, stack))
+    blocks.append(_head(builder("head"), last_only))
+    g = Graph(blocks, tokens=batch * q_len, dtype=dtype)
+    if m.position == "rope":
+        g.buffers += 2.0 * m.max_positions * m.head_dim * 4  # cos and sin tables
+    return g
+
+
+def _embed(b: Builder) -> Block:
+    s, t, h = b.spec, b.tokens, b.spec.hidden_size
+    b.param("embed.tokens.weight", (s.vocab_size, h))
+    tables = [("embed.tokens", s.vocab_size)]
+    if s.position == "learned":
+        rows = s.max_positions + s.position_offset
+        b.param("embed.positions.weight", (rows, h))
+        tables.append(("embed.positions", rows))
+    if s.token_types:
+        b.param("embed.token_types.weight", (s.token_types, h))
+        tables.append(("embed.token_types", s.token_types))
+    w = b.width
+    for name, rows in tables:
+        b.block.forward.append(Op(name, "embed", "embedding", bytes=2.0 * t * h * w, dtype=b.dtype))
+        if b.training:  # a dense gradient: zero the table, then add one row per token
+            moved = (rows * h + 3.0 * t * h) * w
+            b.block.backward.append(
+                Op(f"{name}.dw", "embed", "embedding", "backward", 0, moved, b.dtype, param=f"{name}.weight")
+            )
+    if s.embedding_norm:
+        b.norm("embed.norm", "embed.sum", h)
+    if s.is_encoder_decoder:
+        for stack in ("encoder", "decoder"):
+            b.param(f"embed.{stack}_relative.weight", (s.relative_buckets, s.num_heads))
+    return b.block
+
+
+def _layer(b: Builder, moe: bool, stack: str) -> Block:
+    s, h = b.spec, b.spec.hidden_size
+    feed = b.moe if moe else b.mlp
+    if s.post_norm:
+        b.attention("attention", "input")
+        b.residual("attention_residual")
+        b.norm("attention_norm", "attention_sum", h)
+        feed("mlp", "mlp_input")
+        b.residual("mlp_residual")
+        b.norm("mlp_norm", "mlp_sum", h)
+        return b.block
+    b.norm("attention_norm", "input", h)
+    b.attention("attention", "attention_input")
+    b.residual("attention_residual")
+    if s.is_encoder_decoder and stack == "layers":
+        b.norm("cross_norm", "cross_input", h)
+        b.attention("cross_attention", "cross_normed", cross=True)
+        b.residual("cross_residual")
+    b.norm("mlp_norm", "mlp_sum", h)
+    feed("mlp", "mlp_input")
+    b.residual("mlp_residual")
+    return b.block
+
+
+def _head(b: Builder, last_only: bool) -> Block:
+    s, h = b.spec, b.spec.hidden_size
+    rows = b.batch if last_only else b.tokens
+    if s.is_encoder_decoder:
+        b.norm("encoder_norm", "encoder_sum", h)
+    if s.final_norm:
+        b.norm("norm", "final_sum", h)
+    if s.head == "mlm":
+        b.linear("head.dense", "head", rows, h, h, "head.input", bias=True)
+        b.pointwise("head.act", "head", "activation", rows * h, rows * h, 2 * rows * h, rows * h)
+        b.save("head.pre_act", rows * h, ["head.act.bwd"])
+        b.norm("head.norm", "head.acted", h, rows)
+    weight = "embed.tokens.weight" if s.tie_embeddings else "head.out.weight"
+    b.linear("head.out", "head", rows, s.vocab_size, h, "head.normed", weight=weight, shared=s.tie_embeddings)
+    if s.head == "mlm":
+        b.param("head.out.bias", (s.vocab_size,))
+    if b.training:
+        logits = float(rows * s.vocab_size)
+        b.block.forward.append(Op("loss", "head", "loss", bytes=3 * logits * 4, dtype="fp32"))
+        b.block.backward.append(Op("loss.bwd", "head", "loss", "backward", 0, 3 * logits * 4, "fp32"))
+        b.save("log_probabilities", logits, ["loss.bwd"], 4.0)
+        b.block.workspace = max(b.block.workspace, logits * b.width)
+        b.block.backward_workspace = max(b.block.backward_workspace, logits * b.width)
+    return b.block
+
+
+def optimizer_ops(g: Graph, optimizer: str = "adamw", clip: bool = True) -> list[Op]:
+    """The update: gradient norm and scaling, then one fused pass over parameters, gradients and moments.
+
+    Bytes per element of AdamW: read parameter, gradient, two moments; write parameter and moments (7 × 4).
+    """
+    elements = sum(p.numel / p.grad_shards * n for p, n in g.params if p.trainable)
+    if not elements:
+        return []
+    states = 7 if optimizer == "adamw" else 3
+    tensors = sum(n for p, n in g.params if p.trainable)
+    ops = [Op(optimizer, "optimizer", "optimizer", "update", 0, elements * 4 * states, "fp32", shape=(tensors,))]
+    if clip:
+        ops.insert(0, Op("clip", "optimizer", "clip", "update", 0, elements * 4 * 3, "fp32", shape=(tensors,)))
+    return ops

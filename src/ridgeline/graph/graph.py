@@ -1,0 +1,188 @@
+"""The analytic twin's data: operators and tensors of one rank's step. Numbers only.
+
+A :class:`Graph` is a list of :class:`Block`, each standing for ``repeat`` identical parts of the model (one embedding, L
+transformer layers, one head), plus the optimizer's operators. Techniques rewrite it; ``predict`` times it. All counts are
+for ONE block, ONE micro-batch, ONE rank.
+
+FLOPs follow PyTorch's counter: matrix multiplications and attention only (2·m·n·k each, no causal halving); all other
+operators are accounted by the bytes they move.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+Direction = str  # "forward" | "backward" | "update"
+
+
+@dataclass(slots=True, frozen=True)
+class Op:
+    """One operator (one eager kernel, or one collective).
+
+    ``kind`` picks its cost model: gemm, bmm, attention, softmax, norm, activation, rope, residual, embedding, loss,
+    optimizer, clip, cast, copy, all_reduce, all_gather, reduce_scatter, …
+    """
+
+    name: str
+    module: str
+    """embed, attention, mlp, norm, head, optimizer or communication."""
+    kind: str
+    direction: Direction = "forward"
+    flops: float = 0.0
+    bytes: float = 0.0
+    """Memory traffic: operands read once, results written once."""
+    dtype: str = "fp32"
+    shape: tuple[int, ...] = ()
+    """gemm: (m, n, k); bmm: (batch, m, n, k); attention: (batch, heads, q_len, kv_len, head_dim)."""
+    param: str = ""
+    """The parameter whose gradient this operator computes (weight-gradient GEMMs), or that it multiplies by."""
+    link_bytes: float = 0.0
+    """Payload of a collective or copy: bytes of the full buffer on one rank."""
+    ranks: int = 1
+    """Participants of a collective."""
+    axis: str = ""
+    """Mesh axis of a collective: dp, tp, …"""
+    recompute: bool = False
+    """Whether it repeats forward work in the backward pass."""
+
+    @property
+    def phase(self) -> str:
+        """The breakdown's phase: forward, backward, optimizer or communication."""
+        if self.link_bytes and self.axis:
+            return "communication"
+        return "optimizer" if self.direction == "update" else self.direction
+
+
+@dataclass(slots=True, frozen=True)
+class Saved:
+    """An activation kept for the backward pass: its bytes, and the backward operators that need it."""
+
+    bytes: float
+    users: frozenset[str]
+
+
+@dataclass(slots=True)
+class Param:
+    """One parameter tensor of a block on this rank."""
+
+    name: str
+    numel: float
+    dtype: str = "fp32"
+    trainable: bool = True
+    bytes_per_element: float = 4.0
+    """Storage at rest, quantisation scales included."""
+    shape: tuple[int, ...] = ()
+    shards: int = 1
+    """How many ranks share the stored copy (ZeRO-3)."""
+    state_shards: int = 1
+    """How many ranks share its optimizer state."""
+    grad_shards: int = 1
+    """How many ranks share its reduced gradient."""
+    grad_bytes: float = 4.0
+    """Bytes per element of the gradient."""
+    working_bytes: float = 0.0
+    """Bytes per element of a temporary working copy while the block runs (cast or gathered); 0: none."""
+    active: float = 1.0
+    """Share of the tensor that one token's path uses (experts)."""
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes this rank stores at rest."""
+        return self.numel * self.bytes_per_element / self.shards
+
+
+@dataclass(slots=True)
+class Block:
+    """``repeat`` identical consecutive parts of the model."""
+
+    name: str
+    repeat: int
+    params: list[Param]
+    forward: list[Op]
+    backward: list[Op]
+    saved: dict[str, Saved]
+    """Activations kept from forward to backward, per block."""
+    workspace: float = 0.0
+    """Largest temporary bytes inside the block's forward beyond what is saved."""
+    backward_workspace: float = 0.0
+    """Largest temporary bytes inside its backward (gradients of activations)."""
+    recomputed: float = 0.0
+    """Activation bytes that are rebuilt and alive during its own backward only."""
+    gather_forward: list[Op] = field(default_factory=list)
+    """Collectives that must finish before the block's forward (parameter gathering)."""
+    gather_backward: list[Op] = field(default_factory=list)
+    reduce: list[Op] = field(default_factory=list)
+    """Collectives issued after the block's backward (gradient reduction)."""
+    inner: list[Op] = field(default_factory=list)
+    """Collectives inside the block's critical path (tensor parallelism)."""
+
+    @property
+    def saved_bytes(self) -> float:
+        """Activation bytes kept until backward, for one repeat."""
+        return sum(s.bytes for s in self.saved.values())
+
+    def drop_users(self, gone: Iterable[str]) -> None:
+        """Remove backward operators and free the activations that nobody needs any more."""
+        names = frozenset(gone)
+        self.backward = [op for op in self.backward if op.name not in names]
+        kept = {k: replace(s, users=s.users - names) for k, s in self.saved.items()}
+        self.saved = {k: s for k, s in kept.items() if s.users}
+
+
+@dataclass(slots=True)
+class Graph:
+    """One rank's step: blocks in forward order, the optimizer's operators, and how the step is repeated."""
+
+    blocks: list[Block]
+    update: list[Op] = field(default_factory=list)
+    """Optimizer operators, once per step (built by :func:`ridgeline.graph.training.optimizer_ops`)."""
+    accumulation: int = 1
+    """Micro-batches per step."""
+    tokens: int = 0
+    """Tokens of one micro-batch on one rank."""
+    dtype: str = "fp32"
+    """Compute dtype of matrix multiplications."""
+    optimizer_bytes: float = 8.0
+    """Optimizer-state bytes per trained element."""
+    buffers: float = 0.0
+    """Bytes of communication buffers and constant tables."""
+    kv_cache: float = 0.0
+    """Bytes of the key/value cache."""
+    reduce_every_micro_batch: bool = False
+    """Whether gradient reduction happens in every micro-batch (else only in the last)."""
+    keep_gathered: bool = False
+    """Whether gathered parameters stay until the block's backward."""
+    decode_steps: int = 0
+    """Times the graph is run, for a decode graph."""
+    notes: list[str] = field(default_factory=list)
+
+    def clone(self) -> Graph:
+        """A deep enough copy for a technique to change."""
+        return copy.deepcopy(self)
+
+    def each_block(self, fn: Callable[[Block], None], layers_only: bool = False) -> Graph:
+        """Apply ``fn`` to every block (or to the transformer layers only); returns the graph."""
+        for block in self.blocks:
+            if not layers_only or block.name.startswith(("layers", "encoder")):
+                fn(block)
+        return self
+
+    @property
+    def params(self) -> list[tuple[Param, int]]:
+        """Every parameter with the repeat count of its block."""
+        return [(p, b.repeat) for b in self.blocks for p in b.params]
+
+    @property
+    def flops(self) -> float:
+        """Matrix-multiply FLOPs of one micro-batch, recomputation included."""
+        return sum(b.repeat * (sum(o.flops for o in b.forward) + sum(o.flops for o in b.backward)) for b in self.blocks)
+
+    @property
+    def model_flops(self) -> float:
+        """The same without recomputation: the numerator of MFU."""
+        return sum(
+            b.repeat * (sum(o.flops for o in b.forward) + sum(o.flops for o in b.backward if not o.recompute))
+            for b in self.blocks
+        )
