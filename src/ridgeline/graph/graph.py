@@ -1,8 +1,8 @@
 """The analytic twin's data: operators and tensors of one rank's step. Numbers only.
 
-A :class:`Graph` is a list of :class:`Block`, each standing for ``repeat`` identical parts of the model (one embedding, L
-transformer layers, one head), plus the optimizer's operators. Techniques rewrite it; ``predict`` times it. All counts are
-for ONE block, ONE micro-batch, ONE rank.
+A :class:`Graph` is a list of :class:`Block`, each standing for ``repeat`` identical parts of the model (one embedding,
+L transformer layers, one head), plus the optimizer's operators. Techniques rewrite it; ``predict`` times it. All counts
+are for ONE block, ONE micro-batch, ONE rank.
 
 FLOPs follow PyTorch's counter: matrix multiplications and attention only (2·m·n·k each, no causal halving); all other
 operators are accounted by the bytes they move.

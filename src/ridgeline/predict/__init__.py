@@ -1,0 +1,5 @@
+"""The analytic engine: times the graph, sizes its memory, returns a Result."""
+
+from ridgeline.predict.predict import predict, predict_trace
+
+__all__ = ["predict", "predict_trace"]

@@ -1,0 +1,81 @@
+"""Mixed precision: low-precision matrix multiplications over fp32 master weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
+
+_MATMUL = {"gemm", "bmm", "attention"}
+_FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", "log_probabilities", "embed.sum")
+
+
+class MixedPrecision(Technique):
+    """Run matrix multiplications in bf16 under autocast; parameters, gradients and optimizer states stay fp32."""
+
+    card: ClassVar[Card] = Card(
+        name="mixed_precision",
+        title="Mixed-precision training",
+        paper="arXiv:1710.03740",
+        taxonomy="hardware/precision",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=False,
+        claim="about half the memory of fp32 at the same accuracy",
+        tolerance=0.02,
+        quality="training loss within 2 % of fp32 after the same tokens",
+    )
+    phase: ClassVar[Phase] = "compile"
+    order: ClassVar[int] = 1
+    """After flash_attention, so that it reprices the fused operator."""
+
+    dtype: Literal["bf16"] = "bf16"
+    """Compute dtype of matrix multiplications."""
+
+    def check(self, e: Experiment) -> None:
+        """Needs fp32 master weights."""
+        self.needs(e.dtype == "fp32", f"the weights are stored in {e.dtype}", 'set workload dtype = "fp32"')
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Matrix multiplications and most activations halve; every weight is cast once per micro-batch."""
+        g.dtype = self.dtype
+        return g.each_block(lambda b: _lower(b, self.dtype))
+
+    def build(self, run: TrainBuild) -> None:
+        """Run the forward pass under ``torch.autocast``."""
+        import torch
+
+        run.compute_dtype = {"bf16": torch.bfloat16}[self.dtype]
+
+
+def _lower(b: Block, dtype: str) -> None:
+    def low(o: Op) -> Op:
+        if o.kind in _MATMUL or (o.kind in ("rope", "activation", "softmax", "mask", "copy") and o.dtype == "fp32"):
+            return replace(o, dtype=dtype, bytes=o.bytes / 2)
+        return o
+
+    b.forward = [low(o) for o in b.forward]
+    b.backward = [low(o) for o in b.backward]
+    casts: list[Op] = []
+    for o in b.forward:
+        p = next((p for p in b.params if p.name == o.param), None)
+        if o.kind == "gemm" and p is not None and p.bytes_per_element == 4.0:
+            casts.append(Op(f"{o.name}.cast", o.module, "cast", bytes=6.0 * p.numel, dtype=dtype, param=p.name))
+            if p.trainable:  # the gradient comes out in the low dtype and is cast to fp32
+                grad = Op(f"{o.name}.grad_cast", o.module, "cast", "backward", 0, 6.0 * p.numel, dtype, param=p.name)
+                b.backward.append(grad)
+            p.working_bytes = 2.0
+    b.forward = casts + b.forward
+    kept = {}
+    for key, saved in b.saved.items():
+        wide = key in _FP32_SAVED or key.endswith((".stats", ".lse", ".routing"))
+        kept[key] = saved if wide else replace(saved, bytes=saved.bytes / 2)
+    b.saved = kept
+    b.workspace /= 2 if b.name != "head" else 1
+    b.backward_workspace /= 2 if b.name != "head" else 1
+    b.recomputed /= 2

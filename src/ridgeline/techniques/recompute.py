@@ -1,0 +1,110 @@
+"""Activation recomputation (checkpointing): trade forward arithmetic for activation memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Saved
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
+
+
+class Recompute(Technique):
+    """Drop a block's activations after its forward pass and rebuild them just before its backward pass."""
+
+    card: ClassVar[Card] = Card(
+        name="recompute",
+        title="Activation recomputation",
+        paper="arXiv:1604.06174",
+        taxonomy="training/model/recompute",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="activation memory of O(sqrt n) layers for about one third more compute; selective: arXiv:2205.05198",
+    )
+    phase: ClassVar[Phase] = "recompute"
+
+    policy: Literal["full", "selective"] = "full"
+    """full: whole blocks; selective: only scores, softmax and values (the score matrix)."""
+    every: int = Field(default=1, ge=1)
+    """With policy full: recompute every how many-th block."""
+
+    def check(self, e: Experiment) -> None:
+        """Selective recomputation has nothing to drop when attention is fused, and has no ``every``."""
+        self.needs(
+            not (self.policy == "selective" and e.plan.has("flash_attention")),
+            "policy 'selective' drops the score matrix, which flash_attention never stores",
+            "use policy=full, or drop one of the two",
+        )
+        self.needs(
+            not (self.policy == "selective" and self.every > 1),
+            "policy 'selective' treats every block alike",
+            "drop every=…, or use policy=full",
+        )
+        layers = e.model.num_layers
+        self.needs(self.every <= layers, f"every={self.every} exceeds the {layers} layers", f"use at most {layers}")
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Forward operators move into the backward phase too; saved activations shrink to the block's input."""
+        blocks: list[Block] = []
+        for block in g.blocks:
+            if not block.name.startswith(("layers", "encoder")):
+                blocks.append(block)
+            elif self.policy == "selective":
+                _selective(block)
+                blocks.append(block)
+            else:
+                chosen = -(-block.repeat // self.every)
+                if block.repeat > chosen:
+                    rest = deepcopy(block)
+                    rest.repeat = block.repeat - chosen
+                    blocks.append(rest)
+                block.repeat = chosen
+                _full(block, e.model.hidden_size * g.tokens)
+                blocks.append(block)
+        g.blocks = blocks
+        return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Wrap the forward of each chosen block (or of its attention core) in ``torch.utils.checkpoint``."""
+        from functools import partial
+
+        from torch.utils.checkpoint import checkpoint
+
+        for i, block in enumerate(run.model.layers.values()):
+            if self.policy == "selective":
+                target, attribute = block.attention, "core"
+            elif i % self.every == 0:
+                target, attribute = block, "forward"
+            else:
+                continue
+            fn = getattr(target, attribute)
+            # The model has no dropout, so there is no random state to restore.
+            setattr(target, attribute, partial(checkpoint, fn, use_reentrant=False, preserve_rng_state=False))
+
+
+def _full(b: Block, input_elements: float) -> None:
+    again = [replace(o, name=f"{o.name}.again", direction="backward", recompute=True) for o in b.forward]
+    width = b.saved["input"].bytes / input_elements if "input" in b.saved else 4.0
+    b.recomputed = b.saved_bytes
+    b.saved = {"input": Saved(input_elements * width, frozenset({"recompute"}))}
+    b.backward = again + b.backward
+
+
+def _selective(b: Block) -> None:
+    for prefix in ("attention", "cross_attention"):
+        core = {f"{prefix}.{part}" for part in ("scores", "mask", "softmax", "values")}
+        again = [
+            replace(o, name=f"{o.name}.again", direction="backward", recompute=True)
+            for o in b.forward
+            if o.name in core
+        ]
+        probs = b.saved.pop(f"{prefix}.probs", None)
+        b.recomputed += probs.bytes if probs else 0.0
+        b.backward = again + b.backward
