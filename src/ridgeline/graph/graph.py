@@ -157,6 +157,15 @@ class Graph:
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
     notes: list[str] = field(default_factory=list)
+    closing: list[Callable[[Graph], None]] = field(default_factory=list)
+    """Passes to run after every technique's own: they copy operators that later phases still reprice."""
+
+    def close(self) -> Graph:
+        """Run the closing passes; returns the graph."""
+        for run in self.closing:
+            run(self)
+        self.closing = []
+        return self
 
     def clone(self) -> Graph:
         """A deep enough copy for a technique to change."""

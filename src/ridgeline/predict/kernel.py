@@ -1,7 +1,7 @@
 """Operator time: roofline bound, corrected for tiles, waves, launch and measured rates.
 
-``seconds = latency + max(flops / flop_rate, bytes / byte_rate)`` with the rates of, in this order: the device's measured
-profile (``kind.direction.dtype``, then ``kind.dtype``), or the class defaults below applied to its datasheet.
+``seconds = latency + max(flops / flop_rate, bytes / byte_rate)`` with the rates of, in this order: the device's
+measured profile (``kind.direction.dtype``, then ``kind.dtype``), or class defaults applied to its datasheet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Timed(NamedTuple):
 
 # Share of the datasheet's peak that well-tuned kernels of each kind reach on large shapes. First-order class defaults;
 # `probe` replaces them by measurements.
-_COMPUTE_SHARE = {"gpu": {"gemm": 0.80, "bmm": 0.55, "attention": 0.55}, "cpu": {"gemm": 0.70, "bmm": 0.40, "attention": 0.35}}  # fmt: skip
+_COMPUTE_SHARE = {
+    "gpu": {"gemm": 0.80, "bmm": 0.55, "attention": 0.55},
+    "cpu": {"gemm": 0.70, "bmm": 0.40, "attention": 0.35},
+}
 _MEMORY_SHARE = {"gpu": 0.85, "cpu": 0.70}
 _TILE = 128
 

@@ -1,7 +1,7 @@
 """Memory by category: every tensor of the step with its lifetime; the peak, and what makes it.
 
-The sweep follows autograd: saved activations grow block by block in forward, shrink in backward while gradients appear;
-gathered or cast working copies of weights live from first use to their block's backward, or only around each use (ZeRO-3).
+The sweep follows autograd: saved activations grow in forward and shrink in backward, while gradients appear;
+working copies of weights (gathered, cast) live from first use to their block's backward, or (ZeRO-3) around each use.
 """
 
 from __future__ import annotations
@@ -100,10 +100,8 @@ def inference_peak(prefill: Graph, decode: Graph | None) -> Peak:
     """The peak of generation: weights, cache and the larger of the two phases' workspace."""
     stored = sum(p.stored_bytes * n for p, n in prefill.params)
     work = max(b.workspace for b in prefill.blocks)
-    stream = prefill.tokens * max(
-        (o.bytes / 3 for b in prefill.blocks for o in b.forward if o.kind == "residual"), default=0.0
-    )
-    stream /= max(1, prefill.tokens)
+    residuals = [o.bytes / 3 for b in prefill.blocks for o in b.forward if o.kind == "residual"]
+    stream = max(residuals, default=0.0)
     cache = max(prefill.kv_cache, decode.kv_cache if decode else 0.0)
     categories = {
         "parameters": stored,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from typing import Literal
 
-from ridgeline.graph import Graph, decode_graph, optimizer_ops, prefill_graph, training_graph
+from ridgeline.graph import Graph, Op, decode_graph, optimizer_ops, prefill_graph, training_graph
 from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.memory import Peak, inference_peak, training_peak
 from ridgeline.predict.step import Event, breakdown, simulate
@@ -42,7 +43,7 @@ def rewritten(g: Graph, e: Experiment, made: list[Technique]) -> Graph:
     """The graph after every technique's pass, in canonical order."""
     for t in made:
         g = t.rewrite(g, e)
-    return g
+    return g.close()
 
 
 def rank_cluster(e: Experiment) -> Cluster:
@@ -51,7 +52,7 @@ def rank_cluster(e: Experiment) -> Cluster:
     return e.cluster.model_copy(update={"device": shared})
 
 
-def _update(g: Graph, e: Experiment) -> list:  # type: ignore[type-arg]
+def _update(g: Graph, e: Experiment) -> list[Op]:
     g.update = optimizer_ops(g, e.training.optimizer, e.training.grad_clip > 0)
     return g.update
 
@@ -151,8 +152,8 @@ def _result(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clus
     )
 
 
-def _metric(value: float, unit: str, better: str, source: str) -> Metric:
-    return Metric(value=value, unit=unit, better=better, source=source)  # type: ignore[arg-type]
+def _metric(value: float, unit: str, better: Literal["lower", "higher", ""], source: str) -> Metric:
+    return Metric(value=value, unit=unit, better=better, source=source)
 
 
 def _trained(g: Graph) -> float:

@@ -1,4 +1,4 @@
-"""Step time: operators on streams (compute, communication) with dependencies, so that overlap is a result, not a factor."""
+"""Step time: operators on streams with dependencies, so that overlap is a result, not a factor."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _block_times(b: Block, cluster: Cluster) -> _Times:
 def simulate(g: Graph, cluster: Cluster, update: list[Op]) -> Step:
     """Time one step: forward, backward (per micro-batch), then the update.
 
-    Parameter gathers are prefetched one block ahead; reductions run behind the rest of backward; the update waits for all.
+    Parameter gathers are prefetched one block ahead; reductions run behind the rest of backward; the update waits.
     """
     times = [(b, _block_times(b, cluster)) for b in g.blocks]
     s = Streams(overlap=cluster.device.kind == "gpu")

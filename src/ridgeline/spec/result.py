@@ -9,11 +9,11 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline.spec.errors import UserError
 
-SCHEMA = "ridgeline.result/1"
+SCHEMA: Literal["ridgeline.result/1"] = "ridgeline.result/1"
 
 Status = Literal["ok", "oom", "error", "timeout", "infeasible", "interrupted"]
 PHASES = ("forward", "backward", "optimizer", "communication", "other")
@@ -137,9 +137,8 @@ class Result(_Record):
         """Parse the file format. Raises :class:`UserError` naming ``where`` and the first bad field."""
         try:
             return cls.model_validate_json(text)
-        except ValueError as e:
-            errors = getattr(e, "errors", list)()
-            first = errors[0] if errors else {"loc": (), "msg": str(e).splitlines()[0]}
+        except ValidationError as e:
+            first = e.errors()[0]
             at = ".".join(str(p) for p in first["loc"]) or "top level"
             raise UserError(f"{where} is not a {SCHEMA} document: {at}: {first['msg']}") from None
 

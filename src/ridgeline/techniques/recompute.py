@@ -52,6 +52,10 @@ class Recompute(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Forward operators move into the backward phase too; saved activations shrink to the block's input."""
+        g.closing.append(lambda graph: self._drop(graph, e.model.hidden_size))
+        return g
+
+    def _drop(self, g: Graph, hidden: int) -> None:
         blocks: list[Block] = []
         for block in g.blocks:
             if not block.name.startswith(("layers", "encoder")):
@@ -66,10 +70,9 @@ class Recompute(Technique):
                     rest.repeat = block.repeat - chosen
                     blocks.append(rest)
                 block.repeat = chosen
-                _full(block, e.model.hidden_size * g.tokens)
+                _full(block, hidden * g.tokens)
                 blocks.append(block)
         g.blocks = blocks
-        return g
 
     def build(self, run: TrainBuild) -> None:
         """Wrap the forward of each chosen block (or of its attention core) in ``torch.utils.checkpoint``."""

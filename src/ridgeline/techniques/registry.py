@@ -39,8 +39,9 @@ def make(call: Call) -> Technique:
     cls = known[call.name]
     for key in call.options:
         if key not in cls.model_fields:
-            options = cls.model_fields or {"(it has no options)": None}
-            raise unknown("option", key, options, f"technique {call.name!r}")
+            if not cls.model_fields:
+                raise UserError(f"technique {call.name!r} has no options, so not {key!r}", f"write just {call.name}")
+            raise unknown("option", key, cls.model_fields, f"technique {call.name!r}")
     try:
         return cls(**call.options)
     except ValidationError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ridgeline.graph.graph import Block, Graph, Op
@@ -104,7 +105,7 @@ class Zero(Technique):
                     module.set_force_sum_reduction_for_comms(True)
 
         @contextmanager
-        def sync(last: bool):
+        def sync(last: bool) -> Iterator[None]:
             run.root.set_requires_gradient_sync(last or self.stage >= 2)
             run.root.set_is_last_backward(last)
             yield
