@@ -1,0 +1,150 @@
+"""The meter: live tensor bytes by category while a step runs, on any device, and the process's real memory.
+
+A dispatch mode sees every operator of forward, backward and update; each new storage is counted from its first sight
+until Python and autograd let go of it. Storages that FSDP resizes in place are measured again at every operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+@dataclass
+class Usage:
+    """Live bytes per category at the instant of peak, and where in the step that was."""
+
+    categories: dict[str, int]
+    instant: str
+
+    @property
+    def total(self) -> int:
+        """Peak of the sum."""
+        return sum(self.categories.values())
+
+
+@dataclass
+class _Entry:
+    ref: weakref.ref[Any]
+    category: str
+    size: int
+
+
+@dataclass
+class Meter(TorchDispatchMode):
+    """Use as a context manager around steps; set ``phase`` to forward, backward or optimizer as the step goes."""
+
+    phase: str = "forward"
+    live: dict[int, _Entry] = field(default_factory=dict)
+    peak: Usage = field(default_factory=lambda: Usage({}, ""))
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Count existing tensors (parameters, gradients, optimizer states, buffers) under ``category``."""
+        for t in tensors:
+            self._see(_local(t), category)
+
+    def register_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Parameters, buffers, present gradients and optimizer states."""
+        self.register((p.data for p in model.parameters()), "parameters")
+        self.register(model.buffers(), "buffers")
+        self.register((p.grad for p in model.parameters() if p.grad is not None), "gradients")
+        if optimizer is not None:
+            states = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+            self.register(states, "optimizer")
+
+    def _see(self, t: torch.Tensor, category: str) -> None:
+        if t.device.type == "meta":
+            return
+        storage = t.untyped_storage()
+        key = storage._cdata
+        entry = self.live.get(key)
+        if entry is not None and entry.ref() is not None:
+            if category == "parameters" and entry.category in ("temporaries", "activations"):
+                entry.category = category  # gathered parameters show themselves when they are used
+            return
+        size = storage.nbytes()
+
+        def gone(_: Any, key: int = key) -> None:
+            dead = self.live.pop(key, None)
+            if dead is not None:
+                self.total -= dead.size
+
+        self.live[key] = _Entry(weakref.ref(storage, gone), category, size)
+        self.total += size
+
+    def _resize(self) -> None:
+        for entry in list(self.live.values()):
+            storage = entry.ref()
+            if storage is not None:
+                now = storage.nbytes()
+                self.total += now - entry.size
+                entry.size = now
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(args):
+            if isinstance(x, nn.Parameter):
+                self._see(_local(x), "parameters")
+        category = {"forward": "activations", "backward": "temporaries"}.get(self.phase, "temporaries")
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor):
+                self._see(_local(x), category)
+        if self.total > self.peak.total:
+            self._record(str(func))
+        return out
+
+    def _record(self, where: str) -> None:
+        self._resize()
+        if self.total <= self.peak.total:
+            return
+        sums: dict[str, int] = {}
+        for entry in self.live.values():
+            sums[entry.category] = sums.get(entry.category, 0) + entry.size
+        self.peak = Usage(sums, f"{self.phase}: {where}")
+
+
+def process_memory() -> dict[str, int]:
+    """Real memory of this process in bytes: resident now, anonymous part of it, and the peak (Linux; else empty)."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return {}
+    wanted = {"VmRSS": "rss", "RssAnon": "rss_anonymous", "VmHWM": "rss_peak"}
+    found: dict[str, int] = {}
+    for line in status.read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key in wanted:
+            found[wanted[key]] = int(rest.split()[0]) * 1024
+    return found
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory instead of returning it to the kernel after every step.
+
+    PyTorch has no caching allocator on CPUs: large tensors are mapped and unmapped again and again, and every step pays
+    the page faults. Returns whether the setting took (Linux with glibc only).
+    """
+    import ctypes
+
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        ok = libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        return bool(ok and libc.mallopt(M_TOP_PAD, 64 * 2**20))
+    except (OSError, AttributeError):
+        return False

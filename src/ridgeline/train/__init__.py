@@ -1,0 +1,1 @@
+"""The real training engine: data, steps, checkpoints, processes."""

@@ -1,0 +1,218 @@
+"""Text → packed token batches. The order depends on the seed and the step alone, so any step can be resumed exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from ridgeline.paths import cache_dir
+from ridgeline.spec.errors import UserError
+
+END, MASK = "<|endoftext|>", "<|mask|>"
+IGNORE = -100
+MAX_BYTES = 4_000_000
+"""Text read from one source: enough for short measured runs, tokenised in seconds."""
+_SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".jsonl", ".c", ".h", ".cpp", ".js", ".ts", ".html", ".tex"}
+
+
+def documents(source: str) -> Iterator[str]:
+    """The documents of a data source, in a fixed order.
+
+    ``stdlib``: sources and documentation topics of the running Python's standard library; a text file; a directory of
+    text files; ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split.
+
+    Raises :class:`UserError` when there is nothing to read.
+    """
+    if source.startswith("hf:"):
+        yield from _hugging_face(source[3:])
+        return
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
+    else:
+        root = Path(source).expanduser()
+        if root.is_file():
+            files = [root]
+        elif root.is_dir():
+            files = [p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()]
+        else:
+            raise UserError(f"data {source!r} is neither a file nor a directory", "give a path, `stdlib`, or hf:NAME")
+    # Hash order mixes kinds of files, so that a prefix is a fair sample of the whole.
+    files.sort(key=lambda p: hashlib.md5(str(p.relative_to(root) if p != root else p.name).encode()).digest())
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if text.strip():
+            yield text
+
+
+def _hugging_face(name: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"data 'hf:{name}' needs the `datasets` package", "pip install 'ridgeline[data]'") from None
+    try:
+        rows = datasets.load_dataset(name, split="train", streaming=True)
+    except Exception as e:
+        raise UserError(f"Hugging Face dataset {name!r} could not be opened: {str(e).splitlines()[0]}") from None
+    for row in rows:
+        if "text" not in row:
+            raise UserError(f"dataset {name!r} has no column 'text'", f"its columns: {', '.join(row)}")
+        yield row["text"]
+
+
+def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
+    texts: list[str] = []
+    size = 0
+    for text in documents(source):
+        texts.append(text[: limit - size])
+        size += len(text)
+        if size >= limit:
+            break
+    if size < 1000:
+        raise UserError(f"data {source!r} holds only {size} characters of text", "give a larger file or directory")
+    return texts
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised corpus: one flat array of token ids, documents separated by the end token."""
+
+    ids: np.ndarray
+    tokenizer: Tokenizer
+    source: str
+
+    @property
+    def end(self) -> int:
+        """Id of the end-of-text token."""
+        return self.tokenizer.token_to_id(END) or 0
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` entries (Sennrich et al. 2016; bytes as in GPT-2)."""
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 2:
+        raise UserError(
+            f"a byte-level tokenizer needs at least {len(alphabet) + 2} entries; the model has vocab_size {vocab_size}",
+            "use a model with a larger vocabulary, or give --workload.tokenizer",
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END, MASK], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """A ``tokenizer.json``, or the one in a checkpoint directory. Raises :class:`UserError` when it is not one."""
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise UserError(f"no tokenizer at {path}", "give a tokenizer.json or a directory that holds one")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:
+        raise UserError(f"{file} is not a tokenizer: {str(e).splitlines()[0]}") from None
+
+
+def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> Tokens:
+    """Tokenise a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
+    texts = _sample(source)
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8", "replace"))
+    digest.update(json.dumps([vocab_size, tokenizer, "v1"]).encode())
+    folder = cache_dir() / "tokens" / digest.hexdigest()[:16]
+    array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
+    if array.is_file() and vocabulary.is_file():
+        return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
+    made = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(texts, vocab_size)
+    if made.get_vocab_size() > vocab_size:
+        raise UserError(
+            f"the tokenizer has {made.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
+        )
+    end = made.token_to_id(END)
+    flat: list[int] = []
+    for encoded in made.encode_batch(texts):
+        flat.extend(encoded.ids)
+        if end is not None:
+            flat.append(end)
+    ids = np.asarray(flat, dtype=np.int32)
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(vocabulary) + ".new")
+    Path(str(vocabulary) + ".new").replace(vocabulary)
+    with open(str(array) + ".new", "wb") as f:
+        np.save(f, ids)
+    Path(str(array) + ".new").replace(array)
+    return Tokens(ids, made, source)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Packed batches: ``batch(step)`` is a pure function of the seed and the step.
+
+    Causal: labels are the inputs shifted by one. Masked (encoders): 15 % of positions are replaced and predicted, 80 %
+    by the mask token, 10 % by a random one, 10 % kept (Devlin et al. 2019, section 3.1).
+    """
+
+    tokens: Tokens
+    seq_len: int
+    batch_size: int
+    vocab_size: int
+    causal: bool = True
+    seed: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Windows of ``seq_len`` in the corpus."""
+        return (len(self.tokens.ids) - 1) // self.seq_len
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input_ids, labels), both int64 [batch_size, seq_len], of the global batch of ``step``."""
+        n = self.sequences
+        if n < 1:
+            have = f"data {self.tokens.source!r} has {len(self.tokens.ids)} tokens"
+            raise UserError(f"{have}: less than one sequence of {self.seq_len}", "use a shorter seq_len or more text")
+        first = step * self.batch_size
+        rows = []
+        for i in range(first, first + self.batch_size):
+            epoch, at = divmod(i, n)
+            rows.append(_permutation(n, self.seed, epoch)[at])
+        starts = np.asarray(rows) * self.seq_len
+        windows = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
+        windows = torch.from_numpy(windows.astype(np.int64))
+        if self.causal:
+            return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return self._masked(windows[:, :-1].contiguous(), step)
+
+    def _masked(self, ids: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        chosen = torch.rand(ids.shape, generator=g) < 0.15
+        kind = torch.rand(ids.shape, generator=g)
+        random = torch.randint(self.vocab_size, ids.shape, generator=g)
+        mask = self.tokens.tokenizer.token_to_id(MASK) or 1
+        labels = torch.where(chosen, ids, IGNORE)
+        ids = torch.where(chosen & (kind < 0.8), mask, ids)
+        return torch.where(chosen & (kind >= 0.9), random, ids), labels
+
+
+_PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
+
+
+def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    key = (n, seed, epoch)
+    if key not in _PERMUTATIONS:
+        _PERMUTATIONS[key] = np.random.default_rng((seed, epoch)).permutation(n)
+    return _PERMUTATIONS[key]
