@@ -1,0 +1,247 @@
+"""Experiment files: TOML in and out, dotted overrides, and the several plans of an ablation.
+
+::
+
+    name = "quickstart"
+    model = "llama-tiny"            # a catalogue name, a config.json, a checkpoint directory, or a table
+    on = "local"                    # a cluster: NAME, 8xNAME or 4x8xNAME
+    plan = ["flash_attention", "zero:stage=2"]
+
+    [workload]
+    kind = "pretrain"               # and its fields; see ridgeline.spec.workload
+    seq_len = 256
+
+    [plans]                         # instead of `plan`: an ablation
+    baseline = []
+    zero2 = { with = ["zero:stage=2"], on = "2xlocal" }
+
+    [measure]
+    repeats = 2
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ridgeline import catalog
+from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan, scalar
+from ridgeline.spec.workload import WORKLOADS
+from ridgeline.techniques.registry import check, normalise
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TOP = {"name", "model", "on", "plan", "workload", "plans", "measure"}
+
+
+class MeasureOptions(BaseModel):
+    """How an ablation or benchmark measures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repeats: int = Field(default=2, ge=1)
+    """Processes per plan; the order of plans is reversed every other round (ABBA)."""
+    baseline: str = ""
+    """The plan that the others are compared with; default: the first."""
+    margin: float = Field(default=0.02, ge=0)
+    """A speed-up within this share of 1 counts as no difference."""
+    timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds after which one cell is given up."""
+    memory: bool = True
+    """Record memory by category in one extra step of each plan's first process."""
+
+
+class AblationSpec(BaseModel):
+    """Several plans of one experiment."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    plans: dict[str, Experiment]
+    """Normalised and checked experiments by plan name, in file order."""
+    measure: MeasureOptions
+
+    @property
+    def baseline(self) -> str:
+        """Name of the plan the others are compared with."""
+        return self.measure.baseline or next(iter(self.plans))
+
+
+def make(
+    model: str | dict[str, Any],
+    on: str,
+    workload: dict[str, Any],
+    plan: list[Any],
+    name: str = "",
+    where: str = "command line",
+) -> Experiment:
+    """Resolve names and build a normalised, checked experiment. Raises :class:`UserError` naming what is wrong."""
+    e = Experiment(
+        model=_model(model, where),
+        cluster=catalog.cluster(on),
+        workload=_workload(workload, where),  # type: ignore[arg-type]
+        plan=Plan.parse(plan, where),
+        name=name,
+    )
+    e = normalise(e)
+    check(e)
+    return e
+
+
+def read(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """The raw table of an experiment file after dotted ``key=value`` overrides."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"no experiment file at {file}", "give the path of a TOML file; examples/ holds some")
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{file} is not valid TOML: {e}") from None
+    for item in overrides or []:
+        _override(table, item)
+    for key in table:
+        if key not in _TOP:
+            raise unknown("key", key, _TOP, str(file))
+    return table
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Experiment:
+    """One experiment from a file. A file with several ``plans`` is an ablation: :func:`load_ablation`."""
+    table = read(path, overrides)
+    if "plans" in table:
+        names = ", ".join(table["plans"])
+        raise UserError(
+            f"{path} holds several plans ({names})", "use `ridgeline ablate`, or choose one with --plan NAME"
+        )
+    return _one(table, table.get("plan", []), table.get("on", "local"), table.get("name", Path(path).stem), str(path))
+
+
+def load_plan(path: str | Path, name: str, overrides: list[str] | None = None) -> Experiment:
+    """One named plan of an ablation file."""
+    plans = load_ablation(path, overrides).plans
+    if name not in plans:
+        raise unknown("plan", name, plans, str(path))
+    return plans[name]
+
+
+def load_ablation(path: str | Path, overrides: list[str] | None = None) -> AblationSpec:
+    """All plans of a file (a single ``plan`` is an ablation of one against the empty plan)."""
+    table = read(path, overrides)
+    where = str(path)
+    raw = table.get("plans")
+    if raw is None:
+        raw = {"baseline": [], "plan": table["plan"]} if table.get("plan") else {"baseline": []}
+    if not isinstance(raw, dict) or not raw:
+        raise UserError(f"{where}: [plans] is empty", 'write e.g.  baseline = []  and  zero2 = ["zero:stage=2"]')
+    options = _validate(MeasureOptions, table.get("measure", {}), f"{where} [measure]")
+    if options.baseline and options.baseline not in raw:
+        raise unknown("baseline plan", options.baseline, raw, f"{where} [measure]")
+    made: dict[str, Experiment] = {}
+    for name, entry in raw.items():
+        spot = f"{where} [plans] {name}"
+        on = table.get("on", "local")
+        if isinstance(entry, dict):
+            for key in entry:
+                if key not in ("with", "on"):
+                    raise unknown("key", key, ("with", "on"), spot)
+            on, entry = entry.get("on", on), entry.get("with", [])
+        if not isinstance(entry, list):
+            raise UserError(f"{spot}: {entry!r} is not a list of techniques", 'write ["zero:stage=2"]')
+        made[name] = _one(table, entry, on, name, spot)
+    return AblationSpec(name=table.get("name", Path(path).stem), plans=made, measure=options)
+
+
+def to_toml(e: Experiment) -> str:
+    """A file that :func:`load` reads back to the same experiment."""
+    known = set(catalog.models())
+    model: Any = e.model.name
+    if e.model.name not in known or catalog.model(e.model.name) != e.model:
+        model = e.model.model_dump(exclude_none=True, exclude_defaults=True)
+    table = {
+        "name": e.name or e.id,
+        "model": model,
+        "on": e.cluster.label,
+        "plan": e.plan.strings(),
+        "workload": e.workload.model_dump(exclude_none=True),
+    }
+    return tomli_w.dumps(table)
+
+
+def _one(table: dict[str, Any], plan: list[Any], on: str, name: str, where: str) -> Experiment:
+    if "model" not in table:
+        raise UserError(f"{where}: no model", 'add model = "llama-tiny" (see `ridgeline models`)')
+    workload = table.get("workload", {})
+    if not isinstance(workload, dict):
+        raise UserError(f"{where}: workload is not a table", '[workload] with kind = "pretrain"')
+    return make(table["model"], on, workload, plan, name, where)
+
+
+def _model(value: Any, where: str) -> ModelSpec:
+    if isinstance(value, str):
+        return catalog.model(value)
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: model = {value!r} is neither a name nor a table")
+    fields = dict(value)
+    base = fields.pop("base", None)
+    for key in fields:
+        if key not in ModelSpec.model_fields:
+            raise unknown("key", key, [*ModelSpec.model_fields, "base"], f"{where} [model]")
+    if base is None:
+        return _validate(ModelSpec, fields, f"{where} [model]")
+    start = catalog.model(base).model_dump()
+    start.update(published_parameters=None, name=fields.get("name", f"{base}*" if fields else base))
+    return _validate(ModelSpec, {**start, **fields}, f"{where} [model]")
+
+
+def _workload(value: dict[str, Any], where: str) -> BaseModel:
+    fields = dict(value)
+    kind = fields.pop("kind", "pretrain")
+    if kind not in WORKLOADS:
+        raise unknown("task", str(kind), WORKLOADS, where)
+    return _validate(WORKLOADS[kind], fields, f"{where} [workload]")
+
+
+def _validate(cls: type[Any], fields: dict[str, Any], where: str) -> Any:
+    known = {k for k in cls.model_fields if k != "kind"}
+    for key in fields:
+        if key not in known:
+            raise unknown("key", key, known, where)
+    try:
+        return cls(**fields)
+    except ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(str(p) for p in first["loc"]) or "value"
+        given = f" = {first['input']!r}" if first["loc"] and not isinstance(first["input"], dict) else ""
+        raise UserError(f"{where}: {key}{given} is not valid: {first['msg']}") from None
+
+
+def _override(table: dict[str, Any], item: str) -> None:
+    key, eq, text = item.partition("=")
+    if not eq or not key.strip():
+        raise UserError(f"override {item!r} is not key=value", "write e.g. workload.steps=40")
+    value: Any
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]  # lists, quoted strings, numbers
+    except tomllib.TOMLDecodeError:
+        value = scalar(text)
+    path = key.strip().split(".")
+    at = table
+    for i, part in enumerate(path[:-1]):
+        inner = at.setdefault(part, {})
+        if not isinstance(inner, dict):
+            if path[: i + 1] == ["model"]:
+                inner = at["model"] = {"base": inner}
+            else:
+                raise UserError(f"override {item!r}: {'.'.join(path[: i + 1])} is not a table")
+        at = inner
+    at[path[-1]] = value

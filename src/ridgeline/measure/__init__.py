@@ -1,0 +1,1 @@
+"""Measuring for real: probe, cells in their own processes, statistics, dissection, comparison."""

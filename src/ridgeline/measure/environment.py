@@ -1,0 +1,70 @@
+"""The environment fingerprint that every measured result carries."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ridgeline
+
+
+@lru_cache(maxsize=1)
+def code_hash() -> str:
+    """Hash of Ridgeline's own sources: results of different code are not the same measurement."""
+    digest = hashlib.sha256()
+    root = Path(ridgeline.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fingerprint() -> dict[str, Any]:
+    """Hardware and software facts, without importing torch (its version is read from the package metadata)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import psutil
+
+    packages = {}
+    for name in ("torch", "numpy", "transformers"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "ridgeline": ridgeline.__version__,
+        "code": code_hash(),
+        **packages,
+    }
+
+
+def load_average() -> float | None:
+    """One-minute load of the machine, to warn when something else is running; None where unknown."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None

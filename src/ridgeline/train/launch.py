@@ -1,0 +1,187 @@
+"""Start the ranks of one job as local processes, follow their progress, and survive their death. No torch here.
+
+Rank 0 writes one JSON object a line on its standard output: progress, then the result. Everything else it and the other
+ranks print goes to a log file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Job:
+    """What the ranks shall do. ``mode``: train, measure, dissect, generate or probe."""
+
+    mode: str
+    experiment: Experiment | None
+    options: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+
+    def to_json(self) -> str:
+        """For the worker's command line file."""
+        experiment = None if self.experiment is None else self.experiment.model_dump(mode="json")
+        return json.dumps({"mode": self.mode, "experiment": experiment, "options": self.options})
+
+
+class JobFailed(Exception):
+    """The ranks did not finish. ``status`` is one of oom, error, timeout, interrupted."""
+
+    def __init__(self, status: str, reason: str, log: str = "") -> None:
+        self.status, self.reason, self.log = status, reason, log
+        super().__init__(f"{status}: {reason}")
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """torchrun's variables, and a fair share of the cores for each rank."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // ranks))
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "true" if rank == 0 else "false",
+        "RIDGELINE_WORKER": "1",
+    }
+
+
+def run_job(job: Job, progress: Progress | None = None, timeout: float | None = None) -> dict[str, Any]:
+    """Run the job's ranks to the end; returns rank 0's result object.
+
+    Raises :class:`UserError` for a user's mistake found by the ranks, :class:`JobFailed` when they crash, run out of
+    memory or time, and ``KeyboardInterrupt`` after stopping them.
+    """
+    with tempfile.TemporaryDirectory(prefix="ridgeline-") as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(job.to_json(), encoding="utf-8")
+        port = free_port()
+        log = Path(folder) / "log.txt"
+        with log.open("w", encoding="utf-8") as sink:
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "ridgeline.train.worker", str(file)],
+                    env=rank_environment(rank, job.ranks, port),
+                    stdout=subprocess.PIPE if rank == 0 else sink,
+                    stderr=sink,
+                    text=True,
+                    start_new_session=True,  # Ctrl-C reaches us first; we pass it on once
+                )
+                for rank in range(job.ranks)
+            ]
+        try:
+            return _follow(ranks, progress, timeout, log)
+        finally:
+            _stop(ranks)
+
+
+def _follow(
+    ranks: list[subprocess.Popen[str]], progress: Progress | None, timeout: float | None, log: Path
+) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+
+    def read() -> None:
+        assert ranks[0].stdout is not None
+        for line in ranks[0].stdout:
+            with contextlib.suppress(json.JSONDecodeError):
+                message = json.loads(line)
+                messages.append(message)
+                if progress and "result" not in message and "error" not in message:
+                    progress(message)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    start = time.monotonic()
+    interrupted = False
+    while any(r.poll() is None for r in ranks):
+        try:
+            time.sleep(0.02)
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True  # let the ranks finish their step and save; a second Ctrl-C does not wait
+            for r in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    r.send_signal(signal.SIGINT)
+        dead = [(i, r.returncode) for i, r in enumerate(ranks) if r.poll() not in (None, 0)]
+        if dead:
+            time.sleep(0.2)  # let rank 0 say why
+            _stop(ranks)
+        if timeout is not None and time.monotonic() - start > timeout:
+            _stop(ranks)
+            raise JobFailed("timeout", f"did not finish within {timeout:.0f} s", _tail(log))
+    reader.join(timeout=5)
+    final = messages[-1] if messages else {}
+    if "result" in final:
+        result: dict[str, Any] = final["result"]
+        if interrupted:
+            raise KeyboardInterrupt
+        return result
+    if "error" in final:
+        error = final["error"]
+        if error["kind"] == "user":
+            raise (Incompatible if error.get("incompatible") else UserError)(error["what"], error["fix"])
+        raise JobFailed(error["kind"], error["what"], _tail(log))
+    if interrupted:
+        raise KeyboardInterrupt
+    codes = {i: r.returncode for i, r in enumerate(ranks)}
+    bad = next((i for i, c in codes.items() if c and c not in (-signal.SIGTERM,)), 0)
+    code = codes[bad]
+    if code == -signal.SIGKILL:
+        raise JobFailed("oom", f"rank {bad} was killed (signal 9): most likely out of memory", _tail(log))
+    said = f"signal {-code}" if code and code < 0 else f"exit code {code}"
+    raise JobFailed("error", f"rank {bad} ended with {said}: {_last_line(log)}", _tail(log))
+
+
+def _stop(ranks: list[subprocess.Popen[str]]) -> None:
+    for r in ranks:
+        if r.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                r.terminate()
+    for r in ranks:
+        try:
+            r.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            r.kill()
+            r.wait()
+
+
+def _tail(log: Path, lines: int = 40) -> str:
+    with contextlib.suppress(OSError):
+        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+    return ""
+
+
+def _last_line(log: Path) -> str:
+    text = [line for line in _tail(log).splitlines() if line.strip()]
+    return text[-1].strip() if text else "it left no message"

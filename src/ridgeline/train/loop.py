@@ -1,0 +1,57 @@
+"""The training loop of ``ridgeline train``: steps, evaluation of progress, checkpoints, a clean stop on Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.spec.experiment import Experiment
+from ridgeline.train.engine import Trainer
+
+
+def train(
+    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
+) -> dict[str, Any]:
+    """Train to ``workload.steps``. Options: ``out`` (directory), ``save_every`` (steps), ``resume``, ``export``.
+
+    The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
+    """
+    from ridgeline.train.checkpoint import resume, save
+
+    trainer = Trainer(e, device, rank, ranks)
+    out = Path(options["out"]) if options.get("out") else None
+    losses = resume(trainer, out) if out and options.get("resume") else []
+    signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
+    report({"stage": "training", "step": trainer.steps_done, "steps": e.training.steps})
+    stopped = False
+    while trainer.steps_done < e.training.steps and not stopped:
+        stats = trainer.step()
+        losses.append(stats.loss)
+        stopped = stats.stop
+        report({"step": trainer.steps_done, "steps": e.training.steps, "loss": stats.loss, "tokens": stats.tokens,
+                "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
+        every = options.get("save_every") or 0
+        if out and every and trainer.steps_done % every == 0:
+            save(trainer, out, losses)
+    place = save(trainer, out, losses) if out else None
+    if out and options.get("export") and not stopped:
+        export(trainer, out / "model")
+    return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else ""}
+
+
+def export(trainer: Trainer, folder: Path) -> None:
+    """Write the model as a Hugging Face checkpoint (gathered on rank 0), adapters merged into their base."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from ridgeline.nn.checkpoint import save_state
+    from ridgeline.nn.lora import merged
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(trainer.run.root, options=options)
+    if trainer.rank == 0:
+        plain = {name.removeprefix("model."): t for name, t in state.items()}
+        save_state(merged(plain, trainer.run.model), trainer.experiment.model, folder)
+        trainer.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
