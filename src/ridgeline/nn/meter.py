@@ -44,9 +44,15 @@ class _Entry:
 
 @dataclass
 class Meter(TorchDispatchMode):
-    """Use as a context manager around steps; set ``phase`` to forward, backward or optimizer as the step goes."""
+    """Use as a context manager around steps of ``model``.
 
-    phase: str = "forward"
+    Categories: parameters (gathered copies included), gradients, optimizer, buffers, activations (made in forward),
+    temporaries (made in backward or in the update, recomputed activations included).
+    """
+
+    model: nn.Module
+    updating: bool = False
+    """Set while the optimizer runs."""
     live: dict[int, _Entry] = field(default_factory=dict)
     peak: Usage = field(default_factory=lambda: Usage({}, ""))
     total: int = 0
@@ -59,14 +65,20 @@ class Meter(TorchDispatchMode):
         for t in tensors:
             self._see(_local(t), category)
 
-    def register_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Parameters, buffers, present gradients and optimizer states."""
-        self.register((p.data for p in model.parameters()), "parameters")
-        self.register(model.buffers(), "buffers")
-        self.register((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-        if optimizer is not None:
-            states = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
-            self.register(states, "optimizer")
+    def register_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the model's parameters, buffers and present gradients, and the optimizer's states."""
+        self.register((p.data for p in self.model.parameters()), "parameters")
+        self.register(self.model.buffers(), "buffers")
+        self.register((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
+        states = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+        self.register(states, "optimizer")
+
+    @property
+    def phase(self) -> str:
+        """forward, backward or optimizer: where the step is now."""
+        if self.updating:
+            return "optimizer"
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
     def _see(self, t: torch.Tensor, category: str) -> None:
         if t.device.type == "meta":
@@ -101,7 +113,7 @@ class Meter(TorchDispatchMode):
         for x in tree_iter(args):
             if isinstance(x, nn.Parameter):
                 self._see(_local(x), "parameters")
-        category = {"forward": "activations", "backward": "temporaries"}.get(self.phase, "temporaries")
+        category = "activations" if self.phase == "forward" else "temporaries"
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 self._see(_local(x), category)
@@ -113,6 +125,11 @@ class Meter(TorchDispatchMode):
         self._resize()
         if self.total <= self.peak.total:
             return
+        for p in self.model.parameters():  # what became a gradient was a temporary when it was made
+            if p.grad is not None:
+                entry = self.live.get(_local(p.grad).untyped_storage()._cdata)
+                if entry is not None:
+                    entry.category = "gradients"
         sums: dict[str, int] = {}
         for entry in self.live.values():
             sums[entry.category] = sums.get(entry.category, 0) + entry.size

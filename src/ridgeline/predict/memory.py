@@ -85,7 +85,7 @@ def training_peak(g: Graph) -> Peak:
             held = gathered - (work * done if keep else 0.0) + (0.0 if keep else 2 * work)
             now = gradients + grad * done
             full = _full_gradients(b)
-            consider(f"backward of {b.name}", held, now, left + b.recomputed, b.backward_workspace)
+            consider(f"backward of {b.name}", held, now, left, b.recomputed + b.backward_workspace)
             tail = left - b.saved_bytes
             # Reduction copies the unreduced gradients into one flat buffer.
             consider(f"end of backward of {b.name}", held, now + grad, tail, 2 * full)

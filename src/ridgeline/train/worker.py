@@ -73,9 +73,8 @@ def main(path: str) -> int:
         traceback.print_exc()
         text = str(error)
         oom = "not enough memory" in text or "out of memory" in text
-        report(
-            {"error": {"kind": "oom" if oom else "error", "what": f"{type(error).__name__}: {text.splitlines()[0]}"}}
-        )
+        what = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+        report({"error": {"kind": "oom" if oom else "error", "what": what}})
         code = 4
     except KeyboardInterrupt:
         report({"error": {"kind": "interrupted", "what": "interrupted"}})

@@ -1,0 +1,172 @@
+"""The ablation: every plan predicted, then measured in its own process, in ABBA order; resumable; nothing stops it.
+
+No torch here: the orchestrator only starts processes and does statistics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ridgeline.experiments import AblationSpec
+from ridgeline.measure.environment import code_hash, fingerprint, load_average
+from ridgeline.measure.merge import effect, merge, sameness
+from ridgeline.predict import predict
+from ridgeline.spec.ablation import Ablation, Outcome
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.train.launch import Job, JobFailed, run_job
+
+
+@dataclass(frozen=True)
+class CellRef:
+    """One process-run of one plan."""
+
+    plan: str
+    repeat: int
+
+
+Watch = Callable[[CellRef, dict[str, Any]], None]
+
+
+def order(plans: list[str], repeats: int) -> list[CellRef]:
+    """Rounds over all plans, every other one reversed (ABBA), so that slow drift of the machine cancels."""
+    cells: list[CellRef] = []
+    for r in range(repeats):
+        cells += [CellRef(p, r) for p in (plans if r % 2 == 0 else reversed(plans))]
+    return cells
+
+
+def require_local(e: Experiment) -> None:
+    """Measuring needs the hardware: only ``local`` devices can run. Raises :class:`Incompatible` otherwise."""
+    if e.cluster.device.name != "local" or e.cluster.nodes > 1:
+        raise Incompatible(
+            f"{e.cluster.label} is not this machine, so it cannot be measured here",
+            'use on = "local" (or "2xlocal" for two processes); `ridgeline predict` answers for other hardware',
+        )
+
+
+def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None) -> Ablation:
+    """Predict and measure every plan; cells already measured by the same code are taken from ``folder``.
+
+    A cell that dies is a recorded result. ``KeyboardInterrupt`` leaves finished cells for the next call.
+    """
+    for e in spec.plans.values():
+        require_local(e)
+    predicted = {name: predict(e) for name, e in spec.plans.items()}
+    cells = order(list(spec.plans), spec.measure.repeats)
+    busy = load_average()
+    for cell in cells:
+        file = cell_file(folder, spec, cell)
+        if _usable(file):
+            if watch:
+                watch(cell, {"cached": True})
+            continue
+        result = measure_plan(
+            spec.plans[cell.plan],
+            repeat=cell.repeat,
+            memory=spec.measure.memory and cell.repeat == 0,
+            timeout=spec.measure.timeout_s,
+            progress=(lambda m, c=cell: watch(c, m)) if watch else None,  # type: ignore[misc]
+        )
+        _write(file, result.to_json())
+        if watch:
+            watch(cell, {"done": True, "status": result.status, "reason": result.reason})
+    ablation = assemble(spec, folder, predicted, command)
+    if busy is not None and busy > 1.5:
+        ablation.notes.append(f"the machine's load average was {busy:.1f} at the start: timings may be disturbed")
+    _write(folder / "ablation.json", ablation.to_json())
+    return ablation
+
+
+def measure_plan(
+    e: Experiment,
+    repeat: int = 0,
+    memory: bool = True,
+    timeout: float | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> Result:
+    """Measure one plan once, in its own process(es). Out-of-memory, crash and time-out are results, not exceptions."""
+    job = Job("measure", e, {"repeat": repeat, "memory": memory}, ranks=e.world)
+    try:
+        return Result.model_validate(run_job(job, progress, timeout))
+    except JobFailed as failure:
+        return Result(
+            source="measured",
+            experiment_id=e.id,
+            name=e.name,
+            experiment=e.canonical(),
+            status=failure.status,  # type: ignore[arg-type]
+            reason=failure.reason,
+            environment=fingerprint(),
+            notes=[failure.log] if failure.log else [],
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+
+def assemble(spec: AblationSpec, folder: Path, predicted: dict[str, Result], command: str) -> Ablation:
+    """Merge the cells of each plan and compare it with the baseline."""
+    outcomes: list[Outcome] = []
+    merged: dict[str, Result] = {}
+    for name in spec.plans:
+        parts = [Result.load(cell_file(folder, spec, c)) for c in order([name], spec.measure.repeats)
+                 if cell_file(folder, spec, c).is_file()]  # fmt: skip
+        merged[name] = merge(parts)
+    base = merged[spec.baseline]
+    for name, e in spec.plans.items():
+        outcome = Outcome(name=name, plan=e.plan.strings(), predicted=predicted[name], measured=merged[name])
+        base_rate = predicted[spec.baseline].metric("tokens_per_s")
+        own_rate = predicted[name].metric("tokens_per_s")
+        if base_rate and own_rate:
+            outcome.predicted_speedup = own_rate / base_rate
+        effect(outcome, base, is_baseline=name == spec.baseline, margin=spec.measure.margin)
+        if name != spec.baseline:
+            outcome.checks = sameness(e, merged[name], base)
+        outcomes.append(outcome)
+    return Ablation(
+        id=f"{ablation_key(spec)}",
+        name=spec.name,
+        baseline=spec.baseline,
+        outcomes=outcomes,
+        environment=base.environment or fingerprint(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=command,
+    )
+
+
+def ablation_key(spec: AblationSpec) -> str:
+    """Short id of the set of experiments."""
+    import hashlib
+
+    text = json.dumps({k: e.id for k, e in spec.plans.items()}) + str(spec.measure.repeats)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def cell_file(folder: Path, spec: AblationSpec, cell: CellRef) -> Path:
+    """Where a cell's result lies: plan, experiment id and repeat."""
+    e = spec.plans[cell.plan]
+    return folder / "cells" / f"{cell.plan}-{e.id}-{cell.repeat}.json"
+
+
+def _usable(file: Path) -> bool:
+    """A finished cell of the same code; failed cells are tried again."""
+    if not file.is_file():
+        return False
+    try:
+        result = Result.load(file)
+    except UserError:
+        return False
+    return result.status == "ok" and result.environment.get("code") == code_hash()
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(file.suffix + ".new")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, file)

@@ -1,0 +1,87 @@
+"""One measured cell, inside its own process(es): set-up, timed steps, memory by category in one extra step."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from ridgeline.measure.environment import fingerprint
+from ridgeline.nn.meter import Meter, Usage, process_memory
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
+from ridgeline.train.engine import Trainer
+
+
+def measure_cell(
+    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
+) -> dict[str, Any]:
+    """Run ``workload.steps`` steps and return a measured Result (as plain data) with one sample per step.
+
+    Options: ``memory`` (record categories in one more step), ``repeat`` (number of this process among the plan's).
+    """
+    start = time.perf_counter()
+    report({"stage": "set-up"})
+    trainer = Trainer(e, device, rank, ranks)
+    setup = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    samples: list[Sample] = []
+    began = time.perf_counter()
+    for _ in range(e.training.steps):
+        stats = trainer.step()
+        samples.append(
+            Sample(step=stats.step, seconds=stats.seconds, tokens=stats.tokens, loss=stats.loss,
+                   repeat=options.get("repeat", 0))
+        )  # fmt: skip
+        report({"step": stats.step + 1, "steps": e.training.steps, "loss": stats.loss, "seconds": stats.seconds})
+    wall = time.perf_counter() - began
+    result = Result(
+        source="measured",
+        experiment_id=e.id,
+        name=e.name,
+        experiment=e.canonical(),
+        environment={**fingerprint(), "threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)},
+        samples=samples,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    result.metrics["setup_s"] = Metric(value=setup, unit="s", better="lower", source="measured")
+    result.metrics["wall_s"] = Metric(value=wall, unit="s", better="lower", source="measured")
+    result.checks.append(_steps_fill_wall(samples, wall))
+    memory = process_memory()
+    if device.type == "cuda":
+        memory["allocated_peak"] = torch.cuda.max_memory_allocated(device)
+        memory["reserved_peak"] = torch.cuda.max_memory_reserved(device)
+        result.environment["gpu"] = torch.cuda.get_device_name(device)
+    for key, value in memory.items():
+        result.metrics[f"{key}_bytes"] = Metric(value=value, unit="bytes", better="lower", source="measured")
+    if options.get("memory", True):
+        usage = metered_step(trainer)
+        result.memory = [Memory(category=k, bytes=v) for k, v in sorted(usage.categories.items(), key=lambda i: -i[1])]
+        result.metrics["peak_bytes"] = Metric(value=usage.total, unit="bytes", better="lower", source=usage.instant)
+    return result.model_dump(mode="json", by_alias=True)
+
+
+def metered_step(trainer: Trainer) -> Usage:
+    """Live tensor bytes by category at the peak of one more step (after the timed ones: metering slows it down)."""
+    with Meter(trainer.run.root) as meter:
+        meter.register_states(trainer.optimizer)
+        step = trainer.steps_done
+        trainer.forward_backward(step)
+        meter.updating = True
+        trainer.update(step)
+    return meter.peak
+
+
+def _steps_fill_wall(samples: list[Sample], wall: float) -> Check:
+    """The steps' times must add up to the wall time of the loop: nothing is timed twice, nothing is left out."""
+    total = sum(s.seconds for s in samples)
+    return Check(
+        name="step times add up to wall time",
+        passed=bool(wall) and abs(total - wall) / wall < 0.02,
+        expected=wall,
+        got=total,
+        tolerance=0.02,
+    )
