@@ -14,7 +14,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.techniques.base import PHASES, Technique
 
-_NOT_TECHNIQUES = {"base", "registry", "matrix"}
+_NOT_TECHNIQUES = {"base", "cards", "matrix", "registry"}
 
 
 @lru_cache(maxsize=1)

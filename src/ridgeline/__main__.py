@@ -1,0 +1,5 @@
+"""``python -m ridgeline``."""
+
+from ridgeline.cli import main
+
+main()

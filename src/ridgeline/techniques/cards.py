@@ -1,0 +1,87 @@
+"""Cards as plain data, for the command line, the documentation and the search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ridgeline.techniques.base import PHASES, Technique
+from ridgeline.techniques.registry import registry
+
+
+def card(cls: type[Technique]) -> dict[str, Any]:
+    """One technique's card with its options (name, type, default, meaning)."""
+    c = cls.card
+    schema = cls.model_json_schema().get("properties", {})
+    options = [
+        {
+            "name": name,
+            "type": _type(schema.get(name, {})),
+            "default": field.get_default(call_default_factory=True),
+            "help": " ".join((field.description or "").split()),
+        }
+        for name, field in cls.model_fields.items()
+    ]
+    return {
+        "name": c.name,
+        "title": c.title,
+        "summary": " ".join((cls.__doc__ or "").split()),
+        "paper": c.paper,
+        "taxonomy": c.taxonomy,
+        "tasks": sorted(c.tasks),
+        "phase": cls.phase,
+        "lossless": c.lossless,
+        "tolerance": c.tolerance,
+        "quality": c.quality,
+        "claim": c.claim,
+        "min_ranks": c.min_ranks,
+        "requires": list(c.requires),
+        "options": options,
+    }
+
+
+def cards() -> list[dict[str, Any]]:
+    """Every technique's card, in phase order."""
+    found = sorted(registry().values(), key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    return [card(cls) for cls in found]
+
+
+def card_table(c: dict[str, Any]) -> str:
+    """A card as readable text."""
+    lines = [
+        f"{c['name']}: {c['title']}",
+        "",
+        f"  {c['summary']}",
+        "",
+        f"  paper     {c['paper']}",
+        f"  claim     {c['claim']}",
+        f"  place     {c['taxonomy']}, phase {c['phase']}",
+        f"  tasks     {', '.join(c['tasks'])}",
+        f"  contract  {_contract(c)}",
+        "",
+        "  options" if c["options"] else "  no options",
+    ]
+    for o in c["options"]:
+        lines.append(f"    {o['name']} = {_value(o['default'])}  ({o['type']})  {o['help']}")
+    example = c["options"][0] if c["options"] else None
+    use = f"{c['name']}:{example['name']}={_value(example['default'])}" if example else c["name"]
+    return "\n".join([*lines, "", f"  use       --with {use}"])
+
+
+def _contract(c: dict[str, Any]) -> str:
+    if c["lossless"]:
+        return f"lossless: same loss within {c['tolerance']:g} (relative, fp32)"
+    return f"lossy: {c['quality']}"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return " | ".join(str(v) for v in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    return str(schema.get("type", "value")).replace("array", "list, a+b")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "+".join(map(str, value))
+    return str(value)

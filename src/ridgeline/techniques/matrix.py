@@ -1,0 +1,79 @@
+"""The support matrix: every pair of techniques either works (and has a parity test) or is refused with a sentence."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Literal
+
+from pydantic import BaseModel
+
+from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.workload import Generate, Pretrain
+from ridgeline.techniques.base import Technique
+from ridgeline.techniques.registry import check, normalise, registry
+
+TINY = ModelSpec(
+    name="matrix-tiny",
+    family="llama",
+    vocab_size=512,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    max_positions=64,
+)
+CPU = Device(name="local", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=8e9, memory_bandwidth=1e10)
+
+
+class Pair(BaseModel):
+    """One cell of the matrix."""
+
+    a: str
+    b: str
+    status: Literal["works", "refused"]
+    reason: str = ""
+    task: str = ""
+    plan: list[str] = []
+    ranks: int = 1
+
+
+def pair_experiment(*names: str) -> Experiment:
+    """The small experiment on which the techniques ``names`` are tried together (not yet checked)."""
+    chosen = [registry()[n] for n in names]
+    tasks = set.intersection(*(set(t.card.tasks) for t in chosen))
+    task = next((t for t in ("pretrain", "finetune", "generate", "serve") if t in tasks), "pretrain")
+    training = task in ("pretrain", "finetune")
+    wanted = dict.fromkeys(names)
+    if training:
+        for t in chosen:
+            wanted.update(dict.fromkeys(t.card.requires))
+    calls = tuple(Call(name=n, options=dict(registry()[n].card.example)) for n in wanted)
+    ranks = max(t.card.min_ranks for t in chosen)
+    workload = Pretrain(seq_len=16, batch_size=4, steps=5, optimizer="sgd", lr=0.5, warmup_steps=0) if training else Generate(
+        prompt_len=8, output_len=4, batch_size=2
+    )  # fmt: skip
+    return Experiment(
+        model=TINY, cluster=Cluster(device=CPU, devices_per_node=ranks), workload=workload, plan=Plan(calls=calls)
+    )
+
+
+def judge(*names: str) -> Pair:
+    """Whether the techniques work together, by their own ``check``."""
+    first, last = names[0], names[-1]
+    try:
+        e = normalise(pair_experiment(*names))
+        check(e)
+    except Incompatible as refusal:
+        return Pair(a=first, b=last, status="refused", reason=f"{refusal.what}; {refusal.fix}")
+    return Pair(a=first, b=last, status="works", task=e.task, plan=e.plan.strings(), ranks=e.world)
+
+
+def support_matrix(known: dict[str, type[Technique]] | None = None) -> list[Pair]:
+    """Every unordered pair of registered techniques."""
+    return [judge(a, b) for a, b in combinations(known or registry(), 2)]
