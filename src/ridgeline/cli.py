@@ -30,8 +30,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 With = Annotated[list[str] | None, typer.Option("--with", help="Switch a technique on: NAME or NAME:option=value,…")]
 On = Annotated[str, typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME; `local` is this machine.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: workload.steps=40 model.num_layers=2")]
-    list[str] | None, typer.Argument(help="Overrides of the file: workload.steps=40 model.num_layers=2")
-]
 File = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).")]
 PlanName = Annotated[str | None, typer.Option("--plan", help="Which plan of an ablation file.")]
 Data = Annotated[str | None, typer.Option("--data", help="Text: a file, a directory, stdlib, or hf:NAME.")]

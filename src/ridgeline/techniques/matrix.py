@@ -55,9 +55,11 @@ def pair_experiment(*names: str) -> Experiment:
             wanted.update(dict.fromkeys(t.card.requires))
     calls = tuple(Call(name=n, options=dict(registry()[n].card.example)) for n in wanted)
     ranks = max(t.card.min_ranks for t in chosen)
-    workload = Pretrain(seq_len=16, batch_size=4, steps=5, optimizer="sgd", lr=0.5, warmup_steps=0) if training else Generate(
-        prompt_len=8, output_len=4, batch_size=2
-    )  # fmt: skip
+    workload: Pretrain | Generate
+    if training:  # plain SGD: AdamW hides gradient-scale bugs
+        workload = Pretrain(seq_len=16, batch_size=4, steps=5, optimizer="sgd", lr=0.5, warmup_steps=0)
+    else:
+        workload = Generate(prompt_len=8, output_len=4, batch_size=2)
     return Experiment(
         model=TINY, cluster=Cluster(device=CPU, devices_per_node=ranks), workload=workload, plan=Plan(calls=calls)
     )
