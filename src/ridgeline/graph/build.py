@@ -135,12 +135,11 @@ def _head(b: Builder, last_only: bool) -> Block:
     if s.head == "mlm":
         b.param("head.out.bias", (s.vocab_size,))
     if b.training:
+        # The gradient, softmax - onehot, replaces the logits in place: one [rows, V] tensor in all.
         logits = float(rows * s.vocab_size)
-        b.block.forward.append(Op("loss", "head", "loss", bytes=3 * logits * 4, dtype="fp32"))
-        b.block.backward.append(Op("loss.bwd", "head", "loss", "backward", 0, 3 * logits * 4, "fp32"))
-        b.save("log_probabilities", logits, ["loss.bwd"], 4.0)
-        b.block.workspace = max(b.block.workspace, logits * b.width)
-        b.block.backward_workspace = max(b.block.backward_workspace, logits * b.width)
+        b.block.forward.append(Op("loss", "head", "loss", bytes=8 * logits * 4, dtype="fp32"))
+        b.block.backward.append(Op("loss.bwd", "head", "loss", "backward", 0, 2 * logits * 4, "fp32"))
+        b.save("logits", logits, ["loss.bwd"], 4.0)
     return b.block
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ridgeline.train.build import TrainBuild
 
 _MATMUL = {"gemm", "bmm", "attention"}
-_FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", "log_probabilities", "embed.sum")
+_FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", "embed.sum")
 
 
 class MixedPrecision(Technique):
@@ -76,6 +76,8 @@ def _lower(b: Block, dtype: str) -> None:
         wide = key in _FP32_SAVED or key.endswith((".stats", ".lse", ".routing"))
         kept[key] = saved if wide else replace(saved, bytes=saved.bytes / 2)
     b.saved = kept
-    b.workspace /= 2 if b.name != "head" else 1
-    b.backward_workspace /= 2 if b.name != "head" else 1
+    b.workspace /= 2
+    b.backward_workspace /= 2
+    if "logits" in kept:  # the loss is taken in fp32 on a copy
+        b.workspace = 2 * kept["logits"].bytes
     b.recomputed /= 2

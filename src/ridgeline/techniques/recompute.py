@@ -80,16 +80,15 @@ class Recompute(Technique):
 
         from torch.utils.checkpoint import checkpoint
 
+        # The model has no dropout, so there is no random state to restore.
+        again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False)
+        if self.policy == "selective":
+            backend = run.model.backend
+            run.model.set_attention(replace(backend, function=again(backend.function)))
+            return
         for i, block in enumerate(run.model.layers.values()):
-            if self.policy == "selective":
-                target, attribute = block.attention, "core"
-            elif i % self.every == 0:
-                target, attribute = block, "forward"
-            else:
-                continue
-            fn = getattr(target, attribute)
-            # The model has no dropout, so there is no random state to restore.
-            setattr(target, attribute, partial(checkpoint, fn, use_reentrant=False, preserve_rng_state=False))
+            if i % self.every == 0:
+                block.forward = again(block.forward)
 
 
 def _full(b: Block, input_elements: float) -> None:

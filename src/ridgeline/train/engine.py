@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ridgeline.nn.checkpoint import load_into
-from ridgeline.nn.transformer import Transformer, init_weights
+from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.init import build
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
@@ -68,13 +68,11 @@ class Trainer:
 
     def _build(self, made: list) -> TrainBuild:  # type: ignore[type-arg]
         e, w = self.experiment, self.workload
-        model = Transformer(e.model)
-        # Seeded before anything is split, so that every layout starts from the same weights.
+        # The whole model before anything is split, so that every layout starts from the same weights.
         if w.checkpoint:
-            load_into(model, Path(w.checkpoint))
+            model = load_checkpoint(Path(w.checkpoint), dtype=DTYPES[e.dtype]).to(self.device)
         else:
-            init_weights(model, w.seed)
-        model.to(self.device, DTYPES[e.dtype])
+            model = build(e.model, self.device, DTYPES[e.dtype], w.seed)
         model.set_attention("naive")
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
         if self.world > 1:

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from ridgeline.nn.lora import LoRALinear
+from ridgeline.nn.quantised import dequantise
 from ridgeline.spec.experiment import Experiment
 from ridgeline.train.engine import Trainer
 
@@ -46,12 +49,37 @@ def export(trainer: Trainer, folder: Path) -> None:
     """Write the model as a Hugging Face checkpoint (gathered on rank 0), adapters merged into their base."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    from ridgeline.nn.checkpoint import save_state
-    from ridgeline.nn.lora import merged
+    from ridgeline.nn.checkpoint import save_checkpoint
+    from ridgeline.nn.transformer import Transformer
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(trainer.run.root, options=options)
-    if trainer.rank == 0:
-        plain = {name.removeprefix("model."): t for name, t in state.items()}
-        save_state(merged(plain, trainer.run.model), trainer.experiment.model, folder)
-        trainer.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
+    if trainer.rank:
+        return
+    plain = plain_state({name.removeprefix("model."): t for name, t in state.items()}, trainer.run.model)
+    with torch.device("meta"):
+        model = Transformer(trainer.experiment.model)
+    model.load_state_dict(plain, assign=True)
+    model.tie()
+    save_checkpoint(model, folder)
+    trainer.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def plain_state(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """State of an adapted or quantised model → the state of the plain one: codes expanded, adapters merged."""
+    out: dict[str, torch.Tensor] = {}
+    scales = {name: m.scale for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    for name, value in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf in ("scales", "lora_a", "lora_b"):
+            continue
+        if leaf == "codes":
+            name, value = f"{prefix}.weight", dequantise(value, state[f"{prefix}.scales"])
+        adapted = prefix.removesuffix(".base")
+        if adapted in scales:
+            name = f"{adapted}.{name.rpartition('.')[2]}"
+            if name.endswith(".weight"):
+                update = state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"]
+                value = value + scales[adapted] * update
+        out[name] = value
+    return out
