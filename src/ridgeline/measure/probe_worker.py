@@ -1,0 +1,327 @@
+"""The measurements of ``ridgeline probe``: each kind of graph operator, timed on the torch twin's own code.
+
+Every kind is timed at a tiny size (its latency) and at sizes of real training (its rate). FLOPs and bytes are counted
+as in :mod:`ridgeline.graph`. Inputs rotate through more memory than the caches hold, as in a real step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.attention import BACKENDS, Mask
+from ridgeline.nn.loss import token_loss
+from ridgeline.nn.mlp import gated
+from ridgeline.nn.norm import RMSNorm
+from ridgeline.nn.quantised import dequantise, quantise
+from ridgeline.nn.rotary import rotate
+
+CACHE_BYTES = 96 * 2**20
+"""Inputs rotate through at least this much memory."""
+
+
+@dataclass
+class Work:
+    """One timed operator: its function of the inputs, and what the graph counts for it forward and backward."""
+
+    kind: str
+    dtype: str
+    make: Callable[[], tuple[Tensor, ...]]
+    """Fresh inputs; those that require grad get gradients."""
+    fn: Callable[..., Tensor]
+    flops: float = 0.0
+    bytes: float = 0.0
+    back_flops: float = 0.0
+    back_bytes: float = 0.0
+    back_calls: int = 1
+    """Graph operators that the backward stands for."""
+
+
+def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any) -> dict[str, Any]:
+    """Measure everything on this rank while the other ranks do the same; returns plain data."""
+    budget = 0.04 if options.get("quick") else 0.12
+    timer = _Timer(device, budget, ranks)
+    rates: dict[str, dict[str, Any]] = {}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    peaks: dict[str, float] = {}
+    for name, dtype in dtypes.items():
+        report({"stage": f"matrix products {name}"})
+        rates.update(_gemm(timer, device, name, dtype, peaks))
+    for name, dtype in dtypes.items():
+        report({"stage": f"operators {name}"})
+        rates.update(_kinds(timer, device, name, dtype))
+    report({"stage": "optimizer"})
+    rates.update(_update(timer, device))
+    report({"stage": "memory"})
+    bandwidth = _bandwidth(timer, device)
+    if ranks > 1:
+        report({"stage": "collectives"})
+        rates.update(_collectives(timer, device, ranks))
+    return {
+        "rates": rates,
+        "peak_flops": peaks,
+        "memory_bandwidth": bandwidth,
+        "memory_bytes": _memory(device),
+        "launch_latency": min(r["latency"] for r in rates.values() if r["latency"] > 0),
+        "kind": "gpu" if device.type == "cuda" else "cpu",
+        "units": _units(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        "torch": torch.__version__,
+    }
+
+
+class _Timer:
+    def __init__(self, device: torch.device, budget: float, ranks: int) -> None:
+        self.device, self.budget, self.ranks = device, budget, ranks
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def together(self) -> None:
+        """Ranks start each measurement together, so that they disturb each other as in a real step."""
+        if self.ranks > 1:
+            dist.barrier()
+
+    def median(self, fns: Iterable[Callable[[], object]]) -> float:
+        """Median seconds of calling the functions in turn, at least 5 and about ``budget`` seconds in all."""
+        calls = list(fns)
+        self.together()
+        for fn in calls[:2]:
+            fn()
+        self.sync()
+        times: list[float] = []
+        start = time.perf_counter()
+        i = 0
+        while len(times) < 5 or time.perf_counter() - start < self.budget:
+            t = time.perf_counter()
+            calls[i % len(calls)]()
+            self.sync()
+            times.append(time.perf_counter() - t)
+            i += 1
+        return statistics.median(times)
+
+    def work(self, w: Work) -> tuple[float, float]:
+        """(forward, backward) median seconds of one operator."""
+        first = w.make()
+        size = sum(t.numel() * t.element_size() for t in first)
+        copies = [first, *(w.make() for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
+        self.together()
+        forward: list[float] = []
+        backward: list[float] = []
+        start = time.perf_counter()
+        i = 0
+        while len(forward) < 7 or time.perf_counter() - start < self.budget:
+            inputs = copies[i % len(copies)]
+            t0 = time.perf_counter()
+            y = w.fn(*inputs)
+            self.sync()
+            t1 = time.perf_counter()
+            wanted = [x for x in inputs if x.requires_grad]
+            if wanted:
+                g = torch.ones_like(y)
+                self.sync()
+                t2 = time.perf_counter()
+                torch.autograd.grad(y, wanted, g)
+                self.sync()
+                backward.append(time.perf_counter() - t2)
+            forward.append(t1 - t0)
+            del y
+            i += 1
+        skip = min(2, len(forward) - 5)
+        return statistics.median(forward[skip:]), statistics.median(backward[skip:]) if backward else 0.0
+
+
+def _rate(points: list[tuple[float, float, float]], source: str = "measured") -> dict[str, Any]:
+    """Fit ``latency + max(flops / F, bytes / B)`` to (flops, bytes, seconds); the first point is the tiny one."""
+    latency = points[0][2]
+    rest = [(f, b, max(s - latency, 0.1 * s)) for f, b, s in points[1:]]
+    flop = statistics.geometric_mean([f / s for f, _, s in rest]) if rest[0][0] else 0.0
+    byte = 0.0 if flop else statistics.geometric_mean([b / s for _, b, s in rest])
+    return {"latency": latency, "flop_rate": flop, "byte_rate": byte, "source": source}
+
+
+def _gemm(
+    timer: _Timer, device: torch.device, name: str, dtype: torch.dtype, peaks: dict[str, float]
+) -> dict[str, dict[str, Any]]:
+    shapes = [(8, 8, 8), (512, 128, 128), (1024, 256, 256), (1024, 704, 256), (1024, 256, 704), (1024, 2048, 256),
+              (1024, 1024, 1024)]  # fmt: skip
+    forward, backward = [], []
+    best = 0.0
+    for m, n, k in shapes:
+        w = _linear(device, dtype, name, m, n, k)
+        f, b = timer.work(w)
+        forward.append((w.flops, 0.0, f))
+        backward.append((w.flops, 0.0, b / 2))
+        best = max(best, w.flops / f, 2 * w.flops / b)
+    peaks[name] = best
+    # Fit on training-sized products only: the largest shows the peak, but small models live below it.
+    return {f"gemm.forward.{name}": _rate(forward[:-1]), f"gemm.backward.{name}": _rate(backward[:-1])}
+
+
+def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int, k: int) -> Work:
+    def make() -> tuple[Tensor, ...]:
+        return (
+            torch.randn(m, k, device=device, dtype=dtype, requires_grad=True),
+            torch.randn(n, k, device=device, dtype=dtype, requires_grad=True),
+        )
+
+    return Work("gemm", name, make, F.linear, flops=2.0 * m * n * k)
+
+
+def _kinds(timer: _Timer, device: torch.device, name: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Both sizes of every other kind of operator."""
+    out: dict[str, dict[str, Any]] = {}
+    sizes = ((1, 4), (4, 256))
+    by_kind: dict[str, list[tuple[Work, float, float]]] = {}
+    for batch, length in sizes:
+        for w in _works(device, name, dtype, batch, length):
+            by_kind.setdefault(w.kind, []).append((w, *timer.work(w)))
+    for kind, measured in by_kind.items():
+        forward = [(w.flops, w.bytes, f) for w, f, _ in measured]
+        backward = [
+            (w.back_flops / w.back_calls, w.back_bytes / w.back_calls, b / w.back_calls) for w, _, b in measured
+        ]
+        out[f"{kind}.forward.{name}"] = _rate(forward)
+        if all(b > 0 for _, _, b in measured):
+            out[f"{kind}.backward.{name}"] = _rate(backward)
+    return out
+
+
+def _works(device: torch.device, name: str, dtype: torch.dtype, batch: int, length: int) -> list[Work]:
+    h, f, heads, d, vocab = 256, 704, 8, 32, 4096
+    t, w = batch * length, torch.empty((), dtype=dtype).element_size()
+    scores = float(batch * heads * length * length)
+
+    def random(*shape: int, grad: bool = True) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
+
+    norm = RMSNorm(h, 1e-5).to(device, dtype)
+    norm.weight.requires_grad_(False)
+    angles = torch.randn(length, 1, d, device=device, dtype=dtype)
+    bias = torch.zeros(length, length, device=device, dtype=dtype)
+    flash = BACKENDS["flash"].function
+    qkv = lambda: tuple(random(batch, length, heads, d).transpose(1, 2).detach().requires_grad_() for _ in range(3))  # noqa: E731
+    elements = float(batch * heads * length * d)
+    bmm_bytes = (2 * elements + scores) * w
+    works = [
+        Work("bmm", name, lambda: (random(batch * heads, length, d), random(batch * heads, d, length)), torch.bmm,
+             2 * scores * d, bmm_bytes, 4 * scores * d, 2 * bmm_bytes),
+        Work("mask", name, lambda: (random(batch, heads, length, length, grad=False),), lambda s: s + bias,
+             0, 2 * scores * w),
+        Work("softmax", name, lambda: (random(batch, heads, length, length),), lambda s: _softmax(s),
+             0, 2 * scores * w, 0, 3 * scores * w),
+        Work("attention", name, qkv, lambda q, k, v: flash(q, k, v, Mask(None, True)),
+             4 * scores * d, 4 * elements * w, 10 * scores * d, 8 * elements * w),
+        Work("norm", name, lambda: (random(batch, length, h),), norm, 0, 2 * t * h * w, 0, 3 * t * h * w),
+        Work("activation", name, lambda: (random(t, f), random(t, f)), lambda g, u: gated("silu", g, u),
+             0, 3 * t * f * w, 0, 5 * t * f * w),
+        Work("rope", name, lambda: (random(batch, length, heads, d),), lambda x: rotate(x, (angles, angles)),
+             0, 2 * t * h * w, 0, 2 * t * h * w),
+        Work("residual", name, lambda: (random(t, h, grad=False), random(t, h, grad=False)), torch.add,
+             0, 3 * t * h * w),
+        Work("copy", name, lambda: (random(t, h, grad=False),), torch.clone, 0, 2 * t * h * w),
+        Work("reduce", name, lambda: (random(t, h, grad=False),), lambda x: x.sum(0), 0, t * h * w),
+    ]  # fmt: skip
+    if name == "fp32":
+        ids = torch.randint(vocab, (t,), device=device)
+        labels = torch.randint(vocab, (1, t), device=device)
+        head = nn.Identity()
+        works += [
+            Work("embedding", name, lambda: (random(vocab, h),), lambda e: F.embedding(ids, e),
+                 0, 2.0 * t * h * w, 0, (vocab * h + 3.0 * t * h) * w),
+            Work("loss", name, lambda: (random(1, t, vocab),), lambda x: token_loss(x * 1.0, head, labels)[0],
+                 0, 8.0 * t * vocab * w, 0, 2.0 * t * vocab * w),
+        ]  # fmt: skip
+    return works
+
+
+def _softmax(s: Tensor) -> Tensor:
+    """As the unfused attention does it: fp32 statistics, result in the input's dtype."""
+    return s.softmax(-1, dtype=torch.float32).to(s.dtype)
+
+
+def _update(timer: _Timer, device: torch.device) -> dict[str, dict[str, Any]]:
+    """AdamW, clipping, casts and dequantisation: per element of a parameter."""
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for rows in (1, 4096):
+        weight = [nn.Parameter(torch.randn(rows, 256, device=device)) for _ in range(8)]
+        for p in weight:
+            p.grad = torch.randn_like(p)
+        optimizer = torch.optim.AdamW(weight, lr=1e-9, fused=True)
+        n = float(sum(p.numel() for p in weight))
+        points.setdefault("optimizer.fp32", []).append((0, 28 * n, timer.median([optimizer.step])))
+
+        def clip(parameters: list[nn.Parameter] = weight) -> Tensor:
+            return nn.utils.clip_grad_norm_(parameters, 1e9)
+
+        points.setdefault("clip.fp32", []).append((0, 12 * n, timer.median([clip])))
+        one = [torch.randn(max(1, rows // 4), 256, device=device) for _ in range(32)]
+        low = [w.bfloat16() for w in one]
+        size = float(one[0].numel())
+        points.setdefault("cast.forward.bf16", []).append((0, 6 * size, timer.median([w.bfloat16 for w in one])))
+        points.setdefault("cast.backward.bf16", []).append((0, 6 * size, timer.median([w.float for w in low])))
+        for bits in (8, 4):
+            coded = [quantise(w, bits) for w in one]
+            fns = [lambda c=c, s=s: dequantise(c, s) for c, s in coded]
+            points.setdefault(f"cast.int{bits}", []).append((0, (bits / 8 + 4) * size, timer.median(fns)))
+    return {k: _rate(v) for k, v in points.items()}
+
+
+def _bandwidth(timer: _Timer, device: torch.device) -> float:
+    a = torch.empty(32 * 2**20, device=device).normal_()
+    b = torch.empty_like(a)
+    return 2 * a.numel() * 4 / timer.median([lambda: b.copy_(a)])
+
+
+def _collectives(timer: _Timer, device: torch.device, ranks: int) -> dict[str, dict[str, Any]]:
+    """Loopback collectives: seconds against bytes of the full buffer on one rank."""
+    out: dict[str, dict[str, Any]] = {}
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        points = []
+        for n in (ranks * 64, 2**18, 2**21):
+            full = torch.randn(n, device=device)
+            shard = torch.randn(n // ranks, device=device)
+
+            def call(full: Tensor = full, shard: Tensor = shard, kind: str = kind) -> None:
+                if kind == "all_reduce":
+                    dist.all_reduce(full)
+                elif kind == "all_gather":
+                    dist.all_gather_into_tensor(full, shard)
+                else:
+                    dist.reduce_scatter_tensor(shard, full)
+
+            # A fixed number of calls: ranks must agree on how many collectives there are.
+            times = []
+            for _ in range(12):
+                t = time.perf_counter()
+                call()
+                timer.sync()
+                times.append(time.perf_counter() - t)
+            points.append((0.0, 4.0 * n, statistics.median(times[2:])))
+        out[f"{kind}.fp32"] = _rate(points)
+    return out
+
+
+def _memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    import psutil
+
+    return float(psutil.virtual_memory().total)
+
+
+def _units(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    from ridgeline.measure.environment import cores
+
+    return cores()
