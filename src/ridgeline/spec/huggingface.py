@@ -1,11 +1,14 @@
-"""Hugging Face ``config.json`` → ModelSpec fields, one reader per ``model_type``."""
+"""Hugging Face ``config.json`` → ModelSpec fields, one reader per ``model_type``; and back, one writer per family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from ridgeline.spec.model import ModelSpec
 
 Config = dict[str, Any]
 
@@ -216,4 +219,159 @@ READERS: dict[str, Callable[[Config], Config]] = {
     "bert": _bert,
     "t5": _t5,
     "switch_transformers": _t5,
+}
+
+
+# ---- the inverse: ModelSpec → config.json ----------------------------------------------------------------------------
+
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+
+
+def to_hf_config(spec: ModelSpec) -> Config:
+    """The Hugging Face ``config.json`` of ``spec``: the inverse of :meth:`ModelSpec.from_config`.
+
+    Dropout is written as 0, because the twin has none. Raises :class:`UserError` for a spec that its family's
+    configuration cannot express, or a family that has no writer (t5).
+    """
+    if spec.family not in WRITERS:
+        raise UserError(
+            f"family {spec.family!r} has no Hugging Face config writer", f"families that have: {', '.join(WRITERS)}"
+        )
+    config = {"model_type": spec.family, "tie_word_embeddings": spec.tie_embeddings, **WRITERS[spec.family](spec)}
+    back = spec.from_config(config, name=spec.name)
+    kept = set(type(spec).model_fields) - {"published_parameters", "source"}
+    lost = sorted(f for f in kept if getattr(back, f) != getattr(spec, f))
+    if lost:
+        wanted = ", ".join(f"{f} = {getattr(spec, f)!r}" for f in lost)
+        raise UserError(
+            f"a Hugging Face {spec.family} model cannot have {wanted}", "use a family whose configuration has this"
+        )
+    return config
+
+
+def _write_llama_like(s: ModelSpec) -> Config:
+    rope: Config = {"rope_type": "default", "rope_theta": s.rope_theta}
+    if s.rope_scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": s.rope_scaling.factor,
+            "low_freq_factor": s.rope_scaling.low_freq_factor,
+            "high_freq_factor": s.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": s.rope_scaling.original_max_positions,
+        }
+    return {
+        "vocab_size": s.vocab_size,
+        "hidden_size": s.hidden_size,
+        "num_hidden_layers": s.num_layers,
+        "num_attention_heads": s.num_heads,
+        "num_key_value_heads": s.num_kv_heads,
+        "head_dim": s.head_dim,
+        "intermediate_size": s.intermediate_size,
+        "max_position_embeddings": s.max_positions,
+        "rms_norm_eps": s.norm_eps,
+        "hidden_act": _ACTIVATION_NAMES[s.activation],
+        "rope_parameters": rope,
+    }
+
+
+def _write_llama(s: ModelSpec) -> Config:
+    return {
+        **_write_llama_like(s),
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": s.qkv_bias,
+        "mlp_bias": s.mlp_bias,
+    }
+
+
+def _write_mistral(s: ModelSpec) -> Config:
+    return {**_write_llama_like(s), "architectures": ["MistralForCausalLM"], "sliding_window": s.sliding_window}
+
+
+def _write_window(s: ModelSpec) -> Config:
+    """Qwen's window, which starts at layer ``max_window_layers``."""
+    windowed = s.sliding_window is not None
+    window: Config = {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else s.num_layers}
+    return {**window, "sliding_window": s.sliding_window}
+
+
+def _write_qwen2(s: ModelSpec) -> Config:
+    return {**_write_llama_like(s), **_write_window(s), "architectures": ["Qwen2ForCausalLM"]}
+
+
+def _write_qwen3(s: ModelSpec) -> Config:
+    architecture: Config = {"architectures": ["Qwen3ForCausalLM"], "attention_bias": s.qkv_bias}
+    return {**_write_llama_like(s), **_write_window(s), **architecture}
+
+
+def _write_mixtral(s: ModelSpec) -> Config:
+    return {
+        **_write_llama_like(s),
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": s.sliding_window,
+        "num_local_experts": s.num_experts,
+        "num_experts_per_tok": s.experts_per_token,
+    }
+
+
+def _write_gpt2(s: ModelSpec) -> Config:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": s.vocab_size,
+        "n_embd": s.hidden_size,
+        "n_layer": s.num_layers,
+        "n_head": s.num_heads,
+        "n_inner": s.intermediate_size,
+        "n_positions": s.max_positions,
+        "layer_norm_epsilon": s.norm_eps,
+        "activation_function": _ACTIVATION_NAMES[s.activation],
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _write_opt(s: ModelSpec) -> Config:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "vocab_size": s.vocab_size,
+        "hidden_size": s.hidden_size,
+        "word_embed_proj_dim": s.hidden_size,
+        "num_hidden_layers": s.num_layers,
+        "num_attention_heads": s.num_heads,
+        "ffn_dim": s.intermediate_size,
+        "max_position_embeddings": s.max_positions,
+        "activation_function": _ACTIVATION_NAMES[s.activation],
+        "enable_bias": s.qkv_bias,
+        "do_layer_norm_before": True,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _write_bert(s: ModelSpec) -> Config:
+    return {
+        "architectures": ["BertForMaskedLM"],
+        "vocab_size": s.vocab_size,
+        "hidden_size": s.hidden_size,
+        "num_hidden_layers": s.num_layers,
+        "num_attention_heads": s.num_heads,
+        "intermediate_size": s.intermediate_size,
+        "max_position_embeddings": s.max_positions,
+        "type_vocab_size": s.token_types,
+        "layer_norm_eps": s.norm_eps,
+        "hidden_act": _ACTIVATION_NAMES[s.activation],
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
+    "llama": _write_llama,
+    "mistral": _write_mistral,
+    "qwen2": _write_qwen2,
+    "qwen3": _write_qwen3,
+    "mixtral": _write_mixtral,
+    "gpt2": _write_gpt2,
+    "opt": _write_opt,
+    "bert": _write_bert,
 }

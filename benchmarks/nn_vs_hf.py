@@ -1,0 +1,110 @@
+"""Training speed of the twin against Hugging Face's Llama: loss and gradients, same shapes, steps interleaved.
+
+    python benchmarks/nn_vs_hf.py --threads 2 --json out.json
+
+One "step" is forward, loss and backward in float32. The models take turns step by step, so that whatever else the
+machine does slows all of them alike; the figure to quote is the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+
+from ridgeline.nn import build, token_loss
+from ridgeline.spec.model import ModelSpec
+
+
+def twin(config: dict, ids: torch.Tensor, attention: str) -> Callable[[], None]:
+    model = build(ModelSpec.from_config(config))
+    model.set_attention(attention)
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+
+    def step() -> None:
+        total, count = token_loss(model(ids, return_hidden=True), model.head, labels)
+        (total / count).backward()
+        model.zero_grad()
+
+    return step
+
+
+def hugging_face(config: dict, ids: torch.Tensor, attention: str) -> Callable[[], None]:
+    hf = transformers.LlamaConfig(**config)
+    model = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation=attention).train()
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--hidden", type=int, default=256)
+    p.add_argument("--layers", type=int, default=6)
+    p.add_argument("--heads", type=int, default=8)
+    p.add_argument("--ffn", type=int, default=688)
+    p.add_argument("--vocab", type=int, default=4096)
+    p.add_argument("--batch", type=int, default=4)
+    p.add_argument("--sequence", type=int, default=256)
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--json", type=Path)
+    args = p.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    config = {
+        "model_type": "llama",
+        "vocab_size": args.vocab,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.ffn,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.heads,
+        "max_position_embeddings": args.sequence,
+    }
+    ids = torch.randint(args.vocab, (args.batch, args.sequence))
+    steps = {
+        "twin flash": twin(config, ids, "flash"),
+        "twin naive": twin(config, ids, "naive"),
+        "hf sdpa": hugging_face(config, ids, "sdpa"),
+        "hf eager": hugging_face(config, ids, "eager"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(args.steps + 2):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            if i >= 2:  # two rounds of warm-up
+                seconds[name].append(time.perf_counter() - begin)
+    median = {name: statistics.median(s) for name, s in seconds.items()}
+    for name, s in seconds.items():
+        low, _, high = (quartile * 1e3 for quartile in statistics.quantiles(s, n=4))
+        rate = ids.numel() / median[name]
+        print(f"{name:11} {median[name] * 1e3:7.1f} ms  [{low:.1f}, {high:.1f}]  {rate:7.0f} tokens/s")
+    ratios = {
+        "flash vs hf sdpa": median["hf sdpa"] / median["twin flash"],
+        "naive vs hf eager": median["hf eager"] / median["twin naive"],
+    }
+    for name, ratio in ratios.items():
+        print(f"{name:18} {ratio:.2f}x tokens/s")
+    if args.json:
+        shape = {k: v for k, v in vars(args).items() if k != "json"}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        result = {"shape": shape, "versions": versions, "median_seconds": median, "ratios": ratios, "seconds": seconds}
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The feed-forward layer, gated (SwiGLU and kin) or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ridgeline.spec.model import ModelSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) · up (arXiv:2002.05202). Saves gate and up only; autograd's own chain would keep silu(gate) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_up = F.silu(gate).mul_(dy)
+        d_gate = torch.ops.aten.silu_backward(dy * up, gate)
+        return d_gate, d_up
+
+
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) · up, all three [..., width]."""
+    if activation == "silu":
+        y: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+        return y
+    return ACTIVATIONS[activation](gate) * up
+
+
+class MLP(nn.Module):
+    """Dense feed-forward layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        h, f = spec.hidden_size, spec.intermediate_size
+        self.activation = spec.activation
+        self.gate_proj = nn.Linear(h, f, bias=spec.mlp_bias) if spec.gated else None
+        self.up_proj = nn.Linear(h, f, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(f, h, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., hidden] → [..., hidden]."""
+        if self.gate_proj is None:
+            inner = ACTIVATIONS[self.activation](self.up_proj(x))
+        else:
+            inner = gated(self.activation, self.gate_proj(x), self.up_proj(x))
+        out: Tensor = self.down_proj(inner)
+        return out

@@ -1,0 +1,162 @@
+"""The torch twin: one transformer that runs every family a ModelSpec can describe.
+
+Shapes: B batch, S sequence, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ridgeline.nn.attention import Attention, Backend, LayerCache, Mask, find_backend, make_mask
+from ridgeline.nn.mlp import ACTIVATIONS, MLP
+from ridgeline.nn.moe import MoE
+from ridgeline.nn.norm import compute_dtype, make_norm
+from ridgeline.nn.rotary import Rope, Rotary
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
+
+
+class Embedding(nn.Module):
+    """Token, position and token-type embeddings, and the norm over their sum, as far as the family has them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        h = spec.hidden_size
+        self.offset = spec.position_offset
+        self.tokens = nn.Embedding(spec.vocab_size, h)
+        learned = spec.position == "learned"
+        self.positions = nn.Embedding(spec.max_positions + spec.position_offset, h) if learned else None
+        self.token_types = nn.Embedding(spec.token_types, h) if spec.token_types else None
+        self.norm = make_norm(spec, h) if spec.embedding_norm else None
+
+    def forward(self, ids: Tensor, positions: Tensor | None, token_types: Tensor | None, start: int = 0) -> Tensor:
+        """``ids`` [B, S] → [B, S, H]; ``positions`` default to ``start``, ``start`` + 1, …, ``token_types`` to 0."""
+        x: Tensor = self.tokens(ids)
+        if self.positions is not None:
+            if positions is None:
+                first = start + self.offset
+                x = x + self.positions.weight[first : first + ids.shape[1]]
+            else:
+                x = x + self.positions(positions + self.offset)
+        if self.token_types is not None:
+            x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each with its residual, normalised before (or, in BERT, after)."""
+
+    def __init__(self, spec: ModelSpec, index: int) -> None:
+        super().__init__()
+        self.post_norm = spec.post_norm
+        self.attention_norm = make_norm(spec, spec.hidden_size)
+        self.attention = Attention(spec)
+        self.mlp_norm = make_norm(spec, spec.hidden_size)
+        self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
+
+    def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
+        """``x`` [B, S, H] → [B, S, H]."""
+        if self.post_norm:
+            x = self.attention_norm(x + self.attention(x, mask, rope, cache))
+            x = self.mlp_norm(x + self.mlp(x))
+        else:
+            x = x + self.attention(self.attention_norm(x), mask, rope, cache)
+            x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class LMHead(nn.Module):
+    """Hidden states → logits: [..., H] → [..., V]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.out = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of ``x`` [..., H]."""
+        logits: Tensor = self.out(x)
+        return logits
+
+
+class MLMHead(nn.Module):
+    """BERT's head: dense, activation, norm, then logits: [..., H] → [..., V]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.dense = nn.Linear(spec.hidden_size, spec.hidden_size)
+        self.norm = make_norm(spec, spec.hidden_size)
+        self.out = nn.Linear(spec.hidden_size, spec.vocab_size, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of ``x`` [..., H]."""
+        logits: Tensor = self.out(self.norm(self.activation(self.dense(x))))
+        return logits
+
+
+class Transformer(nn.Module):
+    """The model that ``spec`` describes; parameters are named and shaped as :meth:`ModelSpec.parameters` lists them.
+
+    The constructor leaves weights uninitialised: use :func:`ridgeline.nn.build`, ``materialise``, ``init_weights`` or
+    ``load_checkpoint``. ``embed``, ``norm`` and ``head`` may be set to None and layers deleted, which is how a pipeline
+    stage is cut out. Raises :class:`UserError` for a family that exists as a spec only (encoder-decoder models).
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        if spec.is_encoder_decoder or spec.position == "relative":
+            raise UserError(
+                f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
+                "run a decoder (llama, mistral, qwen2, qwen3, mixtral, gpt2, opt) or an encoder (bert)",
+            )
+        self.spec = spec
+        self.embed: Embedding | None = Embedding(spec)
+        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.num_layers)})
+        self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
+        self.head: LMHead | MLMHead | None = (MLMHead if spec.head == "mlm" else LMHead)(spec)
+        self.rotary = Rotary(spec) if spec.position == "rope" else None
+        self.backend = find_backend("flash")
+        self.tie()
+
+    def tie(self) -> None:
+        """Let a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""
+        if self.spec.tie_embeddings and self.head is not None and self.embed is not None:
+            self.head.out.weight = self.embed.tokens.weight
+
+    def set_attention(self, backend: str | Backend) -> None:
+        """Compute attention with ``backend``: "naive", "flash", or one of your own."""
+        self.backend = find_backend(backend) if isinstance(backend, str) else backend
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.backend = self.backend
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        cache: dict[str, LayerCache] | None = None,
+        return_hidden: bool = False,
+    ) -> Tensor:
+        """Token ids [B, S] (or, in a model without ``embed``, hidden states [B, S, H]) → logits [B, S, V].
+
+        ``positions`` [S] or [B, S] default to 0, 1, … (with a cache: to those behind it). ``attention_mask`` [B, S]
+        (with a cache: [B, everything so far]) is True for real tokens; None means all are. ``cache`` maps layer names
+        to their :class:`LayerCache`. ``return_hidden`` gives what the head would read, [B, S, H], for
+        :func:`ridgeline.nn.token_loss`.
+        """
+        length, device = input_ids.shape[1], input_ids.device
+        start = next(iter(cache.values())).length if cache else 0
+        x = input_ids if self.embed is None else self.embed(input_ids, positions, token_types, start)
+        dtype = compute_dtype(x)
+        padding = None if attention_mask is None else attention_mask.bool()
+        mask = make_mask(self.spec, padding, start, length, self.backend.wants_bias, device, dtype)
+        rope = None if self.rotary is None else self.rotary.tables(positions, start, length, device, dtype)
+        for name, block in self.layers.items():
+            x = block(x, mask, rope, None if cache is None else cache[name])
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if return_hidden or self.head is None else self.head(x)

@@ -1,0 +1,101 @@
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+from ridgeline.spec.model import ModelSpec
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+_LLAMA = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+CONFIGS = {
+    "llama": {**_LLAMA, "model_type": "llama"},
+    "llama_mha_bias_tied": {
+        **_LLAMA,
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama3": {**_LLAMA, "model_type": "llama", "rope_scaling": _LLAMA3, "rope_theta": 500000.0, "head_dim": 16},
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 5},
+    "qwen2": {**_LLAMA, "model_type": "qwen2"},
+    "qwen2_window": {
+        **_LLAMA,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 0,
+    },
+    "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "opt": {
+        "model_type": "opt",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+    "bert": {
+        "model_type": "bert",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+}
+DECODERS = [name for name in CONFIGS if name != "bert"]
+
+
+def spec_of(name: str) -> ModelSpec:
+    return ModelSpec.from_config(CONFIGS[name], name=name)
+
+
+def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:
+    """Weights far from their initial values (biases and norms too), so that every one of them shows in the logits."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=rng) * scale
+            p.copy_(1 + noise if "norm" in name.lower() and name.endswith("weight") else noise)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(1))
