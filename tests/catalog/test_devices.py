@@ -250,7 +250,7 @@ def test_local_round_trip(tmp_path, monkeypatch):
         {**catalog.device("xeon").model_dump(), "name": "local", "rates": rates, "ranks": {"2": rates}}
     )
     path = catalog.save_local_device(device)
-    assert path == tmp_path / "new" / "devices" / "local.toml"
+    assert path == tmp_path / "new" / "config" / "devices" / "local.toml"
     assert catalog.device("local") == device == catalog.local_device()
     assert catalog.cluster("2xlocal").size == 2
     again = device.model_copy(update={"watts": 99.0})
@@ -270,7 +270,7 @@ def test_failed_write_keeps_the_old_profile(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write .*No space left"):
         catalog.save_local_device(catalog.device("l4"))
     assert catalog.local_device().name == "xeon"
-    assert [p.name for p in (tmp_path / "devices").iterdir()] == ["local.toml"]
+    assert [p.name for p in (tmp_path / "config" / "devices").iterdir()] == ["local.toml"]
 
 
 def test_where_the_local_profile_lies(tmp_path, monkeypatch):

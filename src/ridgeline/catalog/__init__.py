@@ -229,12 +229,12 @@ def _read_device(path: Path) -> Device:
 def local_device_path() -> Path:
     """Where this machine's profile lies: ``devices/local.toml`` under the user's configuration directory.
 
-    That directory is ``$RIDGELINE_HOME``, else ``$XDG_CONFIG_HOME/ridgeline``, else ``~/.config/ridgeline``.
+    That directory is ``$RIDGELINE_HOME/config``, else ``$XDG_CONFIG_HOME/ridgeline``, else ``~/.config/ridgeline``.
     """
     if home := os.environ.get("RIDGELINE_HOME"):
-        root = Path(home).expanduser()
+        root = Path(home) / "config"
     else:
-        root = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ridgeline"
+        root = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ridgeline"
     return root / "devices" / "local.toml"
 
 
