@@ -1,0 +1,275 @@
+"""The catalogue: models and devices by name, from one TOML file per model family and one per device.
+
+=================================  ====================================================================
+``model("llama2-7b")``             a catalogue name, a hub id, a ``config.json`` or a checkpoint directory
+``device("a100-80g-sxm")``         a catalogue name, an alias, a device TOML file, or ``local``
+``cluster("4x8xa100-80g-sxm")``    ``[nodes x] [devices per node x] device``
+=================================  ====================================================================
+
+``local`` is the machine at hand, as ``ridgeline probe`` measured it. Importing this module reads no file; looking up a
+device reads that device's file only, looking up a model reads the model files once.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ridgeline.spec.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+    from ridgeline.spec.device import Cluster, Device
+    from ridgeline.spec.model import ModelSpec
+
+DEVICE_ALIASES = {
+    "a100": "a100-80g-sxm",
+    "a100-40g": "a100-40g-sxm",
+    "a100-80g": "a100-80g-sxm",
+    "a800": "a800-80g",
+    "h100": "h100-sxm",
+    "h100-80g": "h100-sxm",
+    "h100-80g-sxm": "h100-sxm",
+    "h100-80g-pcie": "h100-pcie",
+    "h200": "h200-sxm",
+    "v100": "v100-32g-sxm",
+    "v100-16g": "v100-16g-sxm",
+    "v100-32g": "v100-32g-sxm",
+    "4090": "rtx4090",
+    "3090": "rtx3090",
+    "rtx-4090": "rtx4090",
+    "rtx-3090": "rtx3090",
+    "rtx-a6000": "a6000",
+    "mi250x-gcd": "mi250x",
+    "xeon-8380": "xeon",
+}
+"""Short names, each standing for the variant most often meant."""
+
+
+# ---- models -----------------------------------------------------------------------------------------------------
+
+
+class Published(NamedTuple):
+    """What a model's publisher says of its size, and how closely ModelSpec's own count must agree."""
+
+    parameters: float
+    tolerance: float
+    """Largest relative difference; 0 where the publisher's exact count is known."""
+
+
+class _ModelEntry(NamedTuple):
+    """One model as its file has it: ModelSpec's fields, where they stand, and the catalogue's own keys."""
+
+    fields: dict[str, Any]
+    where: str
+    aliases: tuple[str, ...]
+    tolerance: float
+
+
+ROUNDED = 0.03
+"""Relative tolerance of a published count given as a float (``13e9``); one given as an integer is exact."""
+
+
+def models() -> list[str]:
+    """The names of all catalogue models, family by family, small to large as their files list them."""
+    return list(_model_index())
+
+
+def model(name: str) -> ModelSpec:
+    """The model called ``name``: a catalogue name, a hub id, a ``config.json`` or a checkpoint directory.
+
+    Names win over paths; write ``./gpt2`` for a directory that is called like a catalogue model. Raises
+    :class:`UserError` for an unknown name (with the nearest ones) or an unusable file.
+    """
+    key = _resolve_model(name)
+    if key is not None:
+        return _catalogue_model(key)
+    from ridgeline.spec.model import ModelSpec
+
+    path = Path(name).expanduser()
+    if path.exists():
+        return ModelSpec.from_path(path)
+    if name.startswith((".", "~", "/")) or name.endswith(".json"):
+        raise UserError(f"no file or directory {name}", "give a Hugging Face config.json or a checkpoint directory")
+    raise unknown("model", name, [*_model_index(), *_model_aliases().values()])
+
+
+def published(name: str) -> Published | None:
+    """The published parameter count of a catalogue model and the tolerance within which it is meant; None: no count."""
+    key = _resolve_model(name)
+    if key is None:
+        raise unknown("model", name, _model_index())
+    entry = _model_index()[key]
+    count = entry.fields.get("published_parameters")
+    return None if count is None else Published(count, entry.tolerance)
+
+
+def model_aliases(name: str) -> tuple[str, ...]:
+    """The other names (mostly hub ids) that stand for catalogue model ``name``."""
+    if name not in _model_index():
+        raise unknown("model", name, _model_index())
+    return _model_index()[name].aliases
+
+
+def _resolve_model(name: str) -> str | None:
+    """The catalogue name that ``name`` (a name or a hub id, in any case) stands for."""
+    low = name.strip().lower()
+    if low in _model_index():
+        return low
+    for key, alias in _model_aliases().items():
+        if low == key:
+            return next(n for n, e in _model_index().items() if alias in e.aliases)
+    return None
+
+
+@cache
+def _catalogue_model(name: str) -> ModelSpec:
+    from ridgeline.catalog.toml import validate
+    from ridgeline.spec.model import ModelSpec
+
+    entry = _model_index()[name]
+    return validate(ModelSpec, {"name": name, **entry.fields}, entry.where)
+
+
+@cache
+def _model_aliases() -> dict[str, str]:
+    """Lower-case hub id → hub id."""
+    return {a.lower(): a for e in _model_index().values() for a in e.aliases}
+
+
+@cache
+def _model_index() -> dict[str, _ModelEntry]:
+    """Every model of every file: name → its family's shared fields overlaid by its own."""
+    from ridgeline.catalog.toml import parse
+
+    index: dict[str, _ModelEntry] = {}
+    for file in _data_files("models"):
+        document = parse(file.read_bytes(), file.name)
+        for name, own in document["models"].items():
+            fields = {**document.get("family", {}), **own}
+            count = fields.get("published_parameters")
+            if count is not None:  # ModelSpec's field is a float; that the count was exact stays in `tolerance`
+                fields["published_parameters"] = float(count)
+            index[name] = _ModelEntry(
+                where=f"{file.name}, model {name!r}",
+                aliases=tuple(fields.pop("aliases", ())),
+                tolerance=fields.pop("tolerance", 0.0 if isinstance(count, int) else ROUNDED),
+                fields=fields,
+            )
+    return index
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------
+
+
+def devices() -> list[str]:
+    """The names of all catalogue devices, sorted. ``local`` is not among them."""
+    return [file.name.removesuffix(".toml") for file in _data_files("devices")]
+
+
+def device(name: str) -> Device:
+    """The device called ``name``: a catalogue name, an alias, the path of a device TOML file, or ``local``.
+
+    Raises :class:`UserError` for an unknown name (with the nearest ones), an unusable file, or a ``local`` that was
+    never probed.
+    """
+    low = name.strip().lower()
+    if low == "local":
+        return local_device()
+    key = DEVICE_ALIASES.get(low, low)
+    if key in devices():
+        return _catalogue_device(key)
+    if name.endswith(".toml") or name.startswith((".", "~", "/")):
+        return _read_device(Path(name).expanduser())
+    raise unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+
+
+def cluster(text: str) -> Cluster:
+    """``"rtx4090"``, ``"8xa800-80g"`` (one node of eight) or ``"4x8xa100-80g-sxm"`` (four nodes of eight).
+
+    Raises :class:`UserError` as :func:`device` does, and for a count below 1.
+    """
+    from ridgeline.spec.device import Cluster, split_cluster_name
+
+    if not text.strip():
+        raise UserError("the cluster has no name", "write for example 'local', '8xa800-80g' or '4x8xa100-80g-sxm'")
+    # A path may well begin with digits and an x ("2x/box.toml"), so an existing file is taken as it stands.
+    whole = text.endswith(".toml") and Path(text).expanduser().is_file()
+    nodes, per_node, name = (1, 1, text) if whole else split_cluster_name(text)
+    if nodes < 1 or per_node < 1:
+        raise UserError(f"cluster {text!r} has no devices", "counts start at 1, as in '8xa800-80g'")
+    return Cluster(device=device(name), devices_per_node=per_node, nodes=nodes)
+
+
+@cache
+def _catalogue_device(name: str) -> Device:
+    from ridgeline.catalog.toml import device_from, parse
+
+    file = files(__name__) / "devices" / f"{name}.toml"
+    return device_from(parse(file.read_bytes(), file.name), file.name)
+
+
+def _read_device(path: Path) -> Device:
+    from ridgeline.catalog.toml import device_from, parse
+
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"cannot read device file {path}: {e.strerror}", "give a device TOML file") from None
+    return device_from({"name": path.stem, **parse(data, str(path))}, str(path))
+
+
+# ---- this machine -----------------------------------------------------------------------------------------------
+
+
+def local_device_path() -> Path:
+    """Where this machine's profile lies: ``devices/local.toml`` under the user's configuration directory.
+
+    That directory is ``$RIDGELINE_HOME/config``, else ``$XDG_CONFIG_HOME/ridgeline``, else ``~/.config/ridgeline``.
+    """
+    if home := os.environ.get("RIDGELINE_HOME"):
+        root = Path(home) / "config"
+    else:
+        root = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ridgeline"
+    return root / "devices" / "local.toml"
+
+
+def local_device() -> Device:
+    """This machine as ``ridgeline probe`` measured it. Raises :class:`UserError` when it never did."""
+    path = local_device_path()
+    if not path.is_file():
+        raise UserError("no profile of this machine yet", "run `ridgeline probe` first (about a minute)")
+    return _read_device(path)
+
+
+def save_local_device(device: Device) -> Path:
+    """Write ``device`` as this machine's profile, replacing an earlier one in one step, and return the file's path."""
+    import tempfile
+
+    import tomli_w
+
+    path = local_device_path()
+    text = "# Written by `ridgeline probe`; SI units.\n" + tomli_w.dumps(device.model_dump(exclude_none=True))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".local-", suffix=".toml")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as f:
+                f.write(text)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}", "set RIDGELINE_HOME to a writable directory") from None
+    return path
+
+
+def _data_files(folder: str) -> list[Traversable]:
+    return sorted((f for f in (files(__name__) / folder).iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
