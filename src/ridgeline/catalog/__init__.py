@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ridgeline.paths import config_dir
 from ridgeline.spec.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -227,15 +228,8 @@ def _read_device(path: Path) -> Device:
 
 
 def local_device_path() -> Path:
-    """Where this machine's profile lies: ``devices/local.toml`` under the user's configuration directory.
-
-    That directory is ``$RIDGELINE_HOME/config``, else ``$XDG_CONFIG_HOME/ridgeline``, else ``~/.config/ridgeline``.
-    """
-    if home := os.environ.get("RIDGELINE_HOME"):
-        root = Path(home) / "config"
-    else:
-        root = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ridgeline"
-    return root / "devices" / "local.toml"
+    """Where this machine's profile lies: ``devices/local.toml`` in :func:`ridgeline.paths.config_dir`."""
+    return config_dir() / "devices" / "local.toml"
 
 
 def local_device() -> Device:

@@ -152,6 +152,8 @@ class Graph:
     """Bytes of the key/value cache."""
     reduce_every_micro_batch: bool = False
     """Whether gradient reduction happens in every micro-batch (else only in the last)."""
+    gradients_resident: bool = False
+    """Whether gradient buffers stay allocated from step to step (bucketed reduction)."""
     keep_gathered: bool = False
     """Whether gathered parameters stay until the block's backward."""
     decode_steps: int = 0

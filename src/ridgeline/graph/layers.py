@@ -78,6 +78,9 @@ class Builder:
             Op(f"{name}.dx", module, "gemm", "backward", flops, traffic, self.dtype, (rows, k, n), weight),
             Op(f"{name}.dw", module, "gemm", "backward", flops, traffic, self.dtype, (n, k, rows), weight),
         ]
+        if source in self.block.saved:  # another linear reads the same input: their input gradients are added
+            add = 3.0 * rows * k * self.width
+            grads.append(Op(f"{name}.accumulate", module, "residual", "backward", 0, add, self.dtype))
         if bias:
             size = rows * n * self.width
             grads.append(Op(f"{name}.db", module, "reduce", "backward", 0, size, self.dtype, param=f"{name}.bias"))

@@ -66,9 +66,10 @@ def measure_cell(
 
 def metered_step(trainer: Trainer) -> Usage:
     """Live tensor bytes by category at the peak of one more step (after the timed ones: metering slows it down)."""
-    with Meter(trainer.run.root) as meter:
-        meter.register_states(trainer.optimizer)
-        step = trainer.steps_done
+    meter = Meter(trainer.run.root)
+    meter.register_states(trainer.optimizer)  # before the mode is on, or it would count what registering touches
+    step = trainer.steps_done
+    with meter:
         trainer.forward_backward(step)
         meter.updating = True
         trainer.update(step)

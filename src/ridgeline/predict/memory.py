@@ -43,7 +43,7 @@ def training_peak(g: Graph) -> Peak:
     states = sum(p.numel * g.optimizer_bytes / p.state_shards * n for p, n in g.params if p.trainable)
     all_gradients = sum(_gradients(b) * b.repeat for b in g.blocks)
     sharded = any(p.shards > 1 for p, _ in g.params)
-    accumulated = g.accumulation > 1
+    accumulated = g.accumulation > 1 or g.gradients_resident
 
     best = Peak({}, "")
 

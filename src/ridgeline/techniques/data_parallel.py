@@ -47,6 +47,7 @@ class DataParallel(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Insert one gradient all-reduce per block, overlapping with the rest of backward."""
         ranks = e.data_parallel
+        g.gradients_resident = True  # gradients are views of the reduction buckets
 
         def reduce(b: Block) -> None:
             grads = sum(p.numel * p.grad_bytes for p in b.params if p.trainable)

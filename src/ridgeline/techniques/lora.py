@@ -144,4 +144,5 @@ def _no_input_gradient(b: Block) -> None:
     """The first layer's input needs no gradient: no input-gradient GEMMs into it, no normalisation backward."""
     gone = ["attention_norm.bwd", "attention_residual.bwd"]
     gone += [f"attention.{p}_proj{part}.dx" for p in "qkv" for part in ("", ".lora_a")]
+    gone += [f"attention.{p}_proj.accumulate" for p in "qkv"]
     b.drop_users(gone)

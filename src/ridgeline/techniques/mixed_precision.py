@@ -75,6 +75,8 @@ def _lower(b: Block, dtype: str) -> None:
     for key, saved in b.saved.items():
         wide = key in _FP32_SAVED or key.endswith((".stats", ".lse", ".routing"))
         kept[key] = saved if wide else replace(saved, bytes=saved.bytes / 2)
+    for key in [k for k in kept if k.endswith(".probs")]:  # softmax in fp32, and its low-precision copy
+        kept[key] = replace(kept[key], bytes=3 * kept[key].bytes)
     b.saved = kept
     b.workspace /= 2
     b.backward_workspace /= 2

@@ -1,0 +1,49 @@
+"""``bench`` and ``dissect``: one experiment, measured with its prediction beside it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ridgeline.measure.ablate import measure_plan, require_local
+from ridgeline.measure.merge import merge
+from ridgeline.predict import predict, predict_trace
+from ridgeline.report.trace import TraceEvent, write_trace
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.train.launch import Job, JobFailed, run_job
+
+Progress = Callable[[Any], None]
+
+
+def bench(e: Experiment, repeats: int, progress: Progress) -> tuple[Result, Result]:
+    """(predicted, measured) of one experiment; each repeat runs in its own process."""
+    require_local(e)
+    predicted = predict(e)
+    parts = [measure_plan(e, repeat=r, memory=r == 0, progress=progress) for r in range(repeats)]
+    return predicted, merge(parts)
+
+
+def dissect(e: Experiment, out: Path, progress: Progress) -> tuple[Result, Result, list[Path]]:
+    """(predicted, measured with its breakdown, [measured trace, predicted trace]).
+
+    Raises :class:`UserError` when the profiled run fails.
+    """
+    require_local(e)
+    if not e.is_training:
+        raise UserError(f"task {e.task!r} is not dissected yet", "use a pretrain or finetune experiment")
+    out.mkdir(parents=True, exist_ok=True)
+    name = e.name or e.id
+    measured_trace, predicted_trace = out / f"{name}.measured.json", out / f"{name}.predicted.json"
+    job = Job("dissect", e, {"trace": str(measured_trace.resolve())}, ranks=e.world)
+    try:
+        measured = Result.model_validate(run_job(job, progress))
+    except JobFailed as failure:
+        raise UserError(f"the profiled run failed ({failure.status}): {failure.reason}", failure.log) from None
+    events = [
+        TraceEvent(v.name, v.start, v.seconds, v.stream, "predicted", {"phase": v.phase}) for v in predict_trace(e)
+    ]
+    write_trace(predicted_trace, events)
+    return predict(e), measured, [measured_trace, predicted_trace]
