@@ -1,8 +1,8 @@
 """Dissection: an experiment's steps under PyTorch's profiler, split into module × phase × operator that add up.
 
 Timing and dissection are separate passes: the bare steps give the undisturbed time, the profiled ones the shares; the
-ratio of the two is the profiler's own disturbance and is printed. Time that no operator accounts for (Python, autograd's
-engine, hooks) is the row ``unattributed``, so that the table always adds up to the profiled step.
+ratio of the two is the profiler's own disturbance and is printed. Time that no operator accounts for (Python, hooks,
+autograd's engine) is the row ``unattributed``, so that the table always adds up to the profiled step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ridgeline.spec.result import Check, Memory, Metric, Result, Row
 from ridgeline.train.engine import Trainer
 
 MODULE, PHASE = "module::", "phase::"
+_COLLECTIVES = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::reduce", "c10d::", "gloo:", "nccl:")
 _KINDS = {
     "mm": "gemm", "addmm": "gemm", "linear": "gemm", "_grouped_mm": "gemm", "bmm": "bmm", "baddbmm": "bmm",
     "_softmax": "softmax", "_softmax_backward_data": "softmax", "embedding": "embedding", "index_select": "embedding",
@@ -97,9 +98,14 @@ def _finish(result: Result, rows: list[Row], total: float, step: float) -> None:
     result.metrics["profiler_overhead"] = Metric(value=total / step, better="lower", source="profiled / bare step")
     result.metrics["unattributed_share"] = Metric(value=loose / total, better="lower", source="profiler")
     result.checks.append(
-        Check(name="rows add up to the profiled step", passed=abs(parts - total) < 1e-6 * total, expected=total, got=parts,
-              tolerance=1e-6)
-    )  # fmt: skip
+        Check(
+            name="rows add up to the profiled step",
+            passed=abs(parts - total) < 1e-6 * total,
+            expected=total,
+            got=parts,
+            tolerance=1e-6,
+        )
+    )
 
 
 def _phased_step(trainer: Trainer) -> float:
@@ -185,7 +191,7 @@ def attribute(roots: list[Node], steps: int) -> tuple[list[Row], float]:
         _own(span, "", owners)
     table: dict[tuple[str, str, str, str], Row] = {}
     for span in spans:
-        _collect(span, "forward", "other", owners, table)
+        _collect(span, "forward", "loss", owners, table)
     total = sum(s.seconds for s in spans) / steps
     rows = list(table.values())
     for row in rows:
@@ -229,10 +235,9 @@ def _collect(
     elif name == f"{PHASE}optimizer":
         phase, module = "optimizer", "optimizer"
     elif name.startswith("autograd::engine::evaluate_function"):
-        phase, module = "backward", owners.get(node.sequence, module if phase == "backward" else "other")
-    elif name.startswith(("FSDP::", "c10d::", "gloo:", "nccl:", "DistributedDataParallel")):
-        if "DistributedDataParallel.forward" not in name and "FSDP::pre_forward" not in name:
-            phase, module = "communication", "communication"
+        phase, module = "backward", owners.get(node.sequence, module if phase == "backward" else "loss")
+    elif name.startswith(_COLLECTIVES):
+        phase, module = "communication", "communication"
     if name.startswith(("aten::", "c10d::", "gloo:", "nccl:", "fsdp::")):
         operator = name.split("::")[-1]
         kind = "collective" if phase == "communication" else _KINDS.get(operator, "elementwise")
