@@ -1,0 +1,40 @@
+"""What each number means: the "?" beside a column, and the list at the end of a report."""
+
+from __future__ import annotations
+
+DEFINITIONS: dict[str, str] = {
+    "tokens_per_s": "Trained (or generated) tokens per second over all ranks: tokens per step / median step time. "
+    "Padding and masked tokens are not counted.",
+    "tokens_per_s_per_device": "tokens/s divided by the number of ranks.",
+    "step_time_s": "Wall time of one optimizer step over all ranks, device synchronised; median of the steps after "
+    "warm-up.",
+    "residual": "Measured / predicted − 1. Zero is a perfect prediction; +10 % means the measurement was 10 % higher.",
+    "speedup": "Tokens/s over the baseline's, measured; in brackets the 95 % interval of the ratio (hierarchical "
+    "bootstrap over runs, then steps).",
+    "verdict": "faster or slower only when the whole 95 % interval of the speed-up lies beyond the margin (2 % unless "
+    "stated); otherwise no difference was shown.",
+    "interval": "95 % interval. Steps of one run are correlated, so runs are resampled first, then steps inside each.",
+    "loss": "Training loss of the last step, in nats per token, after the same tokens as the baseline.",
+    "same": "Does the plan still compute the same thing? ✓ when its loss stays within the bound that its techniques "
+    "state (hover or see the checks for the bound), ✗ when it does not, – when it was not tested.",
+    "peak_bytes": "Largest sum of live bytes on one rank during a step: parameters, gradients, optimizer states, "
+    "activations, temporaries. GiB = 2³⁰ bytes.",
+    "memory_ratio": "Measured peak memory over the baseline's.",
+    "mfu": "Model FLOPs utilisation: FLOPs that the model needs (recomputation not counted) per second, over the "
+    "peak of the compute dtype.",
+    "hfu": "Hardware FLOPs utilisation: FLOPs executed (recomputation counted) per second, over the peak.",
+    "ttft_s": "Time to first token: from sending the request to its first token.",
+    "tpot_s": "Time per output token after the first: (end − first token) / (tokens − 1).",
+    "exposed_communication_s": "Communication per step that is not hidden behind computation.",
+    "share": "Part of the sum of all rows.",
+    "roof": "Achieved share of the roof: time that the faster of peak rate and memory bandwidth would allow, over the "
+    "time taken.",
+    "unattributed": "Step time that no row accounts for: launch gaps, the framework's own work, idle time.",
+    "intensity": "Arithmetic intensity: FLOPs per byte of memory traffic.",
+    "warmup": "Steps before the step time settles (settling-time rule); they are marked and left out.",
+}
+
+
+def define(key: str) -> str:
+    """The definition of a metric or column; empty when there is none."""
+    return DEFINITIONS.get(key, "")

@@ -1,0 +1,102 @@
+"""Where the time and the bytes of one step went: breakdown rows, grouped; memory by kind. The totals add up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ridgeline.report.table import Column, Table
+from ridgeline.report.units import NONE, TIMES, count, percent, scale, size
+from ridgeline.spec.result import Result, Row
+
+KEYS = ("phase", "module", "operator", "kind")
+
+
+def grouped(rows: Sequence[Row], by: Sequence[str] = ("module", "phase", "operator")) -> list[Row]:
+    """Rows summed over every key that is not in ``by``, longest first. ``roof`` is averaged over time."""
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for r in rows:
+        groups[tuple(getattr(r, k) for k in by)].append(r)
+    out = []
+    for key, members in groups.items():
+        named = dict(zip(by, key, strict=True))
+        roofed = [(r.roof, r.seconds) for r in members if r.roof is not None]
+        weight = sum(s for _, s in roofed)
+        out.append(
+            Row(
+                **{k: named.get(k, "") for k in KEYS},
+                seconds=sum(r.seconds for r in members),
+                count=sum(r.count for r in members),
+                flops=sum(r.flops for r in members),
+                bytes=sum(r.bytes for r in members),
+                link_bytes=sum(r.link_bytes for r in members),
+                roof=sum(roof * s for roof, s in roofed) / weight if weight else None,
+                exposed_seconds=sum(r.seconds if r.exposed_seconds is None else r.exposed_seconds for r in members),
+            )
+        )
+    return sorted(out, key=lambda r: -r.seconds)
+
+
+def attributed(result: Result) -> list[Row]:
+    """The breakdown with an explicit ``unattributed`` row: what the rows leave of the step time."""
+    rows = list(result.breakdown)
+    step = result.metric("step_time_s")
+    if not rows or step is None or any(r.kind == "unattributed" for r in rows):
+        return rows
+    # Hidden work shares the step's time with what hides it, so only exposed seconds count towards the step.
+    known = sum(r.seconds if r.exposed_seconds is None else r.exposed_seconds for r in rows)
+    gap = max(0.0, step - known)
+    return [*rows, Row(phase="other", module="", operator="unattributed", kind="unattributed", seconds=gap, count=0)]
+
+
+def breakdown_table(result: Result, by: Sequence[str] = ("module", "phase", "operator"), top: int = 25) -> Table:
+    """Time by ``by``, the ``top`` longest rows, the rest in one row, ``unattributed`` apart, and a total that sums."""
+    rows = attributed(result)
+    lost = [r for r in rows if r.kind == "unattributed"]
+    listed = grouped([r for r in rows if r.kind != "unattributed"], by)
+    total = sum(r.seconds for r in rows)
+    unit = scale([total], TIMES)
+    cells = [_line([getattr(r, k) or NONE for k in by], r, total, unit.factor) for r in listed[:top]]
+    if len(listed) > top:
+        rest = grouped(listed[top:], ())[0]
+        cells.append(_line([f"({len(listed) - top} smaller rows)", *[""] * (len(by) - 1)], rest, total, unit.factor))
+    if lost:
+        cells.append(_line(["unattributed", *[""] * (len(by) - 1)], grouped(lost, ())[0], total, unit.factor))
+    if rows:
+        cells.append(_line(["total", *[""] * (len(by) - 1)], grouped(rows, ())[0], total, unit.factor))
+    columns = [*(Column(k.capitalize(), align="left") for k in by), Column(f"Time, {unit.label}"),
+               Column("Share", "share"), Column("Calls"), Column("FLOPs"), Column("Bytes"), Column("Link bytes"),
+               Column("Of roof", "roof")]  # fmt: skip
+    step = result.metric("step_time_s")
+    notes = []
+    if step is not None and total > 1.01 * step:
+        notes.append(
+            f"the rows add up to {percent(total / step)} of the step time: some of them run at the same time (overlap)"
+        )
+    title = f"Time of one step by {' × '.join(by)}, {result.source}"
+    return Table(title, columns, cells, notes, total=bool(rows)).without_empty_columns()
+
+
+def memory_table(result: Result) -> Table:
+    """Bytes at the peak by category; the total is the peak of one rank."""
+    total = result.peak_bytes or 0.0
+    rows = [[m.category, size(m.bytes), percent(m.bytes / total) if total else NONE, m.device]
+            for m in sorted(result.memory, key=lambda m: -m.bytes)]  # fmt: skip
+    if rows:
+        rows.append(["total", size(total), percent(1.0), ""])
+    columns = [Column("Category", align="left"), Column("Size", "peak_bytes"), Column("Share", "share"),
+               Column("Where", align="left")]  # fmt: skip
+    return Table(f"Memory at the peak by category, {result.source}", columns, rows, total=bool(rows))
+
+
+def _line(names: list[str], r: Row, total: float, unit: float) -> list[str]:
+    return [
+        *names,
+        f"{r.seconds / unit:.3f}" if unit else NONE,
+        percent(r.seconds / total) if total else NONE,
+        f"{r.count:g}" if r.count else NONE,
+        count(r.flops) if r.flops else NONE,
+        size(r.bytes) if r.bytes else NONE,
+        size(r.link_bytes) if r.link_bytes else NONE,
+        percent(r.roof) if r.roof is not None else NONE,
+    ]
