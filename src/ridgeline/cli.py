@@ -256,7 +256,7 @@ def runs(
 
     rows = _store().list(limit=limit)
     if json:
-        print(js.dumps([row.model_dump(mode="json") for row in rows]))
+        print(js.dumps([row._asdict() for row in rows]))
     else:
         print_runs(rows)
 

@@ -1,0 +1,317 @@
+"""What the terminal shows: progress on standard error, tables on standard output; plain text when piped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ridgeline.report import table as render
+from ridgeline.report import units
+from ridgeline.report.table import Column, Table
+from ridgeline.report.tables import to_rich
+
+if TYPE_CHECKING:
+    from ridgeline.experiments import AblationSpec
+    from ridgeline.measure.ablate import CellRef
+    from ridgeline.measure.compare import Comparison
+    from ridgeline.spec.ablation import Ablation
+    from ridgeline.spec.device import Device
+    from ridgeline.spec.result import Result
+    from ridgeline.store import Run
+    from ridgeline.techniques.matrix import Pair
+
+PLAIN_WIDTH = 160
+
+
+def _out() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def _print(*tables: Table) -> None:
+    _out().print(render.rich(tables))
+
+
+# ---- progress -------------------------------------------------------------------------------------------------------
+
+
+class _Live:
+    """A progress bar on standard error; a line per change of stage when that is not a terminal."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(), TimeRemainingColumn(compact=True), console=self.console, transient=True,
+            disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self._last = ""
+
+    def __enter__(self) -> Any:
+        self.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.progress.stop()
+
+    def line(self, text: str) -> None:
+        """One line where there is no bar to update."""
+        if not self.console.is_terminal and text != self._last:
+            print(text, file=sys.stderr, flush=True)
+            self._last = text
+
+
+class Status(_Live):
+    """A job whose length is not known."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self.title = title
+        self.task = self.progress.add_task(title, total=None, note="")
+
+    def message(self, message: Any) -> None:
+        """A stage's name, or a worker's message."""
+        note = message if isinstance(message, str) else _note(message)
+        self.progress.update(self.task, note=note)
+        if isinstance(message, str) or "stage" in message:
+            self.line(f"{self.title}: {note}")
+
+
+class StepBar(_Live):
+    """Optimizer steps of one job."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        super().__init__()
+        self.title = title
+        self.task = self.progress.add_task(title, total=steps or None, note="")
+
+    def message(self, message: dict[str, Any]) -> None:
+        """A worker's message."""
+        self.progress.update(
+            self.task, note=_note(message), total=message.get("steps"), completed=message.get("step", 0)
+        )
+        step, steps = message.get("step", 0), message.get("steps", 0)
+        if step and (step == steps or step % max(1, steps // 10) == 0):
+            self.line(f"{self.title}: {_note(message)}")
+
+
+class AblationBar(_Live):
+    """The cells of an ablation."""
+
+    def __init__(self, spec: AblationSpec) -> None:
+        super().__init__()
+        self.cells = len(spec.plans) * spec.measure.repeats
+        self.steps = {name: getattr(e.workload, "steps", 1) for name, e in spec.plans.items()}
+        self.finished = 0
+        self.task: TaskID = self.progress.add_task(spec.name, total=float(self.cells), note="")
+
+    def watch(self, cell: CellRef, message: dict[str, Any]) -> None:
+        """A worker's message, or the end of a cell."""
+        where = f"{cell.plan} ({cell.repeat + 1})"
+        if "done" in message or "cached" in message:
+            self.finished += 1
+            said = "kept from the earlier run" if "cached" in message else message["status"]
+            said += f": {message['reason']}" if message.get("reason") else ""
+            self.progress.update(self.task, completed=self.finished, note=f"{where}: {said}")
+            self.line(f"[{self.finished}/{self.cells}] {where}: {said}")
+            if message.get("status") not in (None, "ok"):
+                self.progress.console.print(f"{where}: {said}", markup=False)
+            return
+        share = message.get("step", 0) / max(1, self.steps[cell.plan])
+        self.progress.update(self.task, completed=self.finished + 0.95 * share, note=f"{where}: {_note(message)}")
+
+
+def _note(message: dict[str, Any]) -> str:
+    if "step" in message and "loss" in message:
+        return (
+            f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {message['seconds'] * 1e3:.0f} ms"
+        )
+    return str(message.get("stage", ""))
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def print_result(result: Result) -> None:
+    """One result, its verdict first."""
+    console = _out()
+    if result.source == "predicted":
+        fits = "fits" if result.status == "ok" else "does not fit"
+        console.print(f"{fits}: {result.reason or ' '.join(result.notes)}\n", markup=False)
+    console.print(to_rich(result, console.width))
+
+
+def print_pair(predicted: Result, measured: Result) -> None:
+    """Predicted beside measured, metric by metric."""
+    rows = []
+    for name, m in measured.metrics.items():
+        p = predicted.metrics.get(name)
+        residual = units.percent(p.value / m.value - 1, signed=True) if p and m.value else "–"
+        spread = f" [{units.metric(m.low, m.unit)}, {units.metric(m.high, m.unit)}]" if m.low is not None else ""
+        rows.append(
+            [name, units.metric(p.value, p.unit) if p else "–", units.metric(m.value, m.unit) + spread, residual]
+        )
+    columns = [Column("metric", align="left"), Column("predicted"), Column("measured [95 %]"), Column("residual")]
+    title = f"{measured.name or measured.experiment_id}: {measured.status}" + (
+        f", {measured.reason}" if measured.reason else ""
+    )
+    _print(Table(title, columns, rows, notes=measured.notes))
+
+
+def print_ablation(ablation: Ablation) -> None:
+    """The ablation's tables."""
+    console = _out()
+    console.print(to_rich(ablation, console.width))
+    for note in ablation.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def print_dissection(predicted: Result, measured: Result) -> None:
+    """Measured and predicted breakdown by module and phase, then operator by operator, then memory."""
+    from ridgeline.report.dissect import breakdown_table, memory_table
+
+    modules = breakdown_table(measured, by=("module", "phase"), top=20)
+    modules.title = "measured: " + modules.title
+    expected = breakdown_table(predicted, by=("module", "phase"), top=20)
+    expected.title = "predicted: " + expected.title
+    console = _out()
+    console.print(
+        render.rich([modules, expected, breakdown_table(measured), memory_table(measured), memory_table(predicted)])
+    )
+    over = measured.metrics["profiler_overhead"].value
+    console.print(f"  the profiled step took {over:.2f}x the bare step; shares are of the profiled one", markup=False)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """The comparison's tables."""
+    console = _out()
+    console.print(to_rich(comparison, console.width))
+
+
+def print_plan_predictions(rows: Sequence[tuple[str, Result]], repeats: int, folder: Path) -> None:
+    """What an ablation would measure, with predictions."""
+    cells = [
+        [name, units.metric(r.metric("tokens_per_s"), "tokens/s"), units.seconds(r.metric("step_time_s")),
+         units.size(r.peak_bytes), r.status]
+        for name, r in rows
+    ]  # fmt: skip
+    columns = [
+        Column("plan", align="left"),
+        Column("tokens/s"),
+        Column("step"),
+        Column("peak memory"),
+        Column("status"),
+    ]
+    note = f"{len(rows)} plans × {repeats} processes; cells would go to {folder}"
+    _print(Table("predicted (nothing was measured)", columns, cells, notes=[note]))
+
+
+# ---- lists ----------------------------------------------------------------------------------------------------------
+
+
+def print_runs(rows: Sequence[Run]) -> None:
+    """Stored runs, newest first."""
+    cells = [
+        [r.id, r.created[:19].replace("T", " "), r.kind, r.source, r.name, r.model, r.plan[:48],
+         units.metric(r.tokens_per_s, "tokens/s"), units.size(r.peak_bytes), r.status]
+        for r in rows
+    ]  # fmt: skip
+    names = ("id", "created", "kind", "source", "name", "model", "plan")
+    columns = [
+        *(Column(n, align="left") for n in names),
+        Column("tokens/s"),
+        Column("peak"),
+        Column("status", align="left"),
+    ]
+    _print(Table("stored runs" if cells else "no stored runs yet", columns, cells))
+
+
+def print_cards(cards: Sequence[dict[str, Any]]) -> None:
+    """All techniques, one a line."""
+    cells = [
+        [c["name"], c["title"], c["phase"], ", ".join(c["tasks"]), "lossless" if c["lossless"] else "lossy", c["paper"],
+         ", ".join(o["name"] for o in c["options"]) or "–"]
+        for c in cards
+    ]  # fmt: skip
+    names = ("technique", "what", "phase", "tasks", "contract", "paper", "options")
+    _print(Table("techniques", [Column(n, align="left") for n in names], cells,
+                 notes=["`ridgeline techniques NAME` shows a card; `--matrix` what works together"]))  # fmt: skip
+
+
+def print_matrix(pairs: Sequence[Pair]) -> None:
+    """The support matrix as a triangle, and the reasons below it."""
+    names = sorted({p.a for p in pairs} | {p.b for p in pairs})
+    status = {(p.a, p.b): p for p in pairs}
+    cells = []
+    for a in names:
+        row = [a]
+        for b in names:
+            p = status.get((a, b)) or status.get((b, a))
+            row.append("" if p is None else "✓" if p.status == "works" else "✗")
+        cells.append(row)
+    reasons = [f"{p.a} × {p.b}: {p.reason}" for p in pairs if p.status == "refused"]
+    columns = [Column("", align="left"), *(Column(n) for n in names)]
+    _print(Table("support matrix (✓ has a passing parity test, ✗ refused)", columns, cells, notes=reasons))
+
+
+def print_models(rows: Sequence[dict[str, Any]], detail: bool) -> None:
+    """Models by size, or all fields of one."""
+    if detail:
+        cells = [[k, str(v)] for k, v in rows[0].items()]
+        _print(Table(rows[0]["name"], [Column("field", align="left"), Column("value", align="left")], cells))
+        return
+    cells = [
+        [r["name"], r["family"], units.count(r["parameters"]), units.count(r["active_parameters"]), str(r["num_layers"]),
+         str(r["hidden_size"]), f"{r['num_heads']}/{r['num_kv_heads']}", str(r["vocab_size"]), str(r["max_positions"])]
+        for r in rows
+    ]  # fmt: skip
+    names = ("parameters", "active", "layers", "hidden", "heads/kv", "vocabulary", "positions")
+    columns = [Column("model", align="left"), Column("family", align="left"), *(Column(n) for n in names)]
+    _print(Table("models", columns, cells))
+
+
+def print_devices(devices: Sequence[Device], detail: bool) -> None:
+    """Devices, or all fields of one."""
+    if detail:
+        device_table(devices[0])
+        return
+    cells = []
+    for d in devices:
+        low = d.peak_flops.get("bf16") or d.peak_flops.get("fp16")
+        cells.append(
+            [d.name, d.architecture, f"{low / 1e12:.0f}" if low else "–", f"{d.peak_flops.get('fp32', 0) / 1e12:.1f}",
+             units.size(d.memory_bytes), f"{d.memory_bandwidth / 1e12:.2f}", d.link.name if d.link else "–",
+             f"{d.watts:.0f}", f"{d.price_per_hour:.2f}" if d.price_per_hour else "–"]
+        )  # fmt: skip
+    columns = [Column("device", align="left"), Column("architecture", align="left"), Column("bf16/fp16 TFLOP/s"),
+               Column("fp32 TFLOP/s"), Column("memory"), Column("TB/s"), Column("link", align="left"), Column("W"),
+               Column("$/h")]  # fmt: skip
+    _print(Table("devices (dense peaks)", columns, cells))
+
+
+def device_table(d: Device) -> None:
+    """One device with its measured rates."""
+    cells = [[k, str(v)] for k, v in d.model_dump(exclude={"rates", "ranks"}, exclude_none=True).items()]
+    tables = [Table(d.name, [Column("field", align="left"), Column("value", align="left")], cells)]
+    if d.rates:
+        rows = []
+        for key, r in sorted(d.rates.items()):
+            shared = next((v[key] for v in d.ranks.values() if key in v), None)
+            rows.append([key, *_rate(r), *(_rate(shared) if shared else ["–", "–", "–"])])
+        names = ("latency", "GFLOP/s", "GB/s", "shared: latency", "GFLOP/s", "GB/s")
+        tables.append(Table("measured rates", [Column("operator", align="left"), *(Column(n) for n in names)], rows))
+    _print(*tables)
+
+
+def _rate(r: Any) -> list[str]:
+    return [
+        units.seconds(r.latency),
+        f"{r.flop_rate / 1e9:.1f}" if r.flop_rate else "–",
+        f"{r.byte_rate / 1e9:.2f}" if r.byte_rate else "–",
+    ]

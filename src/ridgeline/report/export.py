@@ -1,0 +1,45 @@
+"""Results and ablations as files: HTML, Markdown, CSV, JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ridgeline.report.files import write_atomic
+from ridgeline.report.tables import to_csv, to_markdown
+from ridgeline.spec.ablation import Ablation
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.result import Result
+
+FORMATS = ("html", "md", "csv", "json")
+
+
+def load_any(path: Path) -> Result | Ablation:
+    """A result or ablation file, told apart by its schema. Raises :class:`UserError` when it is neither."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        schema = json.loads(text).get("schema", "")
+    except (ValueError, AttributeError, OSError):
+        raise UserError(f"{path} is not a result or ablation file", "give one that ridgeline wrote as JSON") from None
+    if str(schema).startswith("ridgeline.ablation/"):
+        return Ablation.load(path)
+    return Result.from_json(text, str(path))
+
+
+def export(what: Result | Ablation, format: str, out: Path | None) -> str | None:
+    """Write ``what`` to ``out``, or return the text when ``out`` is None (HTML needs a file)."""
+    if format == "html":
+        from ridgeline.report.html import ablation_html, result_html
+
+        if out is None:
+            raise UserError("HTML goes to a file", "add -o report.html")
+        if isinstance(what, Ablation):
+            ablation_html(what, out)
+        else:
+            result_html(what, out)
+        return None
+    text = {"md": to_markdown, "csv": to_csv, "json": lambda x: x.to_json()}[format](what)
+    if out is None:
+        return text
+    write_atomic(out, text)
+    return None
