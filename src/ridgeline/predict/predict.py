@@ -79,6 +79,10 @@ def _training(e: Experiment, made: list[Technique]) -> Result:
     }
     result = _result(e, metrics, peak, cluster)
     result.breakdown = breakdown(g, cluster, update)
+    sent = sum(r.seconds for r in result.breakdown if r.phase == "communication")
+    for row in result.breakdown:  # what hides behind compute is spread evenly over the collectives
+        if row.phase == "communication":
+            row.exposed_seconds = row.seconds * min(1.0, step.exposed / sent)
     return result
 
 

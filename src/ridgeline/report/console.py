@@ -267,7 +267,8 @@ def print_models(rows: Sequence[dict[str, Any]], detail: bool) -> None:
         _print(Table(rows[0]["name"], [Column("field", align="left"), Column("value", align="left")], cells))
         return
     cells = [
-        [r["name"], r["family"], units.count(r["parameters"]), units.count(r["active_parameters"]), str(r["num_layers"]),
+        [r["name"], r["family"], units.count(r["parameters"]), units.count(r["active_parameters"]),
+         str(r["num_layers"]),
          str(r["hidden_size"]), f"{r['num_heads']}/{r['num_kv_heads']}", str(r["vocab_size"]), str(r["max_positions"])]
         for r in rows
     ]  # fmt: skip
