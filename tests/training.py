@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.world import world
 
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -18,7 +19,6 @@ from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import normalise
 from ridgeline.train.data import IGNORE, Batches
 from ridgeline.train.engine import Trainer
-from tests.world import world
 
 MODEL = ModelSpec(
     name="test-tiny", family="llama", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -55,7 +55,7 @@ class UnevenBatches(Batches):
         ids, labels = super().batch(step)
         labels = labels.clone()
         for row in range(len(labels)):
-            labels[row, : (5 * row + 3 * step) % (self.seq_len - 1)] = IGNORE
+            labels[row, : (4 * row + 3 * step) % (self.seq_len - 1)] = IGNORE
         return ids, labels
 
 

@@ -1,8 +1,8 @@
-"""The generic parity tests: every technique, and every pair that the support matrix lets through, is really trained and
-compared with the same plan without it, in one process. A new technique file takes part by itself.
+"""The generic parity tests: every technique, and every pair that the support matrix lets through, is really trained
+and compared with the same plan without it, in one process. A new technique file takes part by itself.
 
-The optimizer is plain SGD, since Adam hides gradients of a wrong scale; clipping is active; rows have unequal numbers of
-valid tokens; and what moved at all (the signal) must be far larger than what differs.
+The optimizer is plain SGD, since Adam hides gradients of a wrong scale; clipping is active; rows have unequal numbers
+of valid tokens; and what moved at all (the signal) must be far larger than what differs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tests.training import Curve, curve_of, make_trainer, train
+from tests.world import world
 
 from ridgeline.nn.init import build
 from ridgeline.spec.errors import Incompatible
@@ -20,8 +22,6 @@ from ridgeline.techniques.base import Technique
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
 from ridgeline.techniques.registry import check, normalise, registry, techniques
 from ridgeline.train.build import Build
-from tests.training import Curve, curve_of, make_trainer, train, write_corpus
-from tests.world import world
 
 MATRIX = support_matrix()
 TRAINING = {"pretrain", "finetune"}
@@ -31,11 +31,6 @@ GENERATED = [(n,) for n, t in registry().items() if "generate" in t.card.tasks]
 GENERATED += [(p.a, p.b) for p in MATRIX if p.status == "works" and {(p.a,), (p.b,)} <= set(GENERATED)]
 MARGIN = 50
 """The signal must be this many times the residual."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("text") / "corpus.txt")
 
 
 @dataclass
@@ -73,7 +68,7 @@ def comparison(e: Experiment) -> Comparison:
 
 
 def prepared(names: tuple[str, ...], corpus) -> Experiment:
-    """The matrix's own experiment, with a clipping threshold below every gradient norm and a step that moves the loss."""
+    """The matrix's own experiment, clipped below every gradient norm, with a step that moves the loss."""
     e = pair_experiment(*names)
     assert e.training.optimizer == "sgd"
     workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": 0.05, "lr": 10.0})

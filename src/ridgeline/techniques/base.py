@@ -16,9 +16,8 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
-
     from ridgeline.graph.graph import Graph
+    from ridgeline.train.build import TrainBuild
 
 Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
 PHASES: tuple[Phase, ...] = (
