@@ -9,8 +9,8 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _own_home_and_one_thread(tmp_path, monkeypatch):
-    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path / "home"))
+def _own_home_and_one_thread(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path_factory.mktemp("home")))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

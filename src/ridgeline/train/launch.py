@@ -168,7 +168,7 @@ def _follow(
     if error:
         if error["kind"] == "user":
             raise (Incompatible if error["incompatible"] else UserError)(error["what"], error["fix"])
-        raise JobFailed(error["kind"], error["what"], _tail(folder))
+        raise JobFailed(error["kind"], error["what"], error["trace"])
     said = f"signal {-code}" if code < 0 else f"exit code {code}"
     raise JobFailed("error", f"rank {rank} ended with {said}: {_last_line(folder)}", _tail(folder))
 

@@ -66,6 +66,7 @@ def main(path: str) -> int:
         if not isinstance(error, (UserError, KeyboardInterrupt)):
             traceback.print_exc()
         failure, code = describe(error)
+        failure["trace"] = traceback.format_exc()
         draft = Path(path).with_name(f".error-{rank}.new")
         draft.write_text(json.dumps(failure), encoding="utf-8")
         draft.replace(Path(path).with_name(f"error-{rank}.json"))

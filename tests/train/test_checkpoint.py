@@ -1,0 +1,239 @@
+"""Checkpoints: resumed curves are bitwise the straight ones; what is damaged or foreign is refused; exports load."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from tests.nn.conftest import CONFIGS
+from tests.training import experiment, make_trainer, state
+from tests.world import RankFailed, world
+
+from ridgeline.nn import load_checkpoint
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
+from ridgeline.train import checkpoint
+from ridgeline.train.checkpoint import checkpoints, resume, save
+from ridgeline.train.loop import export
+
+
+def part(rank, e, folder, steps):
+    """Resume if there is something to resume, go on for some steps, save; losses from the start, and parameters."""
+    trainer = make_trainer(e, rank)
+    losses = resume(trainer, folder)
+    assert len(losses) == trainer.steps_done
+    for _ in range(steps):
+        losses.append(trainer.step().loss)
+    save(trainer, folder, losses)
+    return losses, state(trainer)
+
+
+def run(e, folder, steps):
+    return part(0, e, folder, steps) if e.world == 1 else world(e.world).run(part, e, folder, steps)[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "workload"),
+    [
+        ((), 1, {}),
+        ((), 1, {"optimizer": "sgd"}),
+        (("recompute", "mixed_precision"), 1, {"micro_batch_size": 2}),
+        (("lora", "rtn"), 1, {}),
+        (("lora", "rtn:bits=4,group_size=16"), 1, {}),
+        (("data_parallel",), 2, {}),
+        (("zero:stage=2",), 2, {"micro_batch_size": 1}),
+        (("zero:stage=3", "lora", "rtn"), 2, {}),
+    ],
+)
+def test_five_and_five_steps_are_bitwise_ten(plan, ranks, workload, corpus, tmp_path):
+    e = experiment(corpus, *plan, ranks=ranks, steps=10, lr=1e-2, **workload)
+    straight, after = run(e, tmp_path / "straight", 10)
+    run(e, tmp_path / "parts", 5)
+    parts, resumed = run(e, tmp_path / "parts", 5)
+    assert parts == straight
+    assert len(set(straight)) == 10
+    for name, p in after.items():
+        assert torch.equal(p, resumed[name]), name
+
+
+def test_the_optimizers_state_is_part_of_it(corpus, tmp_path, monkeypatch):
+    """Negative control: without the moments the curve is another one."""
+    e = experiment(corpus, steps=10, lr=1e-2)
+    straight, _ = run(e, tmp_path / "straight", 10)
+    run(e, tmp_path / "parts", 5)
+    load = torch.distributed.checkpoint.load
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.load", lambda tensors, **how: load({"model": tensors["model"]}, **how)
+    )
+    assert run(e, tmp_path / "parts", 5)[0] != straight
+
+
+def test_only_the_newest_stays_and_a_run_can_be_prolonged(corpus, tmp_path):
+    run(experiment(corpus, steps=4), tmp_path, 2)
+    run(experiment(corpus, steps=4), tmp_path, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+    assert len(run(experiment(corpus, steps=8), tmp_path, 1)[0]) == 4
+
+
+def test_a_run_from_the_start_replaces_what_was_there(corpus, tmp_path):
+    run(experiment(corpus), tmp_path, 2)
+    e = experiment(corpus, lr=0.1)
+    trainer = make_trainer(e)
+    losses = [trainer.step().loss for _ in range(2)]
+    save(trainer, tmp_path, losses)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
+    assert resume(make_trainer(e), tmp_path) == losses
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"lr": 0.5}, "workload.lr"), ({"seed": 1}, "workload.seed"), ({"plan": ("lora",)}, "plan")],
+)
+def test_another_experiments_checkpoint_is_refused(change, named, corpus, tmp_path):
+    run(experiment(corpus), tmp_path, 1)
+    other = make_trainer(experiment(corpus, *change.pop("plan", ()), **change))
+    before = state(other)
+    with pytest.raises(UserError, match=f"another experiment .*{named}") as error:
+        resume(other, tmp_path)
+    assert "--out" in error.value.fix
+    assert all(torch.equal(t, before[n]) for n, t in state(other).items())
+    assert other.steps_done == 0
+
+
+def _truncate(place):
+    file = next(place.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    return file.name
+
+
+def _flip(place):
+    file = next(place.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return file.name
+
+
+def _remove(place):
+    file = next(place.glob("*.distcp"))
+    file.unlink()
+    return file.name
+
+
+def _no_index(place):
+    (place / ".metadata").write_bytes(b"")
+    return ".metadata"
+
+
+def _not_json(place):
+    (place / "state.json").write_text('{"step": 1')
+    return "state.json"
+
+
+def _no_step(place):
+    file = place / "state.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "step"}))
+    return "state.json"
+
+
+def _a_list(place):
+    (place / "state.json").write_text("[1]")
+    return "state.json"
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _remove, _no_index, _not_json, _no_step, _a_list])
+def test_a_damaged_checkpoint_is_named(damage, corpus, tmp_path):
+    e = experiment(corpus)
+    run(e, tmp_path, 1)
+    file = damage(checkpoints(tmp_path)[-1])
+    with pytest.raises(UserError, match=file) as error:
+        resume(make_trainer(e), tmp_path)
+    assert "damaged" in str(error.value)
+    assert "step-000001" in error.value.fix
+
+
+def killed_while_saving(rank, e, folder, where):
+    """Two steps and a save, one more, and death in the midst of the second save."""
+    trainer = make_trainer(e, rank)
+    losses = [trainer.step().loss, trainer.step().loss]
+    save(trainer, folder, losses)
+    losses.append(trainer.step().loss)
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(*{"tensors written": (checkpoint, "_checksum", die), "before the rename": (os, "replace", die)}[where])
+    save(trainer, folder, losses)
+
+
+@pytest.mark.parametrize("where", ["tensors written", "before the rename"])
+def test_death_while_saving_leaves_the_last_checkpoint(where, corpus, tmp_path):
+    e, out = experiment(corpus, steps=6), tmp_path / "out"
+    with pytest.raises(RankFailed, match="exit code -9"):
+        world(1).run(killed_while_saving, e, out, where)
+    assert len(list(out.iterdir())) == 2, "the draft and the complete one"
+    assert [p.name for p in checkpoints(out)] == ["step-000002"]
+    straight, _ = run(e, tmp_path / "straight", 4)
+    assert run(e, out, 2)[0] == straight
+    assert [p.name for p in out.iterdir()] == ["step-000004"]
+
+
+# ---- export ---------------------------------------------------------------------------------------------------------
+
+
+def export_rank(rank, e, folder):
+    """Train, export; the trained model's own logits for some tokens."""
+    trainer = make_trainer(e, rank)
+    for _ in range(3):
+        trainer.step()
+    export(trainer, folder)
+    if e.world > 1:
+        trainer.run.root.unshard()
+    with torch.no_grad():
+        return trainer.run.model(torch.arange(24).reshape(2, 12))
+
+
+GPT2 = ModelSpec.from_config({**CONFIGS["gpt2"], "vocab_size": 300}, name="gpt2-test")
+TIED = ModelSpec.from_config({**CONFIGS["qwen3"], "vocab_size": 300}, name="tied-test")
+EXPORTS = [
+    ((), 1, None),
+    (("lora",), 1, None),
+    (("lora", "rtn"), 1, None),
+    (("lora", "rtn:bits=4,group_size=16"), 1, None),
+    (("lora:targets=q_proj+o_proj+up_proj+down_proj", "rtn"), 1, GPT2),
+    ((), 1, TIED),
+    (("zero:stage=3", "lora", "rtn"), 2, None),
+    (("zero:stage=2",), 2, TIED),
+]
+
+
+@pytest.mark.parametrize(("plan", "ranks", "model"), EXPORTS)
+def test_the_export_is_the_trained_model(plan, ranks, model, corpus, tmp_path):
+    more = {"model": model} if model else {}
+    e = experiment(corpus, *plan, ranks=ranks, lr=0.05, warmup_steps=0, **more)
+    logits = world(2).run(export_rank, e, tmp_path)[0] if ranks == 2 else export_rank(0, e, tmp_path)
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        assert torch.allclose(load_checkpoint(tmp_path)(ids), logits, atol=1e-4)
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, logits, atol=1e-4)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer("the ridge")["input_ids"]) == "the ridge"
+
+
+def test_an_export_is_where_the_next_run_starts(corpus, tmp_path):
+    first = make_trainer(experiment(corpus, "lora", lr=0.05, warmup_steps=0))
+    for _ in range(4):
+        first.step()
+    export(first, tmp_path)
+    again = make_trainer(experiment(corpus, checkpoint=str(tmp_path), tokenizer=str(tmp_path)))
+    ids, labels = again.batches.batch(9)
+    with torch.no_grad():
+        assert float(again.run.call(ids, labels)) == pytest.approx(float(first.run.call(ids, labels)), rel=1e-5)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(UserError):
+        make_trainer(experiment(corpus, checkpoint=str(tmp_path)))

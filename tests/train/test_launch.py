@@ -1,0 +1,183 @@
+"""Processes: what a job's ranks can do to it, and `ridgeline train` from outside: Ctrl-C, resume, torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import tomli_w
+from tests.training import MODEL, experiment, train
+
+from ridgeline import catalog
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.techniques.matrix import CPU
+from ridgeline.train import launch
+from ridgeline.train.launch import Job, JobFailed, run_job
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture(autouse=True)
+def _workers_find_the_package(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+
+
+def workers():
+    return [p for p in psutil.Process().children(recursive=True) if "ridgeline.train.worker" in " ".join(p.cmdline())]
+
+
+def test_a_job_gives_the_result_of_the_engine(corpus):
+    e = experiment(corpus, "zero", ranks=2, steps=3)
+    messages = []
+    result = run_job(Job("train", e, {}, ranks=2), messages.append)
+    assert result["losses"] == train(e, uneven=False).losses
+    assert [m["loss"] for m in messages if "loss" in m] == result["losses"]
+    assert not workers()
+
+
+def test_the_reason_is_that_of_the_rank_that_failed(corpus, tmp_path, monkeypatch):
+    """Rank 1 cannot write its cache; rank 0 only notices that its peer is gone."""
+    (tmp_path / "a file").write_text("")
+    whole = launch.rank_environment
+
+    def environment(rank, ranks, port):
+        home = {"RIDGELINE_HOME": str(tmp_path / "a file")} if rank == 1 else {}
+        return {**whole(rank, ranks, port), **home}
+
+    monkeypatch.setattr(launch, "rank_environment", environment)
+    start = time.monotonic()
+    with pytest.raises(JobFailed, match="NotADirectoryError") as failure:
+        run_job(Job("train", experiment(corpus, "zero", ranks=2), {}, ranks=2))
+    assert failure.value.status == "error"
+    assert "Traceback" in failure.value.log
+    assert time.monotonic() - start < 60, "the other rank was waited for"
+    assert not workers()
+
+
+def test_a_killed_rank_is_out_of_memory(corpus):
+    def kill_rank_1(message):
+        if message.get("step") == 2:
+            rank = next(p for p in workers() if p.environ()["RANK"] == "1")
+            rank.send_signal(signal.SIGKILL)
+
+    with pytest.raises(JobFailed, match="rank 1 was killed") as failure:
+        run_job(Job("train", experiment(corpus, "data_parallel", ranks=2, steps=100_000), {}, ranks=2), kill_rank_1)
+    assert failure.value.status == "oom"
+    assert not workers()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_users_mistake_found_by_a_worker_stays_one(ranks):
+    with pytest.raises(UserError, match="neither a file nor a directory") as error:
+        run_job(Job("train", experiment("/nowhere", ranks=ranks), {}, ranks=ranks))
+    assert error.value.fix
+    assert not isinstance(error.value, Incompatible)
+
+
+def test_a_job_that_takes_too_long_is_ended(corpus):
+    with pytest.raises(JobFailed) as failure:
+        run_job(Job("train", experiment(corpus, steps=1_000_000), {}), timeout=4)
+    assert failure.value.status == "timeout"
+    assert not workers()
+
+
+def test_an_unknown_mode_is_an_error_with_its_reason(corpus):
+    with pytest.raises(JobFailed, match="ValueError: unknown mode 'dance'"):
+        run_job(Job("dance", experiment(corpus), {}))
+
+
+def test_what_the_callers_callback_raises_reaches_the_caller(corpus):
+    def stop(message):
+        if message.get("step") == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_job(Job("train", experiment(corpus, steps=1_000_000), {}), stop)
+    assert not workers()
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(corpus, tmp_path):
+    catalog.save_local_device(CPU)
+    table = {
+        "name": "tiny", "on": "local", "model": MODEL.model_dump(exclude_none=True, exclude_defaults=True),
+        "workload": {"kind": "pretrain", "data": str(corpus), "seq_len": 16, "batch_size": 4, "steps": 6},
+    }  # fmt: skip
+    path = tmp_path / "tiny.toml"
+    path.write_text(tomli_w.dumps(table))
+    return path
+
+
+def ridgeline(*args, **more):
+    return subprocess.run(
+        [sys.executable, "-m", "ridgeline", *map(str, args)], capture_output=True, text=True, timeout=120, **more
+    )
+
+
+def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "ridgeline", "train", str(file), "workload.steps=1000000", "--out", str(out),
+               "--save-every", "10", "--json"]  # fmt: skip
+
+    def interrupted(after: int) -> dict:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not any(int(p.name[5:]) > after for p in out.glob("step-*")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+        assert "Traceback" not in errors
+        return json.loads(said)
+
+    first = interrupted(0)
+    assert first["stopped"]
+    assert [p.name for p in out.iterdir()] == [Path(first["checkpoint"]).name]
+    assert len(first["losses"]) == first["step"]
+    second = interrupted(first["step"])
+    assert second["step"] > first["step"]
+    assert second["losses"][: first["step"]] == first["losses"]
+
+
+def test_train_exports_and_has_nothing_left_to_do(file, tmp_path):
+    out = tmp_path / "out"
+    done = ridgeline("train", file, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["step"] == len(result["losses"]) == 6
+    assert {p.name for p in out.iterdir()} == {"step-000006", "model"}
+    again = json.loads(ridgeline("train", file, "--out", out, "--json").stdout)
+    assert again == result
+    refused = ridgeline("train", file, "workload.lr=0.5", "--out", out)
+    assert refused.returncode == 2
+    assert "another experiment" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_torchrun_starts_the_ranks_too(file, corpus, tmp_path):
+    def torchrun(*args):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        return subprocess.run(
+            [*command, "-m", "ridgeline", "train", str(file), *args], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    out = tmp_path / "out"
+    done = torchrun("--procs", "2", "--out", str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    here = train(experiment(corpus, ranks=2, steps=6, lr=3e-4, warmup_steps=2), uneven=False)
+    assert json.loads(done.stdout)["losses"] == here.losses
+    assert (out / "model" / "model.safetensors").is_file()
+    wrong = torchrun("--json")
+    assert wrong.returncode != 0
+    assert "torchrun started 2 ranks, the experiment has 1" in wrong.stderr
