@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -36,9 +37,11 @@ def merge(parts: list[Result]) -> Result:
     out = first.model_copy(deep=True)
     out.samples = [s for p in good for s in p.samples]
     blocks = steady(out.samples)
-    times = [[s.seconds for s in b] for b in blocks]
     flat = [s for b in blocks for s in b]
-    step, low, high = bootstrap_ci(times)
+    step = statistics.median(s.seconds for s in flat)
+    # On a log scale, as for ratios: a wide interval of seconds must not reach below zero.
+    middle, low, high = bootstrap_ci([[math.log(s.seconds) for s in b] for b in blocks])
+    low, high = step * math.exp(low - middle), step * math.exp(high - middle)
     tokens = flat[0].tokens
     wall = sum(p.metrics["wall_s"].value for p in good)
     total = sum(s.seconds for s in out.samples)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,12 @@ class Meter(TorchDispatchMode):
     live: dict[int, _Entry] = field(default_factory=dict)
     peak: Usage = field(default_factory=lambda: Usage({}, ""))
     total: int = 0
+    owned: list[nn.Parameter] = field(init=False)
+    """The parameters as they are between steps: FSDP puts gathered ones in their places while it computes."""
 
     def __post_init__(self) -> None:
         super().__init__()
+        self.owned = list(self.model.parameters())
 
     def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Count existing tensors (parameters, gradients, optimizer states, buffers) under ``category``."""
@@ -125,7 +129,8 @@ class Meter(TorchDispatchMode):
         self._resize()
         if self.total <= self.peak.total:
             return
-        for p in self.model.parameters():  # what became a gradient was a temporary when it was made
+        # What became a gradient was a temporary when it was made.
+        for p in chain(self.owned, self.model.parameters()):
             if p.grad is not None:
                 entry = self.live.get(_local(p.grad).untyped_storage()._cdata)
                 if entry is not None:

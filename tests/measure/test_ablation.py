@@ -1,0 +1,176 @@
+"""A whole ablation in processes of its own: interrupted, hit by the out-of-memory killer, resumed, and merged."""
+
+import signal
+
+import psutil
+import pytest
+import tomli_w
+import torch
+from tests.training import MODEL, experiment
+
+from ridgeline import catalog
+from ridgeline.experiments import load_ablation
+from ridgeline.measure.ablate import CellRef, cell_file, order, require_local, run_ablation
+from ridgeline.measure.cell import measure_cell
+from ridgeline.measure.merge import merge, sameness
+from ridgeline.spec.ablation import Ablation
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.result import Result
+from ridgeline.techniques.matrix import CPU
+
+TOKENS = 4 * 16
+
+
+@pytest.fixture
+def spec(corpus, tmp_path):
+    catalog.save_local_device(CPU)
+    table = {
+        "name": "tiny", "on": "local", "model": MODEL.model_dump(exclude_none=True, exclude_defaults=True),
+        "workload": {"kind": "pretrain", "data": str(corpus), "seq_len": 16, "batch_size": 4, "steps": 4},
+        "measure": {"repeats": 2},
+        "plans": {
+            "baseline": [],
+            "flash": ["flash_attention"],
+            "zero": {"with": ["zero:stage=2"], "on": "2xlocal"},
+        },
+    }  # fmt: skip
+    file = tmp_path / "tiny.toml"
+    file.write_text(tomli_w.dumps(table))
+    return load_ablation(file)
+
+
+def test_an_ablation_survives_what_happens_to_it(spec, tmp_path):
+    folder = tmp_path / "cells and results"
+    cells = order(list(spec.plans), 2)
+    events = []
+
+    def times():
+        files = {c: cell_file(folder, spec, c) for c in cells}
+        return {c: f.stat().st_mtime_ns for c, f in files.items() if f.is_file()}
+
+    # Ctrl-C after two cells.
+    def interrupt(cell, message):
+        if message.get("done") and cell == cells[1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ablation(spec, folder, watch=interrupt)
+    first = times()
+    assert list(first) == cells[:2]
+
+    # The same again; the out-of-memory killer takes one rank of the next cell.
+    def kill(cell, message):
+        events.append((cell, message))
+        if cell == cells[2] and message.get("step") == 1:
+            ranks = [p for p in psutil.Process().children() if "ridgeline.train.worker" in " ".join(p.cmdline())]
+            next(p for p in ranks if p.environ()["RANK"] == "1").send_signal(signal.SIGKILL)
+
+    hit = run_ablation(spec, folder, watch=kill)
+    assert [c for c, m in events if m.get("cached")] == cells[:2]
+    assert [c for c, m in events if m.get("done")] == cells[2:]
+    second = times()
+    assert {c: second[c] for c in cells[:2]} == first
+    died = Result.load(cell_file(folder, spec, cells[2]))
+    assert (died.status, died.name) == ("oom", "zero")
+    assert "killed" in died.reason
+    zero = hit.outcomes[2]
+    assert zero.measured.status == "ok", "the other repeat stands"
+    assert any("1 of 2 processes failed: oom" in note for note in zero.measured.notes)
+
+    # Once more: only what failed is measured again.
+    events.clear()
+    done = run_ablation(spec, folder, command="ridgeline ablate tiny.toml", watch=lambda c, m: events.append((c, m)))
+    assert [c for c, m in events if m.get("done")] == [cells[2]]
+    third = times()
+    assert [c for c in cells if third[c] != second[c]] == [cells[2]]
+    check_ablation(spec, done)
+    assert Ablation.load(folder / "ablation.json") == done
+
+
+def check_ablation(spec, done):
+    assert [o.name for o in done.outcomes] == ["baseline", "flash", "zero"]
+    assert done.outcomes[0].verdict == "baseline"
+    for o in done.outcomes:
+        m = o.measured
+        assert (m.status, o.predicted.status) == ("ok", "ok")
+        assert len(m.samples) == 8
+        assert {s.repeat for s in m.samples} == {0, 1}
+        assert m.samples[0].warmup, "the first step is never steady"
+        # Throughput balances: tokens, steps, time and rate.
+        assert {s.tokens for s in m.samples} == {TOKENS}
+        rate, step = m.metrics["tokens_per_s"], m.metrics["step_time_s"]
+        assert rate.value * step.value == pytest.approx(TOKENS)
+        assert rate.low <= rate.value <= rate.high
+        assert rate.value == pytest.approx(m.metrics["tokens_per_s_per_device"].value * m.environment["ranks"])
+        assert next(c for c in m.checks if c.name.startswith("repeats")).passed
+        assert m.peak_bytes > 0
+        assert m.experiment_id == spec.plans[o.name].id == o.predicted.experiment_id
+        assert all(c.passed for c in o.checks)
+        assert len(o.checks) == (o.name != "baseline")
+        assert o.verdict in ("baseline", "faster", "slower", "no difference")
+        assert o.speedup.low <= o.speedup.value <= o.speedup.high
+    assert done.outcomes[2].memory_ratio < 1, "half of the states, half of the rows"
+
+
+def test_the_order_is_abba():
+    assert order(["a", "b", "c"], 3) == [
+        CellRef(p, r) for r, round_ in enumerate(("abc", "cba", "abc")) for p in round_
+    ]  # fmt: skip
+
+
+def cell(e, repeat=0):
+    run = measure_cell(e, torch.device("cpu"), 0, 1, {"repeat": repeat}, lambda message: None)
+    return Result.model_validate(run)
+
+
+def test_a_plan_that_computes_something_else_is_flagged(corpus):
+    base = merge([cell(experiment(corpus, lr=0.01))])
+    same, other = experiment(corpus, "recompute", lr=0.01), experiment(corpus, "recompute", lr=0.02)
+    assert all(c.passed for c in sameness(same, merge([cell(same)]), base))
+    (check,) = sameness(other, merge([cell(other)]), base)
+    assert not check.passed
+    assert check.expected == base.metric("final_loss")
+    falls = experiment(corpus, "lora", lr=0.01)
+    result = merge([cell(falls)])
+    assert "loss falls" in sameness(falls, result, base)[0].name
+    result.metrics["final_loss"].value = result.metrics["first_loss"].value
+    assert not sameness(falls, result, base)[0].passed
+
+
+def test_throughput_that_does_not_balance_is_flagged(corpus):
+    def balance(parts):
+        return next(c for c in merge(parts).checks if c.name.startswith("rate × step time"))
+
+    good = cell(experiment(corpus))
+    for s in good.samples:
+        s.seconds = 0.01
+    good.metrics["wall_s"].value = 0.05
+    assert balance([good]).passed
+    wrong = good.model_copy(deep=True)
+    for s in wrong.samples:
+        s.tokens *= 2  # counted by the engine, not held by the batch
+    assert not balance([wrong]).passed
+    slow = good.model_copy(deep=True)
+    slow.metrics["wall_s"].value = 0.1  # half of the time is in no step
+    assert not balance([slow]).passed
+
+
+def test_repeats_that_train_differently_are_flagged(corpus):
+    a, b = cell(experiment(corpus)), cell(experiment(corpus, seed=1), repeat=1)
+    assert next(c for c in merge([a, a]).checks if c.name.startswith("repeats")).passed
+    assert not next(c for c in merge([a, b]).checks if c.name.startswith("repeats")).passed
+
+
+def test_a_plan_whose_every_process_failed_keeps_its_first_failure(corpus):
+    good = cell(experiment(corpus))
+    failed = [good.model_copy(update={"status": s, "reason": s}) for s in ("oom", "timeout")]
+    assert merge(failed).reason == "oom"
+
+
+def test_only_this_machine_can_be_measured(corpus):
+    e = experiment(corpus)
+    require_local(e)
+    elsewhere = Cluster(device=catalog.device("a800-80g"))
+    with pytest.raises(Incompatible, match="a800-80g is not this machine"):
+        require_local(e.model_copy(update={"cluster": elsewhere}))

@@ -1,0 +1,117 @@
+"""The meter against bytes that are known, and against what the predictor says of the same experiment."""
+
+import pytest
+import torch
+from tests.training import MODEL, experiment, make_trainer
+from tests.world import world
+from torch import nn
+
+from ridgeline.measure.cell import metered_step
+from ridgeline.nn.meter import Meter, process_memory
+from ridgeline.predict import predict
+from ridgeline.spec.result import MEMORY_CATEGORIES
+from ridgeline.techniques.registry import registry
+
+WIDER = MODEL.model_copy(
+    update={"hidden_size": 64, "head_dim": 16, "num_layers": 4, "intermediate_size": 160, "max_positions": 128}
+)
+TRAINING = {n: t.card for n, t in registry().items() if "pretrain" in t.card.tasks}
+
+
+def usage_of(rank, e):
+    trainer = make_trainer(e, rank, uneven=False)
+    for _ in range(2):  # steady state: the optimizer's states exist, and DDP has made its buckets anew
+        trainer.step()
+    usage = metered_step(trainer)
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.run.root.parameters()]
+    return usage, sum(p.numel() * p.element_size() for p in local)
+
+
+def measured(e):
+    return usage_of(0, e) if e.world == 1 else world(e.world).run(usage_of, e)[0]
+
+
+def test_a_toy_models_bytes_are_exact():
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256, bias=False))
+    model.register_buffer("table", torch.zeros(100))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(8, 256)
+
+    def step():
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    step()  # the states now exist; gradients stay, as in accumulation
+    meter = Meter(model)
+    meter.register_states(optimizer)
+    parameters = 4 * (256 * 512 + 512 + 512 * 256)
+    assert meter.total == 4 * parameters + 3 * 4 + 400
+    with meter:
+        step()
+    got = meter.peak.categories
+    assert got["parameters"] == got["gradients"] == parameters
+    assert got["optimizer"] == 2 * parameters + 3 * 4, "two moments, and a step counter for each tensor"
+    assert got["buffers"] == 400
+    assert meter.peak.total == sum(got.values())
+    # Forward output, its gradient or the like: at the peak a few [8, 512] tensors, and at most one new weight gradient.
+    assert got.get("activations", 0) + got.get("temporaries", 0) <= parameters / 2 + 6 * 4 * 8 * 512
+
+
+def test_what_is_let_go_is_no_longer_counted():
+    meter = Meter(nn.Linear(1, 1))
+    with meter:
+        before = meter.total
+        for _ in range(5):
+            torch.ones(1000) + 1
+        held = torch.ones(1000)
+        assert meter.total == before + held.nbytes
+        view = held[::2]
+        assert meter.total == before + held.nbytes
+        del held
+        assert meter.total == before + 4000, "a view keeps the whole of its storage"
+        del view
+        assert meter.total == before
+    assert meter.peak.total == before + 8000
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("micro", [None, 1])
+def test_predicted_and_measured_memory_agree(name, micro, corpus):
+    """Within 15 % of the total for every technique by itself; what is stored from step to step agrees exactly."""
+    card = TRAINING[name]
+    e = experiment(
+        corpus, *card.requires, name, ranks=card.min_ranks, model=WIDER, seq_len=64, micro_batch_size=micro
+    )  # fmt: skip
+    usage, stored = measured(e)
+    said = {m.category: m.bytes for m in predict(e).memory}
+    print(f"predicted {said}\nmeasured  {usage.categories} at {usage.instant}")
+    assert set(usage.categories) <= set(MEMORY_CATEGORIES)
+    assert usage.total == pytest.approx(sum(said.values()), rel=0.15)
+    scalars = 4 * 60  # a step counter for each tensor
+    assert usage.categories["optimizer"] == pytest.approx(said["optimizer"], abs=scalars)
+    assert usage.categories["parameters"] >= stored
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gathered_parameters_and_sharded_gradients_are_counted_as_what_they_are(stage, corpus):
+    e = experiment(corpus, f"zero:stage={stage}", ranks=2, model=WIDER, seq_len=64, micro_batch_size=1)
+    usage, stored = measured(e)
+    whole = 4 * WIDER.num_parameters
+    assert stored == pytest.approx(whole / 2, rel=0.01)
+    block = 4 * (WIDER.num_parameters - 2 * WIDER.vocab_size * WIDER.hidden_size) / WIDER.num_layers
+    # Reduced ones, and those of the block that is being reduced.
+    assert 0.99 * whole / 2 <= usage.categories["gradients"] <= 1.01 * whole / 2 + block
+    gathered = usage.categories["parameters"] - stored
+    ends = 4 * 2 * WIDER.vocab_size * WIDER.hidden_size  # embedding and head stay gathered in every stage
+    if stage == 2:
+        assert gathered == pytest.approx(whole, rel=0.01)
+    else:
+        assert ends <= gathered < ends + (whole - ends) * 0.6
+
+
+def test_the_processs_memory_is_the_kernels():
+    before = process_memory()
+    held = torch.ones(16_000_000)  # touched, so resident
+    after = process_memory()
+    assert after["rss"] - before["rss"] > 0.8 * held.nbytes
+    assert after["rss_peak"] >= after["rss"] >= after["rss_anonymous"]
