@@ -58,6 +58,8 @@ class TrainBuild(Build):
     """Multiplies the loss before backward (to undo a wrapper's averaging)."""
     sync: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
     """Context of one micro-batch's forward and backward; argument: whether it is the step's last."""
+    keep_gradients: bool = False
+    """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
     root: LossModel = field(init=False)
     call: nn.Module = field(init=False)
 
