@@ -101,6 +101,22 @@ def test_what_the_callers_callback_raises_reaches_the_caller(corpus):
     assert not workers()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_while_measuring_is_not_a_result(ranks, corpus):
+    """What is half measured is dropped, and the caller is interrupted, not told of a failed cell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    e = experiment(corpus, ranks=ranks, steps=1_000_000)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_job(
+                Job("measure", e, {"memory": False}, ranks=ranks),
+                lambda message: message.get("step") == 2 and os.kill(os.getpid(), signal.SIGINT),
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not workers()
+
+
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from ridgeline.nn.quantised import QuantisedLinear
 class LoRALinear(nn.Module):
     """y = base(x) + (alpha / rank) · (x Aᵀ) Bᵀ with A [rank, in] random and B [out, rank] zero at the start."""
 
-    def __init__(self, base: nn.Module, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(self, base: nn.Linear | QuantisedLinear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
         self.base = base
         self.scale = alpha / rank

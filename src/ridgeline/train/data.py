@@ -198,8 +198,8 @@ class Batches:
             epoch, at = divmod(i, n)
             rows.append(_permutation(n, self.seed, epoch)[at])
         starts = np.asarray(rows) * self.seq_len
-        windows = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
-        windows = torch.from_numpy(windows.astype(np.int64))
+        ids = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
+        windows = torch.from_numpy(ids.astype(np.int64))
         if self.causal:
             return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         return self._masked(windows[:, :-1].contiguous(), step)
