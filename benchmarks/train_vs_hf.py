@@ -46,7 +46,6 @@ def run_ridgeline(steps: int, plan: list[str]) -> dict:
 def run_hf(steps: int, attention: str) -> dict:
     """The same batches through ``transformers.Trainer``; step times from its own callbacks."""
     import tempfile
-    from functools import partial
 
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -93,7 +92,9 @@ def run_hf(steps: int, attention: str) -> dict:
         remove_unused_columns=False, dataloader_pin_memory=False, train_sampling_strategy="sequential", seed=0,
     )  # fmt: skip
     # Trainer's own default optimizer (fused AdamW), under our schedule: its warm-up starts at a rate of zero.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WORKLOAD["lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=WORKLOAD["lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     rate = partial(learning_rate, e.training)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / WORKLOAD["lr"])
     trainer = Trainer(
