@@ -92,11 +92,9 @@ def run_hf(steps: int, attention: str) -> dict:
         remove_unused_columns=False, dataloader_pin_memory=False, train_sampling_strategy="sequential", seed=0,
     )  # fmt: skip
     # Trainer's own default optimizer (fused AdamW), under our schedule: its warm-up starts at a rate of zero.
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=WORKLOAD["lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
-    rate = partial(learning_rate, e.training)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / WORKLOAD["lr"])
+    lr = WORKLOAD["lr"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(e.training, step) / lr)
     trainer = Trainer(
         model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[clock],
         optimizers=(optimizer, schedule),
