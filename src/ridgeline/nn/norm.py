@@ -23,8 +23,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class _RMSNorm(torch.autograd.Function):
     """y = x · r · w with r = (mean(x²) + eps)^-½. Saves only x and r, where the eager composite saves x twice more.
 
-    With p = dy · x:  dw = rᵀ p (summed over tokens),  dx = dy · w · r - x · r³ (p · w) / H.  Both sums are matrix-vector
-    products, which read p once each and write nothing large.
+    With p = dy · x:  dw = rᵀ p (summed over tokens),  dx = dy · w · r - x · r³ (p · w) / H.  Both sums are
+    matrix-vector products, which read p once each and write nothing large.
 
     Everything is computed in float32 (float64 for float64 inputs), whatever the dtype of ``x``.
     """
