@@ -1,11 +1,12 @@
-"""Training speed of the twin against Hugging Face's Llama: loss and gradients, same shapes, steps interleaved.
+"""Training speed of the twin against Hugging Face's Llama: loss and gradients, same shapes, turns interleaved.
 
     python benchmarks/nn_vs_hf.py --threads 2 --json out.json
 
 One step is forward, loss and backward in float32, gradients released after it. Every model has a process of its own,
 as in real training: within one process they would share the heap, and the larger one's memory would keep the other's
-allocations warm. The processes take turns, one step each, so that whatever else the machine does slows all alike; the
-figures to quote are the ratios of medians.
+allocations warm. The processes take turns of a few steps, so that whatever else the machine does slows all alike; the
+first step of a turn, which finds the caches full of another's data, is not counted. The figures to quote are the ratios
+of medians.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ import transformers
 
 from ridgeline.nn import build, token_loss
 from ridgeline.spec.model import ModelSpec
-
-WARM_UP = 3
 
 
 def twin(config: dict[str, Any], ids: torch.Tensor, attention: str) -> Callable[[], None]:
@@ -65,15 +64,19 @@ CONTENDERS = {
 
 
 def work(pipe: Connection, name: str, config: dict[str, Any], batch: int, sequence: int, threads: int) -> None:
-    """One contender: a step, and its seconds sent back, for every message."""
+    """One contender: for every message, that many steps, and the seconds of each but the first sent back."""
     torch.set_num_threads(threads)
     ids = torch.randint(config["vocab_size"], (batch, sequence), generator=torch.Generator().manual_seed(0))
     make, attention = CONTENDERS[name]
     step = make(config, ids, attention)
-    while pipe.recv():
-        begin = time.perf_counter()
+    while turn := pipe.recv():
         step()
-        pipe.send(time.perf_counter() - begin)
+        seconds = []
+        for _ in range(turn):
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        pipe.send(seconds)
 
 
 def main() -> None:
@@ -86,7 +89,8 @@ def main() -> None:
     p.add_argument("--vocab", type=int, default=4096)
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--sequence", type=int, default=256)
-    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--turns", type=int, default=8)
+    p.add_argument("--steps", type=int, default=4, help="counted steps per turn")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--json", type=Path)
     args = p.parse_args()
@@ -107,14 +111,14 @@ def main() -> None:
         shape = (args.batch, args.sequence, args.threads)
         spawn.Process(target=work, args=(other, name, config, *shape), daemon=True).start()
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for i in range(args.steps + WARM_UP):
+    for i in range(args.turns + 1):
         for name, pipe in pipes.items():
-            pipe.send(True)
+            pipe.send(args.steps)
             took = pipe.recv()
-            if i >= WARM_UP:
-                seconds[name].append(took)
+            if i > 0:  # the first round is the warm-up
+                seconds[name] += took
     for pipe in pipes.values():
-        pipe.send(False)
+        pipe.send(0)
     median = {name: statistics.median(s) for name, s in seconds.items()}
     for name, s in seconds.items():
         low, _, high = (quartile * 1e3 for quartile in statistics.quantiles(s, n=4))

@@ -8,7 +8,19 @@ from tests.nn.conftest import CONFIGS, DECODERS, randomise, spec_of
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ridgeline.nn import build, decode, generate, init_weights, make_cache, materialise, prefill, token_loss
+from ridgeline.nn import (
+    build,
+    decode,
+    generate,
+    init_weights,
+    load_checkpoint,
+    load_into,
+    make_cache,
+    materialise,
+    prefill,
+    save_checkpoint,
+    token_loss,
+)
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
@@ -222,6 +234,14 @@ def test_fully_sharded_equals_plain(name, chunk, ids, tmp_path):
         torch.testing.assert_close(sharded, total)
         for n, p in model.named_parameters():
             torch.testing.assert_close(p.grad.full_tensor(), plain.get_parameter(n).grad, msg=n)
+        save_checkpoint(model, tmp_path / "saved")
+        loaded = load_checkpoint(tmp_path / "saved")
+        assert torch.equal(loaded.embed.tokens.weight, plain.embed.tokens.weight)
+        for p in model.parameters():
+            torch.nn.init.zeros_(p)
+        load_into(model, tmp_path / "saved")
+        for n, p in model.named_parameters():
+            assert torch.equal(p.full_tensor(), plain.get_parameter(n)), n
     finally:
         dist.destroy_process_group()
 
