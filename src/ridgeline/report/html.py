@@ -11,7 +11,7 @@ from ridgeline.report.charts.moved import movers_charts
 from ridgeline.report.charts.roofline import roofline_chart
 from ridgeline.report.charts.speed import speedup_chart, tokens_chart
 from ridgeline.report.charts.stack import memory_chart, step_charts
-from ridgeline.report.charts.steps import loss_chart, step_chart
+from ridgeline.report.charts.steps import loss_charts, step_chart
 from ridgeline.report.charts.trust import trust_charts
 from ridgeline.report.files import write_atomic
 from ridgeline.report.page import bullets, chart_grid, definitions, page, reproduce, section
@@ -27,7 +27,7 @@ def ablation_html(a: Ablation, path: Path) -> Path:
     """Write the report of an ablation; returns the path."""
     plans = [(o.name, [r for r in (o.measured, o.predicted) if r is not None]) for o in a.outcomes]
     charts = [speedup_chart(a), tokens_chart(a), *trust_charts(a), *step_charts(plans), memory_chart(plans),
-              *_rooflines(a), loss_chart(a)]  # fmt: skip
+              *_rooflines(a), *loss_charts(a)]  # fmt: skip
     drawn = [c for c in charts if c is not None]
     summary = table_html(speed_table(a)) + table_html(ablation_memory_table(a))
     sections = [
@@ -74,6 +74,7 @@ def comparison_html(c: Comparison, path: Path) -> Path:
         section("Numbers", "".join(table_html(t) for t in alike)),
         chart_grid(charts),
         definitions(),
+        reproduce("\n".join(dict.fromkeys(c.commands)), c.environment, "", f"environment of {c.b}"),
     ]
     return write_atomic(path, page(f"{c.b} against {c.a}", c.kind, sections, charts))
 

@@ -6,6 +6,7 @@ The content security policy makes the browser itself refuse any network access f
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from html import escape
@@ -104,9 +105,17 @@ def bullets(title: str, items: Sequence[str], kind: str = "") -> str:
 
 
 def script_json(data: Any) -> str:
-    """JSON that may stand inside a script element: no ``<`` can end it early. Raises ``ValueError`` on NaN."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    """JSON that may stand inside a script element: no ``<`` can end it early. What is not finite becomes null."""
+    text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {k: _finite(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(v) for v in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _say(value: Any) -> str:

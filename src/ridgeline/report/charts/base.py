@@ -49,9 +49,9 @@ def colour(name: str) -> str:
     return COLOURS.get(name) or SPARE[sum(name.encode()) % len(SPARE)]
 
 
-def plain(text: str) -> str:
-    """A user's text for plotly, which reads a little HTML in labels."""
-    return escape(text, quote=False)
+def plain(text: str, longest: int = 36) -> str:
+    """A user's text for plotly, which reads a little HTML in labels; cut so that it leaves room for the picture."""
+    return escape(text if len(text) <= longest else text[: longest - 1] + "…", quote=False)
 
 
 def layout(height: int, **more: Any) -> Figure:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import median
 
 from ridgeline.report.charts.base import GREY, MEASURED, Chart, Figure, axis, layout, plain
 from ridgeline.report.charts.labels import positions
 from ridgeline.report.table import Column, Table
-from ridgeline.report.units import NONE, metric, percent
+from ridgeline.report.units import COUNTS, NONE, SIZES, metric, percent, scale
 from ridgeline.spec.ablation import Ablation, Outcome
 
 BAND = 0.25
@@ -28,9 +29,9 @@ def trust_charts(a: Ablation) -> list[Chart]:
 
 
 def _speed(o: Outcome) -> tuple[float | None, float | None, float | None, float | None]:
-    m = o.measured.metrics.get("tokens_per_s") if o.measured else None
-    p = o.predicted.metric("tokens_per_s") if o.predicted else None
-    return p, m.value if m else None, m.low if m else None, m.high if m else None
+    p, m = (r.metric("tokens_per_s") if r else None for r in (o.predicted, o.measured))
+    full = o.measured.metrics.get("tokens_per_s") if o.measured else None
+    return p, m, full.low if full else None, full.high if full else None
 
 
 def _memory(o: Outcome) -> tuple[float | None, float | None, float | None, float | None]:
@@ -40,19 +41,19 @@ def _memory(o: Outcome) -> tuple[float | None, float | None, float | None, float
 
 def _chart(a: Ablation, key: str, title: str, unit: str, value: Value) -> Chart | None:
     found = [(o.name, *value(o)) for o in a.outcomes]
-    points = [(n, p, m, lo, hi) for n, p, m, lo, hi in found if p and m]
+    points = [(n, p, m, lo, hi) for n, p, m, lo, hi in found if p and m and p > 0 and m > 0]
     if not points:
         return None
     errors = sorted(abs(m / p - 1) for _, p, m, _, _ in points)
     inside = sum(e <= BAND for e in errors)
     text = (
         f"On the line the prediction is perfect; {inside} of {len(points)} plans lie inside the ±{BAND:.0%} band; "
-        f"median error {percent(errors[(len(errors) - 1) // 2])}, worst {percent(errors[-1])}."
+        f"median error {percent(median(errors))}, worst {percent(errors[-1])}."
     )
     rows = [[n, metric(p, unit), metric(m, unit), percent(m / p - 1, signed=True) if p and m else NONE]
             for n, p, m, _, _ in found]  # fmt: skip
     columns = [Column("Plan", align="left"), Column("Predicted"), Column("Measured"), Column("Residual", "residual")]
-    figure = _figure(points, "bytes" if unit == "bytes" else unit)
+    figure = _figure(points, unit)
     return Chart(key, title, text, figure, Table(title, columns, rows), wide=False)
 
 
@@ -61,7 +62,7 @@ def _figure(points: list[tuple[str, float, float, float | None, float | None]], 
     pad = max(1.6, (max(values) / min(values)) ** 0.12)
     low, high = min(values) / pad, max(values) * pad
     span = math.log(high / low)
-    names = [n for n, *_ in points]
+    names = [plain(n) for n, *_ in points]
     places = positions(
         [(math.log(p / low) / span, math.log(m / low) / span) for _, p, m, _, _ in points], names, WIDTH, HEIGHT
     )
@@ -78,7 +79,7 @@ def _figure(points: list[tuple[str, float, float, float | None, float | None]], 
     dots = {
         "type": "scatter", "mode": "markers+text", "name": "plans", "cliponaxis": False,
         "x": [p for _, p, *_ in points],
-        "y": [m for _, _, m, *_ in points], "text": [plain(n) for n in names], "textposition": places,
+        "y": [m for _, _, m, *_ in points], "text": names, "textposition": places,
         "textfont": {"size": 12}, "marker": {"color": MEASURED, "size": 10, "line": {"width": 1, "color": "#ffffff"}},
         "error_y": {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3,
                     "array": [hi - m if hi is not None else 0 for _, _, m, _, hi in points],
@@ -98,9 +99,10 @@ def _figure(points: list[tuple[str, float, float, float | None, float | None]], 
 
 def _ticks(low: float, high: float, unit: str) -> Figure:
     """About five round values, in the unit that people read (log axes of plotly know no GiB)."""
-    base = 2.0 if unit == "bytes" else 10.0
-    steps = (1.0,) if unit == "bytes" else (1.0, 2.0, 5.0)
+    base, units, word = (2.0, SIZES, "") if unit == "bytes" else (10.0, COUNTS, " tok/s")
+    steps = (1.0,) if unit == "bytes" else (1.0, 2.0, 3.0, 5.0)
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
     values = [m * base**k for k in range(first, last + 1) for m in steps if low <= m * base**k <= high]
-    values = values[:: max(1, len(values) // 6)]
-    return {"tickvals": values, "ticktext": [metric(v, unit).replace("tokens/s", "tok/s") for v in values]}
+    values = values[:: max(1, len(values) // 5)]
+    named = [(v, scale([v], units)) for v in values]
+    return {"tickvals": values, "ticktext": [f"{v / s.factor:g}{' ' * (not word)}{s.label}{word}" for v, s in named]}
