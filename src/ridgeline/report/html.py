@@ -107,17 +107,18 @@ def _gain(o: Outcome) -> float:
     return o.speedup.value if o.speedup else 0.0
 
 
-def _rooflines(a: Ablation) -> list[Chart | None]:
+def _rooflines(a: Ablation) -> list[Chart]:
     """Of the baseline and of the fastest plan, measured where there is a measured breakdown."""
     ranked = sorted((o for o in a.outcomes if o.verdict == "faster"), key=_gain, reverse=True)
     chosen = [o for o in a.outcomes if o.name == a.baseline] + ranked[:1]
-    out = []
+    out: list[Chart] = []
     for i, o in enumerate(chosen):
         r = next((x for x in (o.measured, o.predicted) if x is not None and x.breakdown), None)
         chart = roofline_chart(r, a.environment, f"roofline-{i}") if r is not None else None
         if chart is not None:
-            chart.wide = False
-        out.append(chart)
+            out.append(chart)
+    for chart in out:
+        chart.wide = len(out) == 1
     return out
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ridgeline.report.charts.base import Chart
 from ridgeline.report.definitions import DEFINITIONS
 from ridgeline.report.table import html as table_html
+from ridgeline.report.units import count, size
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 NAMES = {
@@ -87,7 +88,7 @@ def definitions() -> str:
 def reproduce(command: str, environment: dict[str, Any], created: str, key: str) -> str:
     """The command, the environment and the identity of the document."""
     rows = "".join(
-        f'<tr><th scope="row">{escape(k.replace("_", " "))}</th><td>{escape(_say(v))}</td></tr>'
+        f'<tr><th scope="row">{escape(k.replace("_", " "))}</th><td>{escape(_say(k, v))}</td></tr>'
         for k, v in environment.items()
     )
     shown = f"<pre>{escape(command)}</pre>" if command else '<p class="note">No command was recorded.</p>'
@@ -118,10 +119,16 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _say(value: Any) -> str:
+def _say(key: str, value: Any) -> str:
+    """A fact of the environment as people read it."""
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_say(v)}" for k, v in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return ", ".join(f"{k} {_say(key, v)}" for k, v in value.items())
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if key.endswith("bytes"):
+        return size(value)
+    unit = {"peak_flops": "FLOP/s", "memory_bandwidth": "B/s"}.get(key)
+    return count(value, unit) if unit else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _resource(name: str) -> str:

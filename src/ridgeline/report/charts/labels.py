@@ -22,6 +22,9 @@ def positions(points: Sequence[tuple[float, float]], texts: Sequence[str], width
     taken: list[Box] = [(x - DOT, y - DOT, x + DOT, y + DOT) for x, y in dots]
     out = []
     for (x, y), text in zip(dots, texts, strict=True):
+        if not text:
+            out.append(SIDES[0][0])
+            continue
         side, box = min(
             ((name, _box(x, y, dx, dy, len(text) * CHAR)) for name, dx, dy in SIDES),
             key=lambda option: _cost(option[1], taken, width, height),

@@ -13,6 +13,8 @@ from ridgeline.report.units import COUNTS, NONE, SIZES, metric, percent, scale
 from ridgeline.spec.ablation import Ablation, Outcome
 
 BAND = 0.25
+NAMED = 10
+"""More dots than this and only the worst predictions are named; the others tell on hover."""
 WIDTH, HEIGHT = 430, 330
 """About the plot's size in pixels, for placing the names."""
 
@@ -63,8 +65,10 @@ def _figure(points: list[tuple[str, float, float, float | None, float | None]], 
     low, high = min(values) / pad, max(values) * pad
     span = math.log(high / low)
     names = [plain(n) for n, *_ in points]
+    worst = sorted(points, key=lambda x: -abs(x[2] / x[1] - 1))[:NAMED]
+    shown = [plain(x[0]) if x in worst else "" for x in points]
     places = positions(
-        [(math.log(p / low) / span, math.log(m / low) / span) for _, p, m, _, _ in points], names, WIDTH, HEIGHT
+        [(math.log(p / low) / span, math.log(m / low) / span) for _, p, m, _, _ in points], shown, WIDTH, HEIGHT
     )
     ends = [low, high]
     band = {
@@ -79,12 +83,12 @@ def _figure(points: list[tuple[str, float, float, float | None, float | None]], 
     dots = {
         "type": "scatter", "mode": "markers+text", "name": "plans", "cliponaxis": False,
         "x": [p for _, p, *_ in points],
-        "y": [m for _, _, m, *_ in points], "text": names, "textposition": places,
+        "y": [m for _, _, m, *_ in points], "text": shown, "hovertext": names, "textposition": places,
         "textfont": {"size": 12}, "marker": {"color": MEASURED, "size": 10, "line": {"width": 1, "color": "#ffffff"}},
         "error_y": {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3,
                     "array": [hi - m if hi is not None else 0 for _, _, m, _, hi in points],
                     "arrayminus": [m - lo if lo is not None else 0 for _, _, m, lo, _ in points]},
-        "hovertemplate": "%{text}<br>predicted %{x:.4s}<br>measured %{y:.4s}<extra></extra>",
+        "hovertemplate": "%{hovertext}<br>predicted %{x:.4s}<br>measured %{y:.4s}<extra></extra>",
     }  # fmt: skip
     ticks = _ticks(low, high, unit)
     scale = {"type": "log", "range": [math.log10(low), math.log10(high)], **ticks}
