@@ -173,7 +173,7 @@ def step_blocks(samples: Sequence[Sample], per_token: bool = False) -> list[list
     """Seconds (or seconds per token) of the steps that are not warm-up: one block per repeat, in their order."""
     runs: dict[int, list[float]] = {}
     for s in samples:
-        if not s.warmup:
+        if not s.warmup and (s.tokens or not per_token):
             runs.setdefault(s.repeat, []).append(s.seconds / s.tokens if per_token else s.seconds)
     return [runs[k] for k in sorted(runs)]
 

@@ -132,7 +132,7 @@ def result_tables(r: Result) -> list[Table]:
     ]
     columns = [Column("Metric", align="left"), Column("Value"), Column("95 % interval", "interval"), Column("n"),
                Column("Source", align="left")]  # fmt: skip
-    out = [Table(f"{r.name or r.experiment_id}, {r.source}", columns, rows).without_empty_columns()]
+    out = [Table(f"{r.name or r.experiment_id}, {r.source}", columns, rows, metrics=True).without_empty_columns()]
     if r.status != "ok":
         out[0].notes.append(f"failed: {r.status}: {r.reason}")
     if r.checks:
@@ -170,7 +170,8 @@ def comparison_tables(c: Comparison) -> list[Table]:
     columns = [Column("Metric", align="left"), Column(c.a), Column(c.b), Column("Ratio"), Column("95 %", "interval"),
                Column("Residual" if predicted else "Change", "residual" if predicted else ""),
                Column("Verdict", "verdict", "left")]  # fmt: skip
-    out = [Table(f"{c.b} against {c.a}: {c.kind}", columns, rows, list(c.notes)).without_empty_columns()]
+    first = Table(f"{c.b} against {c.a}: {c.kind}", columns, rows, list(c.notes), metrics=True)
+    out = [first.without_empty_columns()]
     if c.movers:
         unit = scale([s for r in c.movers for s in (r.a_seconds, r.b_seconds)], TIMES)
         moved = [
@@ -205,12 +206,15 @@ def failures(a: Ablation) -> list[str]:
 
 
 def verdict_text(o: Outcome) -> str:
-    """The verdict; for a failed plan, with how it failed; for a plan that was only predicted, that."""
+    """The verdict; for a failed plan, with how it failed; for one without a rival, why."""
     if o.verdict != "failed":
         return o.verdict
-    if o.measured is None:
-        return "not measured" if o.predicted and o.predicted.status == "ok" else "failed"
-    return f"failed: {o.measured.status}"
+    known = o.measured or o.predicted
+    if known is None:
+        return "failed"
+    if known.status != "ok":
+        return f"failed: {known.status}"
+    return "not measured" if o.measured is None else "no baseline"
 
 
 def speedup_text(o: Outcome) -> str:
