@@ -150,6 +150,14 @@ def test_odd_results_do_not_break_the_report(tmp_path):
         parse(result_html(r, tmp_path / "r.html"))
 
 
+def test_a_hopeless_interval_is_told_and_does_not_squeeze_the_chart(study, tmp_path):
+    study.outcomes[1].speedup = Metric(value=1.1, low=1e-4, high=5e4)
+    _, text, figures = parse(ablation_html(study, tmp_path / "a.html"))
+    assert "too wide for a verdict" in text
+    assert "[&lt;0.01, &gt;100]" in text
+    assert figures["speedup"]["layout"]["xaxis"]["range"][1] < 5
+
+
 def test_headline(study):
     assert headline(study).startswith("Fastest: all, 1.8")
     assert "1 of 8 plans failed" in headline(study)

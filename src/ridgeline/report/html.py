@@ -22,6 +22,9 @@ from ridgeline.report.units import metric, percent, size, times
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.result import Result
 
+NOISY = 1.5
+"""When the ends of a speed-up's interval differ by more than this factor the reader is told."""
+
 
 def ablation_html(a: Ablation, path: Path) -> Path:
     """Write the report of an ablation; returns the path."""
@@ -129,6 +132,13 @@ def _caveats(a: Ablation) -> list[str]:
         for r in (o.measured, o.predicted):
             found += [f"{o.name}: {c.name} – failed" for c in (r.checks if r else []) if not c.passed]
         found += [f"{o.name}: not the same as the baseline: {c.name}" for c in o.checks if not c.passed]
+    for o in a.outcomes:
+        s = o.speedup
+        if s is not None and s.low is not None and s.high is not None and not s.high < NOISY * s.low:
+            found.append(
+                f"{o.name}: the interval of its speed-up is too wide for a verdict; measure again with more repeats,"
+                " on a machine that does nothing else"
+            )
     noted = [n for o in a.outcomes if o.measured and o.measured.status == "ok" for n in o.measured.notes]
     return list(dict.fromkeys(found + noted))
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 Reportable = Ablation | Result | Comparison
+LOPSIDED = 2.0
+"""An interval whose ends differ by more than this factor is written with both ends, not as ±."""
 
 
 def tables(x: Reportable, width: int | None = None) -> list[Table]:
@@ -224,7 +226,12 @@ def speedup_text(o: Outcome) -> str:
         return NONE if o.predicted_speedup is None else f"{times(o.predicted_speedup)} pred"
     if o.verdict == "baseline" or s.low is None or s.high is None:
         return times(s.value)
-    return f"{times(s.value)} [{s.low:.2f}, {s.high:.2f}]"
+    return f"{times(s.value)} [{_factor(s.low)}, {_factor(s.high)}]"
+
+
+def _factor(ratio: float) -> str:
+    """An end of an interval; beyond a hundredfold the digits say nothing."""
+    return "<0.01" if ratio < 0.01 else ">100" if ratio > 100 else f"{ratio:.2f}"
 
 
 def sameness(o: Outcome) -> str:
@@ -283,6 +290,8 @@ def _spread(r: Result | None, name: str, unit: Scale) -> str:
     m = r.metrics.get(name) if r else None
     if m is None or m.low is None or m.high is None:
         return _value(r, name, unit)
+    if m.low <= 0 or m.high / m.low > LOPSIDED:
+        return f"{unit.say(m.value)} [{unit.say(m.low, 2)}, {unit.say(m.high, 2)}]"
     return f"{unit.say(m.value)} ± {number((m.high - m.low) / 2 / unit.factor, 2)}"
 
 

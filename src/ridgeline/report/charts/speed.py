@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ridgeline.report.charts.base import (
     GREY,
     MEASURED,
@@ -94,7 +96,15 @@ def _bullets(
         "data": data,
         "layout": layout(
             rows_height(len(names)),
-            xaxis=axis(title, rangemode="tozero", ticksuffix=suffix),
+            xaxis=axis(title, range=[0, 1.08 * _farthest(values, guesses, above)], ticksuffix=suffix),
             yaxis=plans_axis(names),
         ),
     }
+
+
+def _farthest(values: list[float | None], guesses: list[float | None], above: list[float]) -> float:
+    """The end of the axis: past every bar and diamond; intervals more than twice as long run out of the picture."""
+    known = [v for v in (*values, *guesses) if v is not None and math.isfinite(v)]
+    largest = max(known, default=1.0) or 1.0
+    ends = [v + e for v, e in zip(values, above, strict=True) if v is not None and math.isfinite(v + e)]
+    return max(largest, min(2 * largest, max(ends, default=0.0)))
