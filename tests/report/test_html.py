@@ -15,7 +15,7 @@ from ridgeline.report.charts.labels import positions
 from ridgeline.report.html import ablation_html, comparison_html, headline, result_html
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.errors import UserError
-from ridgeline.spec.result import Metric, Result
+from ridgeline.spec.result import Metric, Result, Row
 
 NASTY = '</script><script>alert("x")</script><img src=http://evil.example/x.png>'
 
@@ -156,6 +156,16 @@ def test_a_hopeless_interval_is_told_and_does_not_squeeze_the_chart(study, tmp_p
     assert "too wide for a verdict" in text
     assert "[&lt;0.01, &gt;100]" in text
     assert figures["speedup"]["layout"]["xaxis"]["range"][1] < 5
+
+
+def test_many_kinds_are_lumped_and_nothing_is_lost(study, tmp_path):
+    r = study.outcomes[0].measured
+    r.breakdown += [Row(phase="other", module="m", operator=f"o{i}", kind=f"k{i}", seconds=1e-4) for i in range(12)]
+    _, _, figures = parse(result_html(r, tmp_path / "r.html"))
+    parts = {t["name"]: t["x"][0] for t in figures["time-kind"]["data"]}
+    assert len(parts) == 10
+    assert list(parts)[-2:] == ["smaller kinds", "unattributed"]
+    assert sum(parts.values()) == pytest.approx(r.metric("step_time_s"))
 
 
 def test_headline(study):

@@ -20,7 +20,7 @@ from ridgeline.report.table import html as table_html
 from ridgeline.report.tables import ablation_memory_table, comparison_tables, failures, result_tables, speed_table
 from ridgeline.report.units import metric, percent, size, times
 from ridgeline.spec.ablation import Ablation, Outcome
-from ridgeline.spec.result import Result
+from ridgeline.spec.result import Metric, Result
 
 NOISY = 1.5
 """When the ends of a speed-up's interval differ by more than this factor the reader is told."""
@@ -132,15 +132,21 @@ def _caveats(a: Ablation) -> list[str]:
         for r in (o.measured, o.predicted):
             found += [f"{o.name}: {c.name} – failed" for c in (r.checks if r else []) if not c.passed]
         found += [f"{o.name}: not the same as the baseline: {c.name}" for c in o.checks if not c.passed]
+    vague = [o.name for o in a.outcomes if o.verdict != "baseline" and _vague(o.speedup)]
+    if vague:
+        found.append(
+            f"{', '.join(vague)}: the interval of the speed-up is too wide for a verdict; measure again with more"
+            " repeats, on a machine that does nothing else"
+        )
+    noted: dict[str, list[str]] = {}
     for o in a.outcomes:
-        s = o.speedup
-        if s is not None and s.low is not None and s.high is not None and not s.high < NOISY * s.low:
-            found.append(
-                f"{o.name}: the interval of its speed-up is too wide for a verdict; measure again with more repeats,"
-                " on a machine that does nothing else"
-            )
-    noted = [n for o in a.outcomes if o.measured and o.measured.status == "ok" for n in o.measured.notes]
-    return list(dict.fromkeys(found + noted))
+        for n in o.measured.notes if o.measured and o.measured.status == "ok" else []:
+            noted.setdefault(n, []).append(o.name)
+    return list(dict.fromkeys(found)) + [f"{', '.join(names)}: {n}" for n, names in noted.items()]
+
+
+def _vague(s: Metric | None) -> bool:
+    return s is not None and s.low is not None and s.high is not None and not s.high < NOISY * s.low
 
 
 def _plans(a: Ablation) -> Table:

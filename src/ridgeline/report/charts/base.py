@@ -27,6 +27,9 @@ COLOURS = {
     "kv_cache": RED, "framework": GREY,
     "gemm": BLUE, "attention": CYAN, "softmax": "#88ccee", "norm": YELLOW, "elementwise": "#c78a3a",
     "embedding": "#7d6bb0", "loss": PURPLE, "collective": RED, "copy": "#b0605e", "unattributed": GREY,
+    "bmm": "#7d6bb0", "all_gather": RED, "reduce_scatter": "#b8434f", "all_reduce": "#f09aa2", "clip": "#8fce9f",
+    "residual": "#c78a3a", "activation": "#e6d48a", "rope": "#44aa99", "cast": "#b0605e", "mask": "#6f7a86",
+    "smaller kinds": "#c3cad1",
 }  # fmt: skip
 SPARE = ("#44aa99", "#882255", "#999933", "#cc6677", "#332288")
 

@@ -12,6 +12,10 @@ from ridgeline.report.tables import memory_categories
 from ridgeline.report.units import NONE, SIZES, TIMES, Scale, scale
 from ridgeline.spec.result import PHASES, Result
 
+MOST = 10
+"""More colours than this cannot be told apart: the smallest parts are drawn as one."""
+REST = "smaller kinds"
+
 Bar = tuple[str, str, dict[str, float]]
 """Plan, source, and the amount of each part."""
 Plans = Sequence[tuple[str, Sequence[Result]]]
@@ -46,9 +50,23 @@ def _time(plans: Plans, key: str) -> Chart | None:
     # Phases have an order of their own; kinds stand by size. What is left over comes last.
     rank = {p: i for i, p in enumerate(("prefill", "decode", *PHASES))} if key == "phase" else {}
     order = sorted((n for n in amount if amount[n]), key=lambda n: (n == "unattributed", rank.get(n, 50), -amount[n]))
+    if len(order) > MOST:
+        kept = set(order[: MOST - 2]) | {"unattributed"}
+        bars = [(name, source, _lumped(found, kept)) for name, source, found in bars]
+        order = [
+            *(p for p in order if p in kept and p != "unattributed"),
+            REST,
+            *(["unattributed"] if "unattributed" in amount else []),
+        ]
     words = {"phase": "by phase", "kind": "by kind of operator"}[key]
     text = f"Seconds of one step {words}. Work that runs at the same time is counted in each part."
     return _chart(f"time-{key}", f"Step time {words}", text, bars, order, TIMES, "time of one step")
+
+
+def _lumped(found: dict[str, float], kept: set[str]) -> dict[str, float]:
+    """The parts in ``kept``, and the sum of the others as one."""
+    rest = sum(v for k, v in found.items() if k not in kept)
+    return {k: v for k, v in found.items() if k in kept} | ({REST: rest} if rest else {})
 
 
 def _bars(plans: Plans, parts: Callable[[Result], dict[str, float]]) -> list[Bar]:

@@ -107,6 +107,6 @@ def _ticks(low: float, high: float, unit: str) -> Figure:
     steps = (1.0,) if unit == "bytes" else (1.0, 2.0, 3.0, 5.0)
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
     values = [m * base**k for k in range(first, last + 1) for m in steps if low <= m * base**k <= high]
-    values = values[:: max(1, len(values) // 5)]
+    values = values[:: max(1, math.ceil(len(values) / 5))]
     named = [(v, scale([v], units)) for v in values]
     return {"tickvals": values, "ticktext": [f"{v / s.factor:g}{' ' * (not word)}{s.label}{word}" for v, s in named]}
