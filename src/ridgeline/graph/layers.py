@@ -196,7 +196,7 @@ class Builder:
                 p.active = k / e
 
     def _activation(self, prefix: str, n: float) -> None:
-        """silu(gate)·up, or one activation; keeps its inputs (a plain ReLU its output, which the next linear keeps too)."""
+        """silu(gate)·up, or one activation; keeps its inputs (a plain ReLU its output, as the next linear does)."""
         inputs = 2 if self.spec.gated else 1
         self.pointwise(f"{prefix}.act", "mlp", "activation", inputs * n, n, (inputs + 1) * n, inputs * n)
         kept = "inner" if self.spec.activation == "relu" and not self.spec.gated else "up"
