@@ -86,6 +86,11 @@ def make(
     where: str = "command line",
 ) -> Experiment:
     """Resolve names and build a normalised, checked experiment. Raises :class:`UserError` naming what is wrong."""
+    for key, value in (("on", on), ("name", name)):
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {key} = {value!r} is not a string", f'put it in quotes: {key} = "{value}"')
+    if not isinstance(plan, (list, tuple)):
+        raise UserError(f"{where}: plan = {plan!r} is not a list of techniques", f'write plan = ["{plan}"]')
     e = Experiment(
         model=_model(model, where),
         cluster=catalog.cluster(on),
@@ -143,7 +148,10 @@ def load_ablation(path: str | Path, overrides: list[str] | None = None) -> Ablat
         raw = {"baseline": [], "plan": table["plan"]} if table.get("plan") else {"baseline": []}
     if not isinstance(raw, dict) or not raw:
         raise UserError(f"{where}: [plans] is empty", 'write e.g.  baseline = []  and  zero2 = ["zero:stage=2"]')
-    options = _validate(MeasureOptions, table.get("measure", {}), f"{where} [measure]")
+    measure = table.get("measure", {})
+    if not isinstance(measure, dict):
+        raise UserError(f"{where}: measure is not a table", "[measure] with repeats = 2")
+    options = _validate(MeasureOptions, measure, f"{where} [measure]")
     if options.baseline and options.baseline not in raw:
         raise unknown("baseline plan", options.baseline, raw, f"{where} [measure]")
     made: dict[str, Experiment] = {}
@@ -193,6 +201,8 @@ def _model(value: Any, where: str) -> ModelSpec:
         raise UserError(f"{where}: model = {value!r} is neither a name nor a table")
     fields = dict(value)
     base = fields.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise UserError(f"{where} [model]: base = {base!r} is not a model's name", "see `ridgeline models`")
     for key in fields:
         if key not in ModelSpec.model_fields:
             raise unknown("key", key, [*ModelSpec.model_fields, "base"], f"{where} [model]")
@@ -205,9 +215,9 @@ def _model(value: Any, where: str) -> ModelSpec:
 
 def _workload(value: dict[str, Any], where: str) -> BaseModel:
     fields = dict(value)
-    kind = fields.pop("kind", "pretrain")
+    kind = str(fields.pop("kind", "pretrain"))
     if kind not in WORKLOADS:
-        raise unknown("task", str(kind), WORKLOADS, where)
+        raise unknown("task", kind, WORKLOADS, where)
     return _validate(WORKLOADS[kind], fields, f"{where} [workload]")
 
 
