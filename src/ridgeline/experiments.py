@@ -34,7 +34,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan, scalar
 from ridgeline.spec.workload import WORKLOADS
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalise, techniques
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,6 +59,9 @@ class MeasureOptions(BaseModel):
     """Seconds after which one cell is given up."""
     memory: bool = True
     """Record memory by category in one extra step of each plan's first process."""
+    warm_start: int = Field(default=0, ge=0)
+    """Steps of plain training of one common checkpoint that every plan starts from; 0: random weights. Adapters need
+    it: on a random base they have nothing to adapt."""
 
 
 class AblationSpec(BaseModel):
@@ -91,11 +94,13 @@ def make(
             raise UserError(f"{where}: {key} = {value!r} is not a string", f'put it in quotes: {key} = "{value}"')
     if not isinstance(plan, (list, tuple)):
         raise UserError(f"{where}: plan = {plan!r} is not a list of techniques", f'write plan = ["{plan}"]')
+    parsed = Plan.parse(plan, where)
+    techniques(parsed)  # misspelt names come before anything that depends on the machine
     e = Experiment(
         model=_model(model, where),
-        cluster=catalog.cluster(on),
         workload=_workload(workload, where),  # type: ignore[arg-type]
-        plan=Plan.parse(plan, where),
+        cluster=catalog.cluster(on),
+        plan=parsed,
         name=name,
     )
     e = normalise(e)

@@ -110,4 +110,11 @@ class Zero(Technique):
             run.root.set_is_last_backward(last)
             yield
 
+        def reshard() -> None:
+            # Without a backward nothing would free the gathered parameters, and the next forward would reuse them.
+            for module in run.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
         run.sync = sync
+        run.after_evaluation = reshard

@@ -58,6 +58,8 @@ class TrainBuild(Build):
     """Multiplies the loss before backward (to undo a wrapper's averaging)."""
     sync: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
     """Context of one micro-batch's forward and backward; argument: whether it is the step's last."""
+    after_evaluation: Callable[[], None] = lambda: None
+    """What to undo after a forward pass that no backward follows."""
     root: LossModel = field(init=False)
     call: nn.Module = field(init=False)
 
