@@ -121,9 +121,8 @@ def sameness(e: Experiment, own: Result, base: Result) -> list[Check]:
         if start is None or loss is None:
             return []
         names = ", ".join(t.card.name for t in made if t.card.bound == "falls")
-        return [
-            Check(name=f"held-out loss falls ({names} trains other parameters)", passed=loss < start, expected=start, got=loss)
-        ]
+        what = f"held-out loss falls ({names} trains other parameters)"
+        return [Check(name=what, passed=loss < start, expected=start, got=loss)]
     tolerance = max((t.card.tolerance for t in made), default=1e-5)
     # Rounding differs between kernels and grows with the steps; the card's bound is per comparison of whole runs.
     tolerance = max(tolerance, 1e-4)

@@ -13,6 +13,7 @@ from ridgeline.report.charts.speed import speedup_chart, tokens_chart
 from ridgeline.report.charts.stack import memory_chart, step_charts
 from ridgeline.report.charts.steps import loss_charts, step_chart
 from ridgeline.report.charts.trust import trust_charts
+from ridgeline.report.charts.waterfall import waterfall_chart
 from ridgeline.report.files import write_atomic
 from ridgeline.report.page import bullets, chart_grid, definitions, page, reproduce, section
 from ridgeline.report.table import Column, Table
@@ -30,7 +31,7 @@ def ablation_html(a: Ablation, path: Path) -> Path:
     """Write the report of an ablation; returns the path."""
     plans = [(o.name, [r for r in (o.measured, o.predicted) if r is not None]) for o in a.outcomes]
     charts = [speedup_chart(a), tokens_chart(a), *trust_charts(a), *step_charts(plans), memory_chart(plans),
-              *_rooflines(a), *loss_charts(a)]  # fmt: skip
+              *_waterfalls(a), *_rooflines(a), *loss_charts(a)]  # fmt: skip
     drawn = [c for c in charts if c is not None]
     summary = table_html(speed_table(a)) + table_html(ablation_memory_table(a))
     sections = [
@@ -48,7 +49,7 @@ def ablation_html(a: Ablation, path: Path) -> Path:
 def result_html(r: Result, path: Path) -> Path:
     """Write the report of one result; returns the path."""
     name = r.name or r.experiment_id
-    charts = [*step_charts([(name, [r])]), memory_chart([(name, [r])]), roofline_chart(r), step_chart(r)]
+    charts = [*step_charts([(name, [r])]), waterfall_chart(r), roofline_chart(r), step_chart(r)]
     drawn = [c for c in charts if c is not None]
     rate = r.metric("tokens_per_s")
     facts = [
@@ -108,6 +109,15 @@ def headline(a: Ablation) -> str:
 
 def _gain(o: Outcome) -> float:
     return o.speedup.value if o.speedup else 0.0
+
+
+def _waterfalls(a: Ablation) -> list[Chart]:
+    """Of the baseline and of the leanest plan."""
+    known = [o for o in a.outcomes if o.measured is not None and o.measured.memory]
+    leanest = min(known, key=lambda o: o.measured.peak_bytes or 0.0, default=None)
+    chosen = [o for o in known if o.name == a.baseline or o is leanest]
+    charts = [waterfall_chart(o.measured, f"waterfall-{i}", o.name) for i, o in enumerate(chosen) if o.measured]
+    return [c for c in charts if c is not None]
 
 
 def _rooflines(a: Ablation) -> list[Chart]:
