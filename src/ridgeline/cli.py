@@ -117,7 +117,6 @@ def train(
     json: Json = False,
 ) -> None:
     """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
-    import json as js
     import os
 
     from ridgeline.measure.ablate import require_local
@@ -129,19 +128,14 @@ def train(
     require_local(e)
     options = {"out": str(out) if out else None, "save_every": save_every, "resume": resume, "export": export}
     if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
-        _train_under_torchrun(e, options)
+        _train_under_torchrun(e, options, json)
         return
     with StepBar(f"training {e.model.name}", e.training.steps) as bar:
         try:
             result = run_job(Job("train", e, options, ranks=e.world), bar.message)
         except JobFailed as failure:
             raise _failed(failure) from None
-    if json:
-        print(js.dumps(result))
-    else:
-        losses = result["losses"]
-        line = f"{result['step']} steps, loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "nothing to do"
-        print(line + (f"; checkpoint {result['checkpoint']}" if result["checkpoint"] else ""))
+    _print_training(result, json)
     if result["stopped"]:
         raise typer.Exit(130)
 
@@ -452,19 +446,41 @@ def _dry_run(spec: Any, folder: Path, json: bool) -> None:
         print_plan_predictions(rows, spec.measure.repeats, folder)
 
 
-def _train_under_torchrun(e: Experiment, options: dict[str, Any]) -> None:
+def _train_under_torchrun(e: Experiment, options: dict[str, Any], json: bool) -> None:
     import os
-    import tempfile
 
-    from ridgeline.train.launch import Job
-    from ridgeline.train.worker import main as work
+    from ridgeline.train.worker import run_rank, setup
 
-    ranks = int(os.environ["WORLD_SIZE"])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if e.world != ranks:
         raise UserError(f"torchrun started {ranks} ranks, the experiment has {e.world}", f'set on="{ranks}xlocal"')
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as f:
-        f.write(Job("train", e, options, ranks).to_json())
-    work(f.name)
+
+    def progress(message: dict[str, Any]) -> None:
+        if rank == 0 and "loss" in message:
+            _say(f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}")
+
+    code = 0
+    try:
+        result = run_rank("train", e, options, setup(ranks), rank, ranks, progress)
+        if rank == 0:
+            _print_training(result, json)
+        code = 130 if result["stopped"] else 0
+    except UserError as error:
+        _say(f"rank {rank}: error: {error}")
+        code = 2
+    sys.stdout.flush()
+    os._exit(code)  # a rank whose peers are gone may hang in library destructors
+
+
+def _print_training(result: dict[str, Any], json: bool) -> None:
+    import json as js
+
+    if json:
+        print(js.dumps(result))
+        return
+    losses = result["losses"]
+    line = f"{result['step']} steps, loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "nothing to do"
+    print(line + (f"; checkpoint {result['checkpoint']}" if result["checkpoint"] else ""))
 
 
 def _failed(failure: Any) -> Exception:

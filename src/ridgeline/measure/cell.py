@@ -29,6 +29,7 @@ def measure_cell(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     samples: list[Sample] = []
+    reporting = 0.0
     began = time.perf_counter()
     for _ in range(e.training.steps):
         stats = trainer.step()
@@ -36,8 +37,10 @@ def measure_cell(
             Sample(step=stats.step, seconds=stats.seconds, tokens=stats.tokens, loss=stats.loss,
                    repeat=options.get("repeat", 0))
         )  # fmt: skip
+        done = time.perf_counter()
         report({"step": stats.step + 1, "steps": e.training.steps, "loss": stats.loss, "seconds": stats.seconds})
-    wall = time.perf_counter() - began
+        reporting += time.perf_counter() - done
+    wall = time.perf_counter() - began - reporting
     result = Result(
         source="measured",
         experiment_id=e.id,

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ridgeline.nn.quantised import QuantisedLinear
+
 
 class LoRALinear(nn.Module):
     """y = base(x) + (alpha / rank) · (x Aᵀ) Bᵀ with A [rank, in] random and B [out, rank] zero at the start."""
@@ -17,10 +19,11 @@ class LoRALinear(nn.Module):
         self.base = base
         self.scale = alpha / rank
         device = next(iter([*base.parameters(), *base.buffers()])).device
+        dtype = base.dtype if isinstance(base, QuantisedLinear) else base.weight.dtype
         a = torch.empty(rank, base.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        self.lora_a = nn.Parameter(a.to(device))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+        self.lora_a = nn.Parameter(a.to(device, dtype))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=dtype))
 
     @property
     def in_features(self) -> int:

@@ -61,6 +61,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: int, group_size: int = 0) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bits = linear.in_features, linear.out_features, bits
+        self.dtype = linear.weight.dtype
         codes, scales = quantise(linear.weight.detach(), bits, group_size)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)

@@ -1,11 +1,12 @@
 """Checkpoints of a training run: model, optimizer and position, through PyTorch's distributed checkpoint.
 
 A checkpoint is complete or absent: it is written beside its place and renamed. ``<dir>/step-000020`` holds the tensors,
-``state.json`` in it the step and the losses so far.
+``state.json`` in it the step, the losses so far, and a checksum of every file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,19 +27,27 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     place = folder / f"step-{trainer.steps_done:06d}"
     draft = folder / f".{place.name}.new"
     if trainer.rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".step-*"):  # by a run that was killed while saving
+            shutil.rmtree(left, ignore_errors=True)
+        draft.mkdir()
     _barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_state(trainer), checkpoint_id=str(draft), no_dist=trainer.world == 1)
     _barrier()
     if trainer.rank == 0:
-        state = {"step": trainer.steps_done, "losses": losses, "experiment": trainer.experiment.canonical()}
+        state = {
+            "step": trainer.steps_done,
+            "losses": losses,
+            "experiment": trainer.experiment.canonical(),
+            "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
+        }
         (draft / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        if place.exists():
-            shutil.rmtree(place)
+        if place.exists():  # of an earlier run that was not resumed
+            os.replace(place, folder / f".{place.name}.old")
         os.replace(draft, place)
+        shutil.rmtree(folder / f".{place.name}.old", ignore_errors=True)
         for old in checkpoints(folder):
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
@@ -63,29 +72,32 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     if not found:
         return []
     newest = found[-1]
+    mend = f"remove {newest} to go on without it"
     try:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
-        other = _differences(state["experiment"], trainer.experiment.canonical())
-    except (ValueError, KeyError) as e:
-        raise UserError(f"{newest}/state.json is damaged: {e}", "remove that directory to go on without it") from None
+        other = _differences(state["experiment"], json.loads(json.dumps(trainer.experiment.canonical())))
+        step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{newest}/state.json is damaged: {type(e).__name__}: {e}", mend) from None
     if other:
         raise UserError(
             f"{newest} belongs to another experiment (different: {', '.join(other)})",
             "give another --out, or remove the old checkpoint",
         )
+    for name, checksum in files.items():
+        if not (newest / name).is_file():
+            raise UserError(f"checkpoint {newest} is damaged: {name} is missing", mend)
+        if _checksum(newest / name) != checksum:
+            raise UserError(f"checkpoint {newest} is damaged: {name} is not the file that was saved", mend)
     tensors = _state(trainer)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load(tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1)
     except Exception as e:
-        raise UserError(
-            f"checkpoint {newest} cannot be read: {str(e).splitlines()[0]}",
-            "remove that directory to go on without it",
-        ) from None
+        raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
     set_optimizer_state_dict(trainer.run.root, trainer.optimizer, tensors["optimizer"])
-    trainer.steps_done = state["step"]
-    losses: list[float] = state["losses"]
+    trainer.steps_done = step
     return losses
 
 
@@ -110,6 +122,14 @@ def _differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list
         elif x != y and where != "workload.steps":
             out.append(where)
     return out
+
+
+def _checksum(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as f:
+        while block := f.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _barrier() -> None:

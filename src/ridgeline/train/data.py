@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ def documents(source: str) -> Iterator[str]:
         return
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
+        skipped = {"site-packages", "test", "tests"}
+        files = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
     else:
         root = Path(source).expanduser()
         if root.is_file():
@@ -48,7 +50,10 @@ def documents(source: str) -> Iterator[str]:
     # Hash order mixes kinds of files, so that a prefix is a fair sample of the whole.
     files.sort(key=lambda p: hashlib.md5(str(p.relative_to(root) if p != root else p.name).encode()).digest())
     for path in files:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            raise UserError(f"data {path} cannot be read: {e.strerror}") from None
         if text.strip():
             yield text
 
@@ -133,12 +138,13 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> T
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "replace"))
-    digest.update(json.dumps([vocab_size, tokenizer, "v1"]).encode())
+    given = load_tokenizer(tokenizer) if tokenizer else None
+    digest.update(json.dumps([vocab_size, given.to_str() if given else None, "v1"]).encode())
     folder = cache_dir() / "tokens" / digest.hexdigest()[:16]
     array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
     if array.is_file() and vocabulary.is_file():
         return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
-    made = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(texts, vocab_size)
+    made = given or train_tokenizer(texts, vocab_size)
     if made.get_vocab_size() > vocab_size:
         raise UserError(
             f"the tokenizer has {made.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
@@ -151,11 +157,12 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> T
             flat.append(end)
     ids = np.asarray(flat, dtype=np.int32)
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(vocabulary) + ".new")
-    Path(str(vocabulary) + ".new").replace(vocabulary)
-    with open(str(array) + ".new", "wb") as f:
+    mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
+    made.save(f"{vocabulary}{mine}")
+    os.replace(f"{vocabulary}{mine}", vocabulary)
+    with open(f"{array}{mine}", "wb") as f:
         np.save(f, ids)
-    Path(str(array) + ".new").replace(array)
+    os.replace(f"{array}{mine}", array)
     return Tokens(ids, made, source)
 
 

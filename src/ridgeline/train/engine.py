@@ -18,7 +18,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
 from ridgeline.techniques.registry import check, normalise
 from ridgeline.train.build import TrainBuild
-from ridgeline.train.data import IGNORE, Batches, load_tokens
+from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +56,7 @@ class Trainer:
         self.rank, self.world = rank, world
         made = check(e)
         w = self.workload
-        tokens = load_tokens(w.data, e.model.vocab_size, w.tokenizer)
+        tokens = self._tokens()
         self.batches = Batches(tokens, w.seq_len, e.batch_size, e.model.vocab_size, e.model.causal, w.seed)
         self.run = self._build(made)
         self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
@@ -65,6 +65,15 @@ class Trainer:
         self.optimizer = self._optimizer()
         self.steps_done = 0
         self.stop_requested = False
+
+    def _tokens(self) -> Tokens:
+        """Rank 0 tokenises, the others read what it kept."""
+        if self.rank > 0:
+            dist.barrier()
+        tokens = load_tokens(self.workload.data, self.experiment.model.vocab_size, self.workload.tokenizer)
+        if self.rank == 0 and self.world > 1:
+            dist.barrier()
+        return tokens
 
     def _build(self, made: list) -> TrainBuild:  # type: ignore[type-arg]
         e, w = self.experiment, self.workload
@@ -104,7 +113,7 @@ class Trainer:
         Every rank derives the global batch from the step, so counting needs no communication.
         """
         ids, labels = self.batches.batch(step)
-        valid = int((labels != IGNORE).sum())
+        valid = max(1, int((labels != IGNORE).sum()))
         share = len(ids) // self.experiment.data_parallel
         mine = slice(self.rank * share, (self.rank + 1) * share)
         size = self.experiment.micro_batch_size

@@ -1,7 +1,7 @@
 """Start the ranks of one job as local processes, follow their progress, and survive their death. No torch here.
 
 Rank 0 writes one JSON object a line on its standard output: progress, then the result. Everything else it and the other
-ranks print goes to a log file.
+ranks print goes to a log file. A rank that fails leaves ``error-RANK.json`` beside the job.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 
 Progress = Callable[[dict[str, Any]], None]
+LOG = "log.txt"
 
 
 @dataclass
@@ -86,8 +87,7 @@ def run_job(job: Job, progress: Progress | None = None, timeout: float | None = 
         file = Path(folder) / "job.json"
         file.write_text(job.to_json(), encoding="utf-8")
         port = free_port()
-        log = Path(folder) / "log.txt"
-        with log.open("w", encoding="utf-8") as sink:
+        with (Path(folder) / LOG).open("w", encoding="utf-8") as sink:
             ranks = [
                 subprocess.Popen(
                     [sys.executable, "-m", "ridgeline.train.worker", str(file)],
@@ -100,15 +100,16 @@ def run_job(job: Job, progress: Progress | None = None, timeout: float | None = 
                 for rank in range(job.ranks)
             ]
         try:
-            return _follow(ranks, progress, timeout, log)
+            return _follow(ranks, progress, timeout, Path(folder))
         finally:
             _stop(ranks)
 
 
 def _follow(
-    ranks: list[subprocess.Popen[str]], progress: Progress | None, timeout: float | None, log: Path
+    ranks: list[subprocess.Popen[str]], progress: Progress | None, timeout: float | None, folder: Path
 ) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
+    broken: list[BaseException] = []  # what the caller's own callback raised
 
     def read() -> None:
         assert ranks[0].stdout is not None
@@ -116,13 +117,17 @@ def _follow(
             with contextlib.suppress(json.JSONDecodeError):
                 message = json.loads(line)
                 messages.append(message)
-                if progress and "result" not in message and "error" not in message:
-                    progress(message)
+                if progress and not broken and "result" not in message and "error" not in message:
+                    try:
+                        progress(message)
+                    except BaseException as e:
+                        broken.append(e)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     start = time.monotonic()
     interrupted = False
+    first: tuple[int, int] | None = None  # the rank that failed first, and its exit code
     while any(r.poll() is None for r in ranks):
         try:
             time.sleep(0.02)
@@ -133,34 +138,53 @@ def _follow(
             for r in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     r.send_signal(signal.SIGINT)
-        dead = [(i, r.returncode) for i, r in enumerate(ranks) if r.poll() not in (None, 0)]
-        if dead:
-            time.sleep(0.2)  # let rank 0 say why
+        if broken:
+            break
+        first = first or _failed(ranks)
+        if first:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ranks[0].wait(timeout=1)  # let rank 0 say why
             _stop(ranks)
         if timeout is not None and time.monotonic() - start > timeout:
             _stop(ranks)
-            raise JobFailed("timeout", f"did not finish within {timeout:.0f} s", _tail(log))
+            raise JobFailed("timeout", f"did not finish within {timeout:.0f} s", _tail(folder))
+    if broken:
+        _stop(ranks)
+        raise broken[0]
+    first = first or _failed(ranks)
     reader.join(timeout=5)
     final = messages[-1] if messages else {}
     if "result" in final:
         result: dict[str, Any] = final["result"]
-        if interrupted:
+        if interrupted and "stopped" not in result:  # training that was stopped has saved, and says so itself
             raise KeyboardInterrupt
         return result
-    if "error" in final:
-        error = final["error"]
-        if error["kind"] == "user":
-            raise (Incompatible if error.get("incompatible") else UserError)(error["what"], error["fix"])
-        raise JobFailed(error["kind"], error["what"], _tail(log))
     if interrupted:
         raise KeyboardInterrupt
-    codes = {i: r.returncode for i, r in enumerate(ranks)}
-    bad = next((i for i, c in codes.items() if c and c not in (-signal.SIGTERM,)), 0)
-    code = codes[bad]
-    if code == -signal.SIGKILL:
-        raise JobFailed("oom", f"rank {bad} was killed (signal 9): most likely out of memory", _tail(log))
-    said = f"signal {-code}" if code and code < 0 else f"exit code {code}"
-    raise JobFailed("error", f"rank {bad} ended with {said}: {_last_line(log)}", _tail(log))
+    rank, code = first or (0, 0)
+    if code == -signal.SIGKILL:  # its peers' complaints about the lost connection are not the reason
+        raise JobFailed("oom", f"rank {rank} was killed (signal 9): most likely out of memory", _tail(folder))
+    error = _first_error(folder)
+    if error:
+        if error["kind"] == "user":
+            raise (Incompatible if error["incompatible"] else UserError)(error["what"], error["fix"])
+        raise JobFailed(error["kind"], error["what"], _tail(folder))
+    said = f"signal {-code}" if code < 0 else f"exit code {code}"
+    raise JobFailed("error", f"rank {rank} ended with {said}: {_last_line(folder)}", _tail(folder))
+
+
+def _failed(ranks: list[subprocess.Popen[str]]) -> tuple[int, int] | None:
+    """A rank that has failed and its exit code; one that was killed before one that noticed."""
+    dead = [(i, r.returncode) for i, r in enumerate(ranks) if r.poll() not in (None, 0)]
+    return min(dead, key=lambda d: (d[1] != -signal.SIGKILL, d[0]), default=None)
+
+
+def _first_error(folder: Path) -> dict[str, Any] | None:
+    """What the rank that failed first wrote: the others fail because of it."""
+    errors: list[dict[str, Any]] = [
+        json.loads(f.read_text(encoding="utf-8")) for f in folder.glob("error-*.json")
+    ]  # fmt: skip
+    return min(errors, key=lambda e: e["time"], default=None)
 
 
 def _stop(ranks: list[subprocess.Popen[str]]) -> None:
@@ -176,12 +200,12 @@ def _stop(ranks: list[subprocess.Popen[str]]) -> None:
             r.wait()
 
 
-def _tail(log: Path, lines: int = 40) -> str:
+def _tail(folder: Path, lines: int = 40) -> str:
     with contextlib.suppress(OSError):
-        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        return "\n".join((folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
     return ""
 
 
-def _last_line(log: Path) -> str:
-    text = [line for line in _tail(log).splitlines() if line.strip()]
+def _last_line(folder: Path) -> str:
+    text = [line for line in _tail(folder).splitlines() if line.strip()]
     return text[-1].strip() if text else "it left no message"

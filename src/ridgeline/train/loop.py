@@ -22,14 +22,26 @@ def train(
 
     The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
     """
-    from ridgeline.train.checkpoint import resume, save
+    from ridgeline.train.checkpoint import resume
 
     trainer = Trainer(e, device, rank, ranks)
     out = Path(options["out"]) if options.get("out") else None
     losses = resume(trainer, out) if out and options.get("resume") else []
-    signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
+    previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
+    try:
+        return _run(trainer, out, losses, options, report)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _run(
+    trainer: Trainer, out: Path | None, losses: list[float], options: dict[str, Any], report: Any
+) -> dict[str, Any]:
+    from ridgeline.train.checkpoint import checkpoints, save
+
+    e = trainer.experiment
     report({"stage": "training", "step": trainer.steps_done, "steps": e.training.steps})
-    stopped = False
+    stopped, place = False, None
     while trainer.steps_done < e.training.steps and not stopped:
         stats = trainer.step()
         losses.append(stats.loss)
@@ -37,11 +49,13 @@ def train(
         report({"step": trainer.steps_done, "steps": e.training.steps, "loss": stats.loss, "tokens": stats.tokens,
                 "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
         every = options.get("save_every") or 0
-        if out and every and trainer.steps_done % every == 0:
-            save(trainer, out, losses)
-    place = save(trainer, out, losses) if out else None
+        last = stopped or trainer.steps_done == e.training.steps
+        if out and (last or (every and trainer.steps_done % every == 0)):
+            place = save(trainer, out, losses)
     if out and options.get("export") and not stopped:
         export(trainer, out / "model")
+    if out and not place:  # there was nothing left to do
+        place = next(reversed(checkpoints(out)), None)
     return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else ""}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,53 +51,57 @@ def setup(ranks: int) -> torch.device:
 
 
 def main(path: str) -> int:
-    """Run the job of this rank; exit code 0 when its outcome (a result or an error) was reported."""
+    """Run the job of this rank; its outcome (a result or an error) is reported before it exits."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # Libraries that print must not mix with our messages.
     report = Reporter(os.fdopen(os.dup(1), "w") if rank == 0 else None)
     os.dup2(2, 1)
     job = json.loads(Path(path).read_text(encoding="utf-8"))
+    code = 0
     try:
         device = setup(ranks)
         e = Experiment.model_validate(job["experiment"]) if job["experiment"] else None
-        result = _run(job["mode"], e, job["options"], device, rank, ranks, report)
-        report({"result": result})
-        code = 0
-    except UserError as error:
-        kind = {"kind": "user", "what": error.what, "fix": error.fix, "incompatible": isinstance(error, Incompatible)}
-        report({"error": kind})
-        code = 3
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        report({"error": {"kind": "oom", "what": f"out of memory: {str(error).splitlines()[0] if str(error) else ''}"}})
-        code = 4
-    except RuntimeError as error:
-        traceback.print_exc()
-        text = str(error)
-        oom = "not enough memory" in text or "out of memory" in text
-        what = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-        report({"error": {"kind": "oom" if oom else "error", "what": what}})
-        code = 4
-    except KeyboardInterrupt:
-        report({"error": {"kind": "interrupted", "what": "interrupted"}})
-        code = 130
-    except Exception as error:
-        traceback.print_exc()
-        report({"error": {"kind": "error", "what": f"{type(error).__name__}: {error}"}})
-        code = 1
+        report({"result": run_rank(job["mode"], e, job["options"], device, rank, ranks, report)})
+    except BaseException as error:
+        if not isinstance(error, (UserError, KeyboardInterrupt)):
+            traceback.print_exc()
+        failure, code = describe(error)
+        draft = Path(path).with_name(f".error-{rank}.new")
+        draft.write_text(json.dumps(failure), encoding="utf-8")
+        draft.replace(Path(path).with_name(f"error-{rank}.json"))
+        report({"error": failure})
     sys.stderr.flush()
     # A rank whose peers died may hang in library destructors; everything that matters has been written.
     os._exit(code)
 
 
-def _run(
+def describe(error: BaseException) -> tuple[dict[str, Any], int]:
+    """An exception as data (kind: user, oom, interrupted or error; what; fix; time), and the exit code."""
+    text = str(error)
+    what = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    said = {"kind": "error", "what": what, "fix": "", "incompatible": False, "time": time.time()}
+    if isinstance(error, UserError):
+        said.update(kind="user", what=error.what, fix=error.fix, incompatible=isinstance(error, Incompatible))
+        return said, 3
+    if isinstance(error, KeyboardInterrupt):
+        said.update(kind="interrupted", what="interrupted")
+        return said, 130
+    refused = isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
+    if refused or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        said.update(kind="oom", what=f"out of memory: {text.splitlines()[0] if text else ''}")
+    return said, 4
+
+
+def run_rank(
     mode: str,
     e: Experiment | None,
     options: dict[str, Any],
     device: torch.device,
     rank: int,
     ranks: int,
-    report: Reporter,
+    report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
+    """This rank's part of a job; rank 0 returns its result."""
     if mode == "probe":
         from ridgeline.measure.probe_worker import probe_rank
 
@@ -108,8 +113,10 @@ def _run(
         return train(e, device, rank, ranks, options, report)
     if mode == "measure":
         from ridgeline.measure.cell import measure_cell
+        from ridgeline.measure.generation import generation_cell
 
-        return measure_cell(e, device, rank, ranks, options, report)
+        measured = measure_cell if e.is_training else generation_cell
+        return measured(e, device, rank, ranks, options, report)
     if mode == "dissect":
         from ridgeline.measure.dissect import dissect_cell
 
@@ -118,5 +125,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     sys.exit(main(sys.argv[1]))

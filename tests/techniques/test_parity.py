@@ -1,0 +1,224 @@
+"""The generic parity tests: every technique, and every pair that the support matrix lets through, is really trained
+and compared with the same plan without it, in one process. A new technique file takes part by itself.
+
+The optimizer is plain SGD, since Adam hides gradients of a wrong scale; clipping is active; rows have unequal numbers
+of valid tokens; and what moved at all (the signal) must be far larger than what differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tests.training import Curve, curve_of, make_trainer, train
+from tests.world import world
+
+from ridgeline.nn.init import build
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.techniques.base import Technique
+from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
+from ridgeline.techniques.registry import check, normalise, registry, techniques
+from ridgeline.train.build import Build
+
+MATRIX = support_matrix()
+TRAINING = {"pretrain", "finetune"}
+TRAINED = [(n,) for n, t in registry().items() if t.card.tasks & TRAINING]
+TRAINED += [(p.a, p.b) for p in MATRIX if p.status == "works" and p.task in TRAINING]
+GENERATED = [(n,) for n, t in registry().items() if "generate" in t.card.tasks]
+GENERATED += [(p.a, p.b) for p in MATRIX if p.status == "works" and {(p.a,), (p.b,)} <= set(GENERATED)]
+MARGIN = 50
+"""The signal must be this many times the residual."""
+
+
+@dataclass
+class Comparison:
+    """A plan and the plan it must equal."""
+
+    subject: Experiment
+    reference: Experiment | None
+    """None: another set of parameters trains, so there is nothing to equal."""
+    tolerance: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether only the order of fp32 additions may differ."""
+        return self.tolerance <= 1e-5
+
+
+def without(e: Experiment, gone: list[Technique]) -> Experiment:
+    """The experiment without some techniques; in one process when what splits the batch goes."""
+    names = {t.card.name for t in gone}
+    plan = Plan(calls=tuple(c for c in e.plan.calls if c.name not in names))
+    cluster = e.cluster.model_copy(update={"devices_per_node": 1})
+    return normalise(e.model_copy(update={"plan": plan, "cluster": cluster, "parallel": {}}))
+
+
+def comparison(e: Experiment) -> Comparison:
+    """Drop every lossless technique; if there is none, the first one that promises the same loss."""
+    made = techniques(e.plan)
+    lossless = [t for t in made if t.card.lossless]
+    same = [t for t in made if t.card.bound == "same"]
+    gone = lossless or same[:1]
+    # Low-precision arithmetic that stays on magnifies what a lossless technique merely reorders.
+    tolerance = max((t.card.tolerance for t in same if t in gone or t.phase != "adapt"), default=0.0)
+    return Comparison(e, without(e, gone) if gone else None, tolerance)
+
+
+def prepared(names: tuple[str, ...], corpus) -> Experiment:
+    """The matrix's own experiment, clipped below every gradient norm, with a step that moves the loss."""
+    e = pair_experiment(*names)
+    assert e.training.optimizer == "sgd"
+    workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": 0.05, "lr": 10.0})
+    e = normalise(e.model_copy(update={"workload": workload}))
+    check(e)
+    return e
+
+
+_REFERENCES: dict[str, Curve] = {}
+
+
+def train_reference(c: Comparison) -> Curve:
+    """Many plans share a reference."""
+    assert c.reference is not None
+    if c.reference.id not in _REFERENCES:
+        _REFERENCES[c.reference.id] = train(c.reference)
+    return _REFERENCES[c.reference.id]
+
+
+def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:
+    limit = c.subject.training.grad_clip
+    assert min(subject.norms) > limit, "clipping is not active: the test would see less than it should"
+    residual = max(abs(a - b) for a, b in zip(subject.losses, reference.losses, strict=True))
+    print(f"signal {reference.signal:.3g}, residual {residual:.3g}, tolerance {c.tolerance:g}")
+    assert reference.signal > MARGIN * residual
+    for a, b in zip(subject.losses, reference.losses, strict=True):
+        assert a == pytest.approx(b, rel=c.tolerance)
+    # Clipping makes the step's length independent of the gradient's scale, so the norm itself is compared too.
+    for a, b in zip(subject.norms, reference.norms, strict=True):
+        assert a == pytest.approx(b, rel=1e-4 if c.exact else 2 * c.tolerance)
+    assert subject.trained == reference.trained
+    for name in sorted(subject.trained):
+        difference = float((subject.after[name] - reference.after[name]).abs().max())
+        assert difference < reference.moved * (1e-4 if c.exact else 0.1), name
+
+
+@pytest.mark.parametrize("names", TRAINED, ids="+".join)
+def test_training_parity(names, corpus):
+    c = comparison(prepared(names, corpus))
+    subject = train(c.subject)
+    for name in set(subject.before) - subject.trained:
+        assert torch.equal(subject.before[name], subject.after[name]), f"{name} is frozen, yet it changed"
+    assert subject.moved > 0
+    if c.reference is None:
+        assert subject.losses[-1] < subject.losses[0] - 1e-3
+    else:
+        assert_parity(c, subject, train_reference(c))
+
+
+@pytest.mark.parametrize("pair", [p for p in MATRIX if p.status == "refused"], ids=lambda p: f"{p.a}+{p.b}")
+def test_refused_pairs_are_refused_before_anything_runs(pair, corpus):
+    assert pair.reason
+    e = pair_experiment(pair.a, pair.b)
+    e = e.model_copy(update={"workload": e.workload.model_copy(update={"data": "/nowhere"})})
+    with pytest.raises(Incompatible) as refusal:
+        make_trainer(e)  # the data does not exist: a later refusal would be another error
+    assert refusal.value.what
+    assert refusal.value.fix
+
+
+def test_the_matrix_has_no_third_state():
+    names = list(registry())
+    assert {(p.a, p.b) for p in MATRIX} == {(a, b) for i, a in enumerate(names) for b in names[i + 1 :]}
+    assert {p.status for p in MATRIX} <= {"works", "refused"}
+    assert all(judge(n).status == "works" for n in names), "a technique that its own example experiment refuses"
+
+
+@pytest.mark.parametrize("names", GENERATED, ids="+".join)
+def test_logits_parity(names):
+    """What runs in generation too: logits with and without, through the model alone."""
+    e = pair_experiment(*names)
+    made = [t for t in techniques(e.plan) if t.card.name in names]
+    ids = torch.randint(e.model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def logits(use: list[Technique]) -> torch.Tensor:
+        model = build(e.model, seed=3)
+        with torch.no_grad():
+            for p in model.parameters():  # far from the start, where attention is nearly uniform
+                p.mul_(4 if p.ndim > 1 else 1)
+        model.set_attention("naive")
+        run = Build(e, model, torch.device("cpu"))
+        for technique in use:
+            technique.build(run)
+        with torch.no_grad():
+            return model(ids)
+
+    plain = logits([])
+    error = float((logits(made) - plain).norm() / plain.norm())
+    print(f"relative error of the logits: {error:.3g}")
+    assert error < max(1e-5, *(0.0 if t.card.lossless else t.card.tolerance for t in made))
+    lossy = any(not t.card.lossless for t in made)
+    assert (error > 1e-6) == lossy, "a lossy technique that changes nothing did nothing"
+
+
+# ---- negative controls: the comparison must be able to fail ----------------------------------------------------------
+
+
+def _never_reduced(rank: int, e: Experiment) -> Curve:
+    trainer = make_trainer(e, rank)
+    wrapped = trainer.run.call
+    trainer.run.sync = lambda last: wrapped.no_sync()
+    return curve_of(trainer)
+
+
+def _wrong_scale(rank: int, e: Experiment) -> Curve:
+    trainer = make_trainer(e, rank)
+    trainer.run.loss_scale = 1.0
+    return curve_of(trainer)
+
+
+def _averaged_shards(rank: int, e: Experiment) -> Curve:
+    from torch.distributed.fsdp import FSDPModule
+
+    trainer = make_trainer(e, rank)
+    for module in trainer.run.root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2.0)
+    return curve_of(trainer)
+
+
+def _half_frozen(rank: int, e: Experiment) -> Curve:
+    trainer = make_trainer(e, rank)
+    block = next(iter(trainer.run.model.layers.values()))
+    inner = block.forward
+    block.forward = lambda x, *args: inner(x.detach(), *args)
+    return curve_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("data_parallel", _never_reduced),
+        ("data_parallel", _wrong_scale),
+        ("zero", _averaged_shards),
+        ("recompute", _half_frozen),
+    ],
+    ids=lambda v: v if isinstance(v, str) else v.__name__,
+)
+def test_a_broken_technique_fails_the_comparison(name, broken, corpus):
+    c = comparison(prepared((name,), corpus))
+    curve = broken(0, c.subject) if c.subject.world == 1 else world(2).run(broken, c.subject)[0]
+    with pytest.raises(AssertionError):
+        assert_parity(c, curve, train_reference(c))
+
+
+def test_the_comparison_sees_one_wrong_parameter(corpus):
+    c = comparison(prepared(("recompute",), corpus))
+    reference = train_reference(c)
+    assert_parity(c, replace(reference), reference)
+    name = sorted(reference.trained)[0]
+    shifted = {**reference.after, name: reference.after[name] + 0.01 * reference.moved}
+    with pytest.raises(AssertionError, match=name):
+        assert_parity(c, replace(reference, after=shifted), reference)

@@ -1,0 +1,187 @@
+"""Text to batches: order, labels, masking, tokenizers, the cache, and what unusable sources get."""
+
+import importlib.util
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tests.training import write_corpus
+from tests.world import world
+
+from ridgeline.paths import cache_dir
+from ridgeline.spec.errors import UserError
+from ridgeline.train.data import END, IGNORE, MASK, Batches, documents, load_tokenizer, load_tokens, train_tokenizer
+
+
+@pytest.fixture
+def tokens(corpus):
+    return load_tokens(str(corpus), 300)
+
+
+def test_batches_are_a_function_of_seed_and_step(tokens):
+    a, b = Batches(tokens, 16, 4, 300), Batches(tokens, 16, 4, 300)
+    b.batch(7)  # order of asking does not matter
+    for step in (3, 0, 11):
+        assert torch.equal(a.batch(step)[0], b.batch(step)[0])
+    assert not torch.equal(a.batch(0)[0], a.batch(1)[0])
+    assert not torch.equal(a.batch(0)[0], Batches(tokens, 16, 4, 300, seed=1).batch(0)[0])
+
+
+def test_labels_are_the_next_tokens(tokens):
+    ids, labels = Batches(tokens, 16, 4, 300).batch(0)
+    assert ids.shape == labels.shape == (4, 16)
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids[:, 1:], labels[:, :-1])
+
+
+def test_an_epoch_shows_each_sequence_once_and_the_next_in_another_order(tokens):
+    batches = Batches(tokens, 16, 1, 300)
+    n = batches.sequences
+    rows = [batches.batch(i)[0][0].numpy() for i in range(2 * n)]
+    windows = tokens.ids[: n * 16].reshape(n, 16)
+
+    def sort(r):
+        return sorted(map(tuple, r))
+
+    assert sort(rows[:n]) == sort(windows)
+    assert sort(rows[n:]) == sort(windows)
+    assert any(not np.array_equal(a, b) for a, b in zip(rows[:n], rows[n:], strict=True))
+    # A batch may reach over the end of an epoch.
+    across = Batches(tokens, 16, n - 1, 300).batch(1)[0]
+    assert np.array_equal(across[0].numpy(), rows[n - 1])
+    assert np.array_equal(across[1].numpy(), rows[n])
+
+
+def test_masking_has_its_published_shares(tokens):
+    batches = Batches(tokens, 64, 16, 300, causal=False)
+    plain = Batches(tokens, 64, 16, 300)
+    mask = tokens.tokenizer.token_to_id(MASK)
+    counts = np.zeros(4)
+    for step in range(20):
+        ids, labels = batches.batch(step)
+        original = plain.batch(step)[0]
+        chosen = labels != IGNORE
+        assert torch.equal(labels[chosen], original[chosen])
+        assert torch.equal(ids[~chosen], original[~chosen])
+        kept, masked = ids[chosen] == original[chosen], ids[chosen] == mask
+        counts += [ids.numel(), chosen.sum(), masked.sum(), kept.sum()]
+    total, chosen, masked, kept = counts
+    # Binomial spreads of 20 480 positions: 0.25 %, 0.7 %, 0.5 %; four of them each.
+    assert chosen / total == pytest.approx(0.15, abs=0.01)
+    assert masked / chosen == pytest.approx(0.8, abs=0.03)
+    assert kept / chosen == pytest.approx(0.1, abs=0.025)
+    assert torch.equal(batches.batch(3)[0], Batches(tokens, 64, 16, 300, causal=False).batch(3)[0])
+
+
+@pytest.mark.parametrize("text", ["the ridge", "naïve café\n\n\ttab", "日本語 🏔️ \x00\x7f", "  two  spaces  "])
+def test_the_byte_tokenizer_gives_any_text_back(text, tokens):
+    encoded = tokens.tokenizer.encode(text)
+    assert tokens.tokenizer.decode(encoded.ids) == text
+    assert max(encoded.ids) < 300
+
+
+def test_documents_are_separated_by_the_end_token(tmp_path):
+    for i in range(3):
+        write_corpus(tmp_path / f"{i}.txt", lines=20)
+    tokens = load_tokens(str(tmp_path), 300)
+    assert (tokens.ids == tokens.end).sum() == 3
+    assert tokens.ids[-1] == tokens.end == tokens.tokenizer.token_to_id(END)
+
+
+def test_tokens_are_cached_by_content(tmp_path):
+    file = write_corpus(tmp_path / "text.txt", lines=60)
+    first = load_tokens(str(file), 300)
+    kept = sorted(cache_dir().rglob("ids.npy"))
+    assert len(kept) == 1
+    stamp = kept[0].stat().st_mtime_ns
+    again = load_tokens(str(file), 300)
+    assert np.array_equal(first.ids, again.ids)
+    assert again.tokenizer.to_str() == first.tokenizer.to_str()
+    assert sorted(cache_dir().rglob("ids.npy")) == kept
+    assert kept[0].stat().st_mtime_ns == stamp
+    file.write_text(file.read_text() + "more of the ridge")
+    assert len(load_tokens(str(file), 300).ids) > len(first.ids)
+    load_tokens(str(file), 320)
+    assert len(list(cache_dir().rglob("ids.npy"))) == 3
+    assert not list(cache_dir().rglob("*.new"))
+
+
+def test_a_tokenizer_that_changed_in_its_place_is_not_served_from_the_cache(tmp_path):
+    file, vocabulary = write_corpus(tmp_path / "text.txt", lines=60), tmp_path / "tokenizer.json"
+    train_tokenizer([file.read_text()], 280).save(str(vocabulary))
+    few = load_tokens(str(file), 400, str(vocabulary))
+    train_tokenizer([file.read_text()], 380).save(str(vocabulary))
+    many = load_tokens(str(file), 400, str(tmp_path))
+    assert len(many.ids) < len(few.ids)
+
+
+def load_here(rank, source):
+    torch.distributed.barrier()
+    tokens = load_tokens(source, 300)
+    return tokens.ids.tolist()
+
+
+def test_ranks_that_tokenise_at_once_do_not_disturb_each_other(corpus):
+    a, b = world(2).run(load_here, str(corpus))
+    assert a == b
+    assert not list(cache_dir().rglob("*.new"))
+
+
+def test_sources_file_directory_and_standard_library(tmp_path, corpus):
+    assert list(documents(str(corpus))) == [corpus.read_text()]
+    (tmp_path / "tests" / "deep").mkdir(parents=True)
+    (tmp_path / "tests" / "deep" / "a.md").write_text("first")
+    (tmp_path / "tests" / "b.txt").write_text("second")
+    (tmp_path / "tests" / "c.bin").write_text("not text")
+    (tmp_path / "tests" / "d.txt").write_text("   \n")
+    assert sorted(documents(str(tmp_path / "tests"))) == ["first", "second"]
+    some = list(itertools.islice(documents("stdlib"), 5))
+    assert sum(map(len, some)) > 1000
+    assert some == list(itertools.islice(documents("stdlib"), 5))
+
+
+def test_a_standard_library_that_lies_below_a_test_directory_is_read(tmp_path, monkeypatch):
+    root = tmp_path / "test" / "lib"
+    (root / "test").mkdir(parents=True)
+    (root / "json.py").write_text("import this")
+    (root / "test" / "skipped.py").write_text("no")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(root))
+    assert list(documents("stdlib")) == ["import this"]
+
+
+def test_unusable_sources_are_said(tmp_path):
+    with pytest.raises(UserError, match="neither a file nor a directory"):
+        load_tokens(str(tmp_path / "nothing"), 300)
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(UserError, match="only 9 characters"):
+        load_tokens(str(tmp_path / "short.txt"), 300)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="only 0 characters"):
+        load_tokens(str(tmp_path / "empty"), 300)
+    with pytest.raises(UserError, match="vocab_size 100"):
+        load_tokens(str(write_corpus(tmp_path / "text.txt")), 100)
+    with pytest.raises(UserError, match="no tokenizer at"):
+        load_tokenizer(str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="is not a tokenizer"):
+        load_tokenizer(str(tmp_path / "text.txt"))
+
+
+def test_text_shorter_than_a_sequence_is_said(tmp_path):
+    file = write_corpus(tmp_path / "text.txt", lines=30)
+    tokens = load_tokens(str(file), 300)
+    with pytest.raises(UserError, match="less than one sequence of 100000"):
+        Batches(tokens, 100_000, 1, 300).batch(0)
+
+
+def test_a_tokenizer_larger_than_the_model_is_said(tmp_path, corpus):
+    train_tokenizer([corpus.read_text()], 380).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="380 entries, the model only 300"):
+        load_tokens(str(corpus), 300, str(tmp_path))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed")
+def test_hugging_face_data_needs_its_package():
+    with pytest.raises(UserError, match="needs the `datasets` package") as error:
+        load_tokens("hf:anything", 300)
+    assert "pip install" in error.value.fix

@@ -1,0 +1,120 @@
+"""Small experiments on a small text, and functions that train them in one process or on the ranks of a pool."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.world import world
+
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Pretrain
+from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.registry import normalise
+from ridgeline.train.data import IGNORE, Batches
+from ridgeline.train.engine import Trainer
+
+MODEL = ModelSpec(
+    name="test-tiny", family="llama", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, intermediate_size=64, max_positions=64,
+)  # fmt: skip
+
+
+def write_corpus(file: Path, lines: int = 400) -> Path:
+    """Some 20 kB of sentences, the same on every machine."""
+    rng = random.Random(0)
+    words = ["roof", "ridge", "memory", "bandwidth", "gradient", "of", "the", "a", "step", "model", "is", "peak"]
+    text = "\n".join(" ".join(rng.choices(words, k=9)) + f" {rng.randrange(100)}." for _ in range(lines))
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def experiment(data: Path | str, *plan: str, ranks: int = 1, model: ModelSpec = MODEL, **workload: Any) -> Experiment:
+    """A normalised experiment on ``ranks`` CPU processes."""
+    fields = {"seq_len": 16, "batch_size": 4, "steps": 5, "warmup_steps": 1, "lr": 1e-3, **workload}
+    e = Experiment(
+        model=model,
+        cluster=Cluster(device=CPU, devices_per_node=ranks),
+        workload=Pretrain(data=str(data), **fields),
+        plan=Plan.parse(plan),
+    )
+    return normalise(e)
+
+
+@dataclass(frozen=True)
+class UnevenBatches(Batches):
+    """Every row has another number of valid labels, so that means over parts are not the mean over all."""
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, labels = super().batch(step)
+        labels = labels.clone()
+        for row in range(len(labels)):
+            labels[row, : (4 * row + 3 * step) % (self.seq_len - 1)] = IGNORE
+        return ids, labels
+
+
+def make_trainer(e: Experiment, rank: int = 0, uneven: bool = True) -> Trainer:
+    trainer = Trainer(e, torch.device("cpu"), rank, e.world)
+    if uneven:
+        trainer.batches = UnevenBatches(**vars(trainer.batches))
+    return trainer
+
+
+def full(t: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole of a tensor, sharded or not."""
+    t = t.detach()
+    return (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Every parameter, whole, by name."""
+    return {name.replace("_orig_mod.", ""): full(p) for name, p in trainer.run.root.named_parameters()}
+
+
+@dataclass
+class Curve:
+    """What a short training did."""
+
+    losses: list[float]
+    norms: list[float]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    trained: set[str]
+
+    @property
+    def signal(self) -> float:
+        """How far the loss moved: what a comparison could have seen."""
+        return abs(self.losses[-1] - self.losses[0])
+
+    @property
+    def moved(self) -> float:
+        """How far the parameters moved at most."""
+        return max(float((self.after[n] - self.before[n]).abs().max()) for n in self.trained)
+
+
+def curve_of(trainer: Trainer) -> Curve:
+    before = state(trainer)
+    trained = {n.replace("_orig_mod.", "") for n, p in trainer.run.root.named_parameters() if p.requires_grad}
+    stats = [trainer.step() for _ in range(trainer.workload.steps)]
+    return Curve([s.loss for s in stats], [s.grad_norm for s in stats], before, state(trainer), trained)
+
+
+def train_rank(rank: int, e: Experiment, uneven: bool = True) -> Curve:
+    return curve_of(make_trainer(e, rank, uneven))
+
+
+def train(e: Experiment, uneven: bool = True) -> Curve:
+    """Train the experiment for real: here, or on as many processes as it asks for. All ranks must agree."""
+    if e.world == 1:
+        return train_rank(0, e, uneven)
+    curves = world(e.world).run(train_rank, e, uneven)
+    for other in curves[1:]:
+        assert other.losses == curves[0].losses
+        assert all(torch.equal(other.after[n], t) for n, t in curves[0].after.items())
+    return curves[0]
