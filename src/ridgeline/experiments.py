@@ -133,40 +133,50 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Experiment:
 
 def load_plan(path: str | Path, name: str, overrides: list[str] | None = None) -> Experiment:
     """One named plan of an ablation file."""
-    plans = load_ablation(path, overrides).plans
+    table = read(path, overrides)
+    plans = _plans(table, str(path))
     if name not in plans:
         raise unknown("plan", name, plans, str(path))
-    return plans[name]
+    return _named(table, name, plans[name], str(path))
 
 
 def load_ablation(path: str | Path, overrides: list[str] | None = None) -> AblationSpec:
     """All plans of a file (a single ``plan`` is an ablation of one against the empty plan)."""
     table = read(path, overrides)
     where = str(path)
-    raw = table.get("plans")
-    if raw is None:
-        raw = {"baseline": [], "plan": table["plan"]} if table.get("plan") else {"baseline": []}
-    if not isinstance(raw, dict) or not raw:
-        raise UserError(f"{where}: [plans] is empty", 'write e.g.  baseline = []  and  zero2 = ["zero:stage=2"]')
+    raw = _plans(table, where)
     measure = table.get("measure", {})
     if not isinstance(measure, dict):
         raise UserError(f"{where}: measure is not a table", "[measure] with repeats = 2")
     options = _validate(MeasureOptions, measure, f"{where} [measure]")
     if options.baseline and options.baseline not in raw:
         raise unknown("baseline plan", options.baseline, raw, f"{where} [measure]")
-    made: dict[str, Experiment] = {}
-    for name, entry in raw.items():
-        spot = f"{where} [plans] {name}"
-        on = table.get("on", "local")
-        if isinstance(entry, dict):
-            for key in entry:
-                if key not in ("with", "on"):
-                    raise unknown("key", key, ("with", "on"), spot)
-            on, entry = entry.get("on", on), entry.get("with", [])
-        if not isinstance(entry, list):
-            raise UserError(f"{spot}: {entry!r} is not a list of techniques", 'write ["zero:stage=2"]')
-        made[name] = _one(table, entry, on, name, spot)
+    made = {name: _named(table, name, entry, where) for name, entry in raw.items()}
     return AblationSpec(name=table.get("name", Path(path).stem), plans=made, measure=options)
+
+
+def _plans(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """The raw plans of a file by name."""
+    raw = table.get("plans")
+    if raw is None:
+        raw = {"baseline": [], "plan": table["plan"]} if table.get("plan") else {"baseline": []}
+    if not isinstance(raw, dict) or not raw:
+        raise UserError(f"{where}: [plans] is empty", 'write e.g.  baseline = []  and  zero2 = ["zero:stage=2"]')
+    return raw
+
+
+def _named(table: dict[str, Any], name: str, entry: Any, where: str) -> Experiment:
+    """The experiment of one raw plan: a list of techniques, or a table of techniques and cluster."""
+    spot = f"{where} [plans] {name}"
+    on = table.get("on", "local")
+    if isinstance(entry, dict):
+        for key in entry:
+            if key not in ("with", "on"):
+                raise unknown("key", key, ("with", "on"), spot)
+        on, entry = entry.get("on", on), entry.get("with", [])
+    if not isinstance(entry, list):
+        raise UserError(f"{spot}: {entry!r} is not a list of techniques", 'write ["zero:stage=2"]')
+    return _one(table, entry, on, name, spot)
 
 
 def to_toml(e: Experiment) -> str:
