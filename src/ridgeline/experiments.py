@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,6 +41,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+T = TypeVar("T", bound=BaseModel)
 _TOP = {"name", "model", "on", "plan", "workload", "plans", "measure"}
 
 
@@ -94,7 +95,7 @@ def make(
     e = Experiment(
         model=_model(model, where),
         cluster=catalog.cluster(on),
-        workload=_workload(workload, where),  # type: ignore[arg-type]
+        workload=_workload(workload, where),
         plan=Plan.parse(plan, where),
         name=name,
     )
@@ -231,7 +232,7 @@ def _workload(value: dict[str, Any], where: str) -> BaseModel:
     return _validate(WORKLOADS[kind], fields, f"{where} [workload]")
 
 
-def _validate(cls: type[Any], fields: dict[str, Any], where: str) -> Any:
+def _validate(cls: type[T], fields: dict[str, Any], where: str) -> T:
     known = {k for k in cls.model_fields if k != "kind"}
     for key in fields:
         if key not in known:
