@@ -190,3 +190,19 @@ def test_generation_balances():
     m = catalog.model(MODEL)
     assert memory(r)["kv_cache"] == 2 * 2 * m.num_layers * m.kv_size * 3 * 111
     assert memory(r)["parameters"] < 0.6 * memory(predict(experiments.make(MODEL, "a100", workload, [])))["parameters"]
+
+
+TOGETHER = [
+    ["zero:stage=3", "recompute", "flash_attention", "mixed_precision"],
+    ["lora", "rtn", "recompute:every=2", "flash_attention", "mixed_precision", "zero"],
+    ["lora:rank=4,targets=o_proj", "recompute:policy=selective"],
+]
+
+
+@pytest.mark.parametrize("plan", TOGETHER, ids="+".join)
+def test_techniques_together_on_the_whole_catalogue(plan):
+    for name in catalog.models():
+        length = min(512, catalog.model(name).max_positions)
+        r = predict(experiments.make(name, "8xa100", {"kind": "pretrain", "seq_len": length}, plan))
+        assert all(math.isfinite(v.value) and v.value >= 0 for v in r.metrics.values()), name
+        assert all(m.bytes >= 0 for m in r.memory), name
