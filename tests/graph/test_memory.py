@@ -49,7 +49,11 @@ def really_saved(twins):
             kept[storage.data_ptr()] = storage  # held, so that no address is used twice
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    low = run.compute_dtype
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        torch.autocast("cpu", low, enabled=low is not None),
+    ):
         loss = run.call(ids, ids)
     assert loss.requires_grad
     return sum(s.nbytes() for s in kept.values())
@@ -77,6 +81,19 @@ def test_saved_activations(spec, twins, plan):
         assert g.buffers == plain.buffers
     # The scaled queries of the unfused backend, and a router's small tensors, are all that may differ.
     assert saved == pytest.approx(really_saved(both), rel=0.03 if spec.num_experts else 0.005)
+
+
+MIXED = {"naive": [], "flash": ["flash_attention"], "lora-flash": ["lora:rank=4", "flash_attention"]}
+
+
+@pytest.mark.parametrize("plan", MIXED)
+def test_saved_activations_in_mixed_precision(spec, twins, plan):
+    """Here the low copies of the weights are among what autograd keeps; the graph lists them beside the parameters."""
+    both = twins(spec, ["mixed_precision", *MIXED[plan]], seq_len=48)
+    g = both.graph()
+    kept = sum(b.saved_bytes * b.repeat for b in g.blocks) + sum(p.numel * p.working_bytes * n for p, n in g.params)
+    kept += g.buffers - twins(spec, seq_len=48).graph().buffers
+    assert kept == pytest.approx(really_saved(both), rel=0.1 if spec.num_experts else 0.05)
 
 
 def test_key_value_cache(spec):

@@ -66,7 +66,7 @@ def test_llama3_rope_scaling_in_both_spellings():
 
 
 def test_a_window_counts_only_where_it_is_used():
-    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 9}
+    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 9, "max_window_layers": 0}
     assert ModelSpec.from_config({**qwen, "use_sliding_window": False}).sliding_window is None
     everywhere = {**qwen, "use_sliding_window": True, "max_window_layers": 0}
     assert ModelSpec.from_config(everywhere).sliding_window == 9
