@@ -83,8 +83,8 @@ def test_the_real_script_is_inlined_once_and_cannot_end_early(study, tmp_path, m
 def test_every_chart_is_drawn_from_data_and_has_its_numbers(study, tmp_path):
     _, text, figures = parse(ablation_html(study, tmp_path / "a.html"))
     assert set(figures) == {
-        "speedup", "tokens", "trust-speed", "trust-memory", "time-phase", "time-kind", "memory", "roofline-0",
-        "roofline-1", "loss", "loss-distance",
+        "speedup", "tokens", "trust-speed", "trust-memory", "time-phase", "time-kind", "memory", "waterfall-0",
+        "waterfall-1", "roofline-0", "roofline-1", "loss", "loss-distance",
     }  # fmt: skip
     assert re.findall(r'data-chart="([^"]+)"', text) == list(figures)
     assert text.count("<summary>Numbers</summary><div") == len(figures)
@@ -208,3 +208,11 @@ def test_no_heavy_imports():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_waterfall_steps_meet_and_end_at_the_peak(study, tmp_path):
+    _, _, figures = parse(ablation_html(study, tmp_path / "a.html"))
+    (bar,) = figures["waterfall-0"]["data"]
+    tops = [base + height for base, height in zip(bar["base"], bar["y"], strict=True)]
+    assert bar["base"][1:-1] == pytest.approx(tops[:-2])
+    assert (bar["base"][-1], bar["y"][-1]) == (0.0, pytest.approx(tops[-2]))

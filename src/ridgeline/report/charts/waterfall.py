@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.report.charts.base import GREY, RED, Chart, axis, colour, layout
+from ridgeline.report.charts.base import GREY, RED, Chart, axis, colour, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import SIZES, percent, scale
 from ridgeline.spec.result import MEMORY_CATEGORIES, Result
@@ -23,7 +23,7 @@ def waterfall_chart(r: Result, key: str = "waterfall", name: str = "") -> Chart 
     for m in parts:
         starts.append(reached)
         reached += m.bytes
-    labels = [m.category.replace("_", " ") for m in parts] + ["peak"]
+    labels = [plain(m.category.replace("_", " ")) for m in parts] + ["peak"]
     heights = [m.bytes / unit.factor for m in parts] + [peak / unit.factor]
     bases = [s / unit.factor for s in starts] + [0.0]
     bar = {
