@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from ridgeline.spec.errors import UserError, unknown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ridgeline.spec.experiment import Experiment
     from ridgeline.spec.result import Result
+
+T = TypeVar("T")
 
 app = typer.Typer(
     name="ridgeline",
@@ -119,10 +123,12 @@ def train(
     """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
     import os
 
+    from ridgeline import catalog
     from ridgeline.measure.ablate import require_local
     from ridgeline.report.console import StepBar
     from ridgeline.train.launch import Job, JobFailed, run_job
 
+    catalog.allow_unprobed()
     extra = [f'on="{procs}xlocal"'] if procs else []
     e = _load(file, plan, [*(overrides or []), *extra, *_data(data)])
     require_local(e)
@@ -153,7 +159,7 @@ def bench(
     from ridgeline.measure.bench import bench as run
     from ridgeline.report.console import StepBar
 
-    e = _load(file, plan, [*(overrides or []), *_data(data)])
+    e = _probed(lambda: _load(file, plan, [*(overrides or []), *_data(data)]))
     with StepBar(f"measuring {e.name or e.model.name}", 0) as bar:
         predicted, measured = run(e, repeats, bar.message)
     _store_add(predicted, measured)
@@ -189,15 +195,13 @@ def ablate(
     from ridgeline.report.console import AblationBar, print_ablation
     from ridgeline.report.html import ablation_html
 
-    spec = experiments.load_ablation(file, [*(overrides or []), *_data(data)])
-    for e in spec.plans.values():
-        require_local_cluster(e) if dry_run else require_local(e)
+    spec = _probed(lambda: experiments.load_ablation(file, [*(overrides or []), *_data(data)]))
     folder = out or Path("runs") / f"{spec.name}-{ablation_key(spec)}"
     if dry_run:
         _dry_run(spec, folder, json)
         return
-    _ensure_profile()
-    spec = experiments.load_ablation(file, [*(overrides or []), *_data(data)])  # with the fresh profile
+    for e in spec.plans.values():
+        require_local(e)
     if fresh:
         shutil.rmtree(folder / "cells", ignore_errors=True)
     try:
@@ -227,7 +231,7 @@ def dissect(
     from ridgeline.measure.bench import dissect as run
     from ridgeline.report.console import Status, print_dissection
 
-    e = _load(file, plan, [*(overrides or []), *_data(data)])
+    e = _probed(lambda: _load(file, plan, [*(overrides or []), *_data(data)]))
     with Status(f"dissecting {e.name or e.model.name}") as status:
         predicted, measured, files = run(e, out, status.message)
     _store_add(measured)
@@ -354,10 +358,6 @@ def devices(name: Annotated[str | None, typer.Argument()] = None, json: Json = F
 # ---- helpers ------------------------------------------------------------------------------------------------------
 
 
-def require_local_cluster(e: Experiment) -> None:
-    """A dry run predicts only, so any cluster will do."""
-
-
 def _load(file: str, plan: str | None, overrides: list[str]) -> Experiment:
     from ridgeline import experiments
 
@@ -420,17 +420,19 @@ def _result(what: str) -> Result:
     return found
 
 
-def _ensure_profile() -> None:
-    """Predictions for `local` need its profile: probe once, when there is none."""
+def _probed(load: Callable[[], T]) -> T:
+    """``load()``; when it needs the profile of this machine and there is none, probe once and load again."""
     from ridgeline import catalog
-    from ridgeline.measure.probe import probe as run
-    from ridgeline.report.console import Status
 
     try:
-        catalog.local_device()
-    except UserError:
+        return load()
+    except catalog.NoProfile:
+        from ridgeline.measure.probe import probe as run
+        from ridgeline.report.console import Status
+
         with Status("probing this machine once (its profile is kept)") as status:
             run(max_ranks=2, quick=False, progress=status.message)
+        return load()
 
 
 def _dry_run(spec: Any, folder: Path, json: bool) -> None:

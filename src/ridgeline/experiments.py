@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,13 +34,14 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan, scalar
 from ridgeline.spec.workload import WORKLOADS
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalise, techniques
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+T = TypeVar("T", bound=BaseModel)
 _TOP = {"name", "model", "on", "plan", "workload", "plans", "measure"}
 
 
@@ -59,6 +60,9 @@ class MeasureOptions(BaseModel):
     """Seconds after which one cell is given up."""
     memory: bool = True
     """Record memory by category in one extra step of each plan's first process."""
+    warm_start: int = Field(default=0, ge=0)
+    """Steps of plain training of one common checkpoint that every plan starts from; 0: random weights. Adapters need
+    it: on a random base they have nothing to adapt."""
 
 
 class AblationSpec(BaseModel):
@@ -86,11 +90,18 @@ def make(
     where: str = "command line",
 ) -> Experiment:
     """Resolve names and build a normalised, checked experiment. Raises :class:`UserError` naming what is wrong."""
+    for key, value in (("on", on), ("name", name)):
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {key} = {value!r} is not a string", f'put it in quotes: {key} = "{value}"')
+    if not isinstance(plan, (list, tuple)):
+        raise UserError(f"{where}: plan = {plan!r} is not a list of techniques", f'write plan = ["{plan}"]')
+    parsed = Plan.parse(plan, where)
+    techniques(parsed)  # misspelt names come before anything that depends on the machine
     e = Experiment(
         model=_model(model, where),
+        workload=_workload(workload, where),
         cluster=catalog.cluster(on),
-        workload=_workload(workload, where),  # type: ignore[arg-type]
-        plan=Plan.parse(plan, where),
+        plan=parsed,
         name=name,
     )
     e = normalise(e)
@@ -128,37 +139,50 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Experiment:
 
 def load_plan(path: str | Path, name: str, overrides: list[str] | None = None) -> Experiment:
     """One named plan of an ablation file."""
-    plans = load_ablation(path, overrides).plans
+    table = read(path, overrides)
+    plans = _plans(table, str(path))
     if name not in plans:
         raise unknown("plan", name, plans, str(path))
-    return plans[name]
+    return _named(table, name, plans[name], str(path))
 
 
 def load_ablation(path: str | Path, overrides: list[str] | None = None) -> AblationSpec:
     """All plans of a file (a single ``plan`` is an ablation of one against the empty plan)."""
     table = read(path, overrides)
     where = str(path)
+    raw = _plans(table, where)
+    measure = table.get("measure", {})
+    if not isinstance(measure, dict):
+        raise UserError(f"{where}: measure is not a table", "[measure] with repeats = 2")
+    options = _validate(MeasureOptions, measure, f"{where} [measure]")
+    if options.baseline and options.baseline not in raw:
+        raise unknown("baseline plan", options.baseline, raw, f"{where} [measure]")
+    made = {name: _named(table, name, entry, where) for name, entry in raw.items()}
+    return AblationSpec(name=table.get("name", Path(path).stem), plans=made, measure=options)
+
+
+def _plans(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """The raw plans of a file by name."""
     raw = table.get("plans")
     if raw is None:
         raw = {"baseline": [], "plan": table["plan"]} if table.get("plan") else {"baseline": []}
     if not isinstance(raw, dict) or not raw:
         raise UserError(f"{where}: [plans] is empty", 'write e.g.  baseline = []  and  zero2 = ["zero:stage=2"]')
-    options = _validate(MeasureOptions, table.get("measure", {}), f"{where} [measure]")
-    if options.baseline and options.baseline not in raw:
-        raise unknown("baseline plan", options.baseline, raw, f"{where} [measure]")
-    made: dict[str, Experiment] = {}
-    for name, entry in raw.items():
-        spot = f"{where} [plans] {name}"
-        on = table.get("on", "local")
-        if isinstance(entry, dict):
-            for key in entry:
-                if key not in ("with", "on"):
-                    raise unknown("key", key, ("with", "on"), spot)
-            on, entry = entry.get("on", on), entry.get("with", [])
-        if not isinstance(entry, list):
-            raise UserError(f"{spot}: {entry!r} is not a list of techniques", 'write ["zero:stage=2"]')
-        made[name] = _one(table, entry, on, name, spot)
-    return AblationSpec(name=table.get("name", Path(path).stem), plans=made, measure=options)
+    return raw
+
+
+def _named(table: dict[str, Any], name: str, entry: Any, where: str) -> Experiment:
+    """The experiment of one raw plan: a list of techniques, or a table of techniques and cluster."""
+    spot = f"{where} [plans] {name}"
+    on = table.get("on", "local")
+    if isinstance(entry, dict):
+        for key in entry:
+            if key not in ("with", "on"):
+                raise unknown("key", key, ("with", "on"), spot)
+        on, entry = entry.get("on", on), entry.get("with", [])
+    if not isinstance(entry, list):
+        raise UserError(f"{spot}: {entry!r} is not a list of techniques", 'write ["zero:stage=2"]')
+    return _one(table, entry, on, name, spot)
 
 
 def to_toml(e: Experiment) -> str:
@@ -193,6 +217,8 @@ def _model(value: Any, where: str) -> ModelSpec:
         raise UserError(f"{where}: model = {value!r} is neither a name nor a table")
     fields = dict(value)
     base = fields.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise UserError(f"{where} [model]: base = {base!r} is not a model's name", "see `ridgeline models`")
     for key in fields:
         if key not in ModelSpec.model_fields:
             raise unknown("key", key, [*ModelSpec.model_fields, "base"], f"{where} [model]")
@@ -205,13 +231,13 @@ def _model(value: Any, where: str) -> ModelSpec:
 
 def _workload(value: dict[str, Any], where: str) -> BaseModel:
     fields = dict(value)
-    kind = fields.pop("kind", "pretrain")
+    kind = str(fields.pop("kind", "pretrain"))
     if kind not in WORKLOADS:
-        raise unknown("task", str(kind), WORKLOADS, where)
+        raise unknown("task", kind, WORKLOADS, where)
     return _validate(WORKLOADS[kind], fields, f"{where} [workload]")
 
 
-def _validate(cls: type[Any], fields: dict[str, Any], where: str) -> Any:
+def _validate(cls: type[T], fields: dict[str, Any], where: str) -> T:
     known = {k for k in cls.model_fields if k != "kind"}
     for key in fields:
         if key not in known:

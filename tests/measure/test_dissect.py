@@ -52,7 +52,12 @@ def test_rows_add_up_and_flops_are_the_graphs(plan, ranks, corpus, tmp_path):
     graph = rewritten(training_graph(e), e, check(e))
     # The graph's first LoRA layer has a gradient of the keys that autograd leaves out: nothing below them trains.
     slack = 0.02 if "lora" in plan else 1e-9
-    assert sum(r.flops for r in rows) == pytest.approx(graph.flops * e.accumulation, rel=slack)
+    counted, expected = sum(r.flops for r in rows), graph.flops * e.accumulation
+    if any(p.startswith("recompute") for p in plan):
+        # The profiler notes the one product per block at which recomputation stops before it computes.
+        assert expected <= counted < 1.05 * expected
+    else:
+        assert counted == pytest.approx(expected, rel=slack)
 
     assert {r.phase for r in rows} <= set(PHASES)
     seen = {(r.phase, r.module) for r in rows}

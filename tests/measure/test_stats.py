@@ -36,7 +36,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says(count, between, wit
         ci = bootstrap_ci(runs(seed, count, 20, between, within), n=400)
         hits += ci.low <= 1 <= ci.high
     # Binomial noise of 200 trials is ±3 %; two runs are the hardest case.
-    assert 0.86 <= hits / trials <= 1.0
+    assert (0.8 if count == 2 else 0.9) <= hits / trials <= 1.0
 
 
 def test_interval_is_not_uselessly_wide():
@@ -95,6 +95,22 @@ def test_a_ratio_with_itself_is_one(data):
     ci = ratio_ci(data, data, n=50, paired=True)
     assert ci.value == pytest.approx(1)
     assert ci.low > 0
+
+
+def test_intervals_of_times_stay_above_zero_however_noisy():
+    for data in ([[0.5] * 5, [3.3] * 5], [[0.1, 5.0, 0.2], [9.0, 8.0]]):
+        ci = bootstrap_ci(data)
+        assert 0 < ci.low <= ci.value <= ci.high < 1e3
+        assert verdict(*ratio_ci(data, data)[1:]) == "no difference"
+
+
+def test_equal_plans_rarely_get_a_verdict():
+    wrong = 0
+    for seed in range(150):
+        a, b = runs(seed, 2, 12, 0.02, 0.02), runs(seed + 1000, 2, 12, 0.02, 0.02)
+        ci = ratio_ci(a, b, n=300)
+        wrong += verdict(ci.low, ci.high) != "no difference"
+    assert wrong / 150 < 0.05
 
 
 def test_bad_input_is_refused():

@@ -7,7 +7,9 @@ import torch
 from tests.nn.conftest import CONFIGS, DECODERS, randomise, spec_of
 
 from ridgeline.nn import build, generate, load_checkpoint, save_checkpoint
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
+from ridgeline.spec.model import ModelSpec
 
 transformers = pytest.importorskip("transformers")
 
@@ -168,6 +170,13 @@ def test_config_round_trip(name):
     assert {k: theirs[k] for k in config if k in theirs and k != "rope_parameters"} == {
         k: v for k, v in config.items() if k in theirs and k != "rope_parameters"
     }
+
+
+def test_partial_window_is_refused():
+    config = {**CONFIGS["qwen2_window"], "max_window_layers": 1}
+    with pytest.raises(UserError, match="from layer 1 of 2"):
+        ModelSpec.from_config(config)
+    assert ModelSpec.from_config({**config, "max_window_layers": 2}).sliding_window is None
 
 
 def test_decoders_is_complete():

@@ -119,7 +119,14 @@ def ablation(failing: bool = True) -> Ablation:
 
 def _failed(o: Outcome) -> Outcome:
     assert o.measured is not None
-    dead = Result(source="measured", experiment_id="dead", name=o.name, experiment=o.measured.experiment,
-                  status="oom", reason="rank 0 was killed (signal 9): most likely out of memory", environment=ENVIRONMENT)  # fmt: skip
+    dead = Result(
+        source="measured",
+        experiment_id="dead",
+        name=o.name,
+        experiment=o.measured.experiment,
+        status="oom",
+        reason="rank 0 was killed (signal 9): most likely out of memory",
+        environment=ENVIRONMENT,
+    )
     return o.model_copy(update={"measured": dead, "speedup": None, "memory_ratio": None, "verdict": "failed",
                                 "checks": []})  # fmt: skip

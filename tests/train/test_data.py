@@ -47,10 +47,23 @@ def test_an_epoch_shows_each_sequence_once_and_the_next_in_another_order(tokens)
     assert sort(rows[:n]) == sort(windows)
     assert sort(rows[n:]) == sort(windows)
     assert any(not np.array_equal(a, b) for a, b in zip(rows[:n], rows[n:], strict=True))
-    # A batch may reach over the end of an epoch.
-    across = Batches(tokens, 16, n - 1, 300).batch(1)[0]
-    assert np.array_equal(across[0].numpy(), rows[n - 1])
-    assert np.array_equal(across[1].numpy(), rows[n])
+    # A batch may reach over the end of an epoch: its first rows end one, the others begin the next.
+    size = next(k for k in range(2, n) if Batches(tokens, 16, k, 300).sequences % k)
+    wide = Batches(tokens, 16, size, 300)
+    last = wide.sequences // size
+    seen = [row.numpy() for i in range(last + 1) for row in wide.batch(i)[0]]
+    assert sort(seen[: wide.sequences]) == sort(windows[: wide.sequences])
+    assert len(seen) > wide.sequences
+
+
+def test_held_out_windows_are_never_trained_on(tokens):
+    batches = Batches(tokens, 16, 2, 300)
+    held, _ = batches.held_out_batch()
+    steps = -(-batches.sequences // 2)
+    trained = {tuple(row.numpy()) for i in range(steps) for row in batches.batch(i)[0]}
+    assert held.shape == (2, 16)
+    assert not trained & {tuple(row.numpy()) for row in held}
+    assert Batches(tokens, 16, batches.windows, 300).held_out_batch() is None
 
 
 def test_masking_has_its_published_shares(tokens):

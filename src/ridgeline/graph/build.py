@@ -30,13 +30,14 @@ def prefill_graph(e: Experiment) -> Graph:
 
 
 def decode_graph(e: Experiment, context: int | None = None) -> Graph:
-    """One decode step at ``context`` cached tokens (default: the mean over the output)."""
+    """One decode step at ``context`` cached tokens (default: the mean over the output).
+
+    A sliding window masks scores but saves none: every one of the cached tokens is multiplied.
+    """
     w = e.workload
     assert isinstance(w, (Generate, Serve))
     batch = e.micro_batch_size
     kv = context if context is not None else w.prompt_len + max(1, w.output_len) // 2
-    if e.model.sliding_window:
-        kv = min(kv, e.model.sliding_window)
     g = _graph(e.model, batch, 1, kv, e.dtype, training=False)
     g.kv_cache = kv_cache_bytes(e.model, batch, w.prompt_len + w.output_len, e.dtype)
     g.decode_steps = max(0, w.output_len - 1)
@@ -61,7 +62,7 @@ def _graph(
             if moe in kinds:
                 blocks.append(_layer(builder(stack, kinds.count(moe)), moe, stack))
     blocks.append(_head(builder("head"), last_only))
-    g = Graph(blocks, tokens=batch * q_len, dtype=dtype)
+    g = Graph(blocks, tokens=batch * q_len, length=q_len, dtype=dtype)
     if m.position == "rope":
         g.buffers += 2.0 * m.max_positions * m.head_dim * 4  # cos and sin tables
     return g

@@ -142,6 +142,8 @@ class Graph:
     """Micro-batches per step."""
     tokens: int = 0
     """Tokens of one micro-batch on one rank."""
+    length: int = 1
+    """Tokens of one sequence that are computed at once."""
     dtype: str = "fp32"
     """Compute dtype of matrix multiplications."""
     optimizer_bytes: float = 8.0

@@ -78,7 +78,9 @@ class Builder:
             Op(f"{name}.dx", module, "gemm", "backward", flops, traffic, self.dtype, (rows, k, n), weight),
             Op(f"{name}.dw", module, "gemm", "backward", flops, traffic, self.dtype, (n, k, rows), weight),
         ]
-        if source in self.block.saved:  # another linear reads the same input: their input gradients are added
+        earlier = self.block.saved.get(source)
+        if earlier and any(user.endswith(".dw") for user in earlier.users):
+            # Another linear reads the same input: their input gradients are added.
             add = 3.0 * rows * k * self.width
             grads.append(Op(f"{name}.accumulate", module, "residual", "backward", 0, add, self.dtype))
         if bias:
@@ -127,8 +129,8 @@ class Builder:
             self.norm(f"{prefix}.q_norm", f"{prefix}.q_raw", d, t * s.num_heads, m)
             self.norm(f"{prefix}.k_norm", f"{prefix}.k_raw", d, t * s.num_kv_heads, m)
         if s.position == "rope":
-            n = t * (q + kv)
-            self.pointwise(f"{prefix}.rope", m, "rope", n, n, n, n)
+            for part, n in (("q", t * q), ("k", t * kv)):
+                self.pointwise(f"{prefix}.{part}_rope", m, "rope", n, n, n, n)
         b, hq, sq, sk = self.batch, s.num_heads, self.q_len, self.kv_len
         scores = float(b * hq * sq * sk)
         flops = 2.0 * scores * d
@@ -141,15 +143,20 @@ class Builder:
         fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w, dtype=self.dtype))
         fwd.append(Op(f"{prefix}.values", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=(b * hq, sq, d, sk)))
         if self.training:
-            two = 2 * flops
-            bwd.append(Op(f"{prefix}.values.bwd", m, "bmm", "backward", two, 2 * qk, self.dtype, (b * hq, sq, d, sk)))
+
+            def product(name: str, shape: tuple[int, ...]) -> Op:
+                return Op(f"{prefix}.{name}", m, "bmm", "backward", flops, qk, self.dtype, shape)
+
+            bwd.append(product("values.dprobs", shape))
+            bwd.append(product("values.dv", (b * hq, sk, d, sq)))
             bwd.append(Op(f"{prefix}.softmax.bwd", m, "softmax", "backward", 0, 3 * scores * w, self.dtype))
-            bwd.append(Op(f"{prefix}.scores.bwd", m, "bmm", "backward", two, 2 * qk, self.dtype, shape))
+            bwd.append(product("scores.dq", (b * hq, sq, d, sk)))
+            bwd.append(product("scores.dk", (b * hq, sk, d, sq)))
             kv_elements = b * sk * kv
-            self.save(f"{prefix}.q", b * sq * q, [f"{prefix}.scores.bwd"])
-            self.save(f"{prefix}.k", kv_elements, [f"{prefix}.scores.bwd"])
-            self.save(f"{prefix}.v", kv_elements, [f"{prefix}.values.bwd"])
-            self.save(f"{prefix}.probs", scores, [f"{prefix}.values.bwd", f"{prefix}.softmax.bwd"])
+            self.save(f"{prefix}.q", b * sq * q, [f"{prefix}.scores.dk"])
+            self.save(f"{prefix}.k", kv_elements, [f"{prefix}.scores.dq"])
+            self.save(f"{prefix}.v", kv_elements, [f"{prefix}.values.dprobs"])
+            self.save(f"{prefix}.probs", scores, [f"{prefix}.values.dv", f"{prefix}.softmax.bwd"])
         self.linear(f"{prefix}.o_proj", m, t, h, q, f"{prefix}.context", bias=s.out_bias)
         self.block.workspace = max(self.block.workspace, 2 * scores * w)
         self.block.backward_workspace = max(self.block.backward_workspace, 2 * scores * w)
@@ -189,10 +196,11 @@ class Builder:
                 p.active = k / e
 
     def _activation(self, prefix: str, n: float) -> None:
-        """silu(gate)·up, or one activation; keeps its inputs."""
+        """silu(gate)·up, or one activation; keeps its inputs (a plain ReLU its output, as the next linear does)."""
         inputs = 2 if self.spec.gated else 1
         self.pointwise(f"{prefix}.act", "mlp", "activation", inputs * n, n, (inputs + 1) * n, inputs * n)
-        self.save(f"{prefix}.up", n, [f"{prefix}.act.bwd"])
+        kept = "inner" if self.spec.activation == "relu" and not self.spec.gated else "up"
+        self.save(f"{prefix}.{kept}", n, [f"{prefix}.act.bwd"])
         if self.spec.gated:
             self.save(f"{prefix}.gate", n, [f"{prefix}.act.bwd"])
         self.block.workspace = max(self.block.workspace, n * self.width)

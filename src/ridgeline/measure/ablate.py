@@ -16,10 +16,13 @@ from typing import Any
 from ridgeline.experiments import AblationSpec
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
+from ridgeline.measure.utilisation import add_utilisation
 from ridgeline.predict import predict
 from ridgeline.spec.ablation import Ablation, Outcome
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.train.launch import Job, JobFailed, run_job
 
@@ -59,6 +62,7 @@ def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Wat
     """
     for e in spec.plans.values():
         require_local(e)
+    spec = warm_started(spec, folder, watch)
     predicted = {name: predict(e) for name, e in spec.plans.items()}
     cells = order(list(spec.plans), spec.measure.repeats)
     busy = load_average()
@@ -83,6 +87,33 @@ def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Wat
         ablation.notes.append(f"the machine's load average was {busy:.1f} at the start: timings may be disturbed")
     _write(folder / "ablation.json", ablation.to_json())
     return ablation
+
+
+def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -> AblationSpec:
+    """The same plans starting from one common checkpoint, trained now if it is not there yet."""
+    steps = spec.measure.warm_start
+    if not steps:
+        return spec
+    first = spec.plans[spec.baseline]
+    if not first.is_training or first.training.checkpoint:
+        raise UserError("warm_start trains a starting checkpoint, but the workload has one or does not train",
+                        "drop one of the two")  # fmt: skip
+    place = folder / "base" / "model"
+    if not (place / "config.json").is_file():
+        workload = first.training.model_copy(update={"steps": steps})
+        plain = first.model_copy(
+            update={"workload": workload, "plan": Plan(), "cluster": Cluster(device=first.cluster.device)}
+        )
+        progress = (lambda m: watch(CellRef("warm start", 0), m)) if watch else None
+        try:
+            run_job(Job("train", plain, {"out": str(folder / "base"), "export": True}), progress)
+        except JobFailed as failure:
+            raise UserError(f"the warm start failed ({failure.status}): {failure.reason}", failure.log) from None
+    plans = {}
+    for name, e in spec.plans.items():
+        started = e.training.model_copy(update={"checkpoint": str(place)})
+        plans[name] = e.model_copy(update={"workload": started})
+    return spec.model_copy(update={"plans": plans})
 
 
 def measure_plan(
@@ -117,7 +148,7 @@ def assemble(spec: AblationSpec, folder: Path, predicted: dict[str, Result], com
     for name in spec.plans:
         parts = [Result.load(cell_file(folder, spec, c)) for c in order([name], spec.measure.repeats)
                  if cell_file(folder, spec, c).is_file()]  # fmt: skip
-        merged[name] = merge(parts)
+        merged[name] = add_utilisation(merge(parts), spec.plans[name])
     base = merged[spec.baseline]
     for name, e in spec.plans.items():
         outcome = Outcome(name=name, plan=e.plan.strings(), predicted=predicted[name], measured=merged[name])

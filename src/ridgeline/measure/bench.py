@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ridgeline.measure.ablate import measure_plan, require_local
 from ridgeline.measure.merge import merge
+from ridgeline.measure.utilisation import add_utilisation
 from ridgeline.predict import predict, predict_trace
 from ridgeline.report.trace import TraceEvent, write_trace
 from ridgeline.spec.errors import UserError
@@ -23,7 +25,24 @@ def bench(e: Experiment, repeats: int, progress: Progress) -> tuple[Result, Resu
     require_local(e)
     predicted = predict(e)
     parts = [measure_plan(e, repeat=r, memory=r == 0, progress=progress) for r in range(repeats)]
-    return predicted, merge(parts)
+    measured = merge(parts) if e.is_training else merge_generation(parts)
+    return predicted, add_utilisation(measured, e)
+
+
+def merge_generation(parts: list[Result]) -> Result:
+    """One Result of several generation processes: the median of each metric, its range as the interval."""
+    good = [p for p in parts if p.status == "ok"]
+    if not good:
+        return parts[0]
+    out = good[0].model_copy(deep=True)
+    out.samples = [s for p in good for s in p.samples]
+    for name, metric in out.metrics.items():
+        values = [p.metrics[name].value for p in good if name in p.metrics]
+        metric.value, metric.n = statistics.median(values), len(values)
+        if len(values) > 1:
+            metric.low, metric.high = min(values), max(values)
+            metric.source = "median of processes; the interval is their range"
+    return out
 
 
 def dissect(e: Experiment, out: Path, progress: Progress) -> tuple[Result, Result, list[Path]]:
@@ -46,4 +65,4 @@ def dissect(e: Experiment, out: Path, progress: Progress) -> tuple[Result, Resul
         TraceEvent(v.name, v.start, v.seconds, v.stream, "predicted", {"phase": v.phase}) for v in predict_trace(e)
     ]
     write_trace(predicted_trace, events)
-    return predict(e), measured, [measured_trace, predicted_trace]
+    return predict(e), add_utilisation(measured, e), [measured_trace, predicted_trace]

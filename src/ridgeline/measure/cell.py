@@ -28,6 +28,7 @@ def measure_cell(
     setup = time.perf_counter() - start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    start_loss = trainer.evaluate()
     samples: list[Sample] = []
     reporting = 0.0
     began = time.perf_counter()
@@ -53,6 +54,10 @@ def measure_cell(
     result.metrics["setup_s"] = Metric(value=setup, unit="s", better="lower", source="measured")
     result.metrics["wall_s"] = Metric(value=wall, unit="s", better="lower", source="measured")
     result.checks.append(_steps_fill_wall(samples, wall))
+    end_loss = trainer.evaluate()
+    for name, loss in (("eval_loss_start", start_loss), ("eval_loss", end_loss)):
+        if loss is not None:
+            result.metrics[name] = Metric(value=loss, unit="nats/token", better="lower", source="one held-out batch")
     memory = process_memory()
     if device.type == "cuda":
         memory["allocated_peak"] = torch.cuda.max_memory_allocated(device)

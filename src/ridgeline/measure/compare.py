@@ -83,6 +83,10 @@ class Comparison(_Record):
     """What differs between the two environments."""
     flagged: bool = False
     """The environments are unlike and the comparison was forced."""
+    environment: dict[str, Any] = Field(default_factory=dict)
+    """Of b."""
+    commands: list[str] = Field(default_factory=list)
+    """Those that reproduce a and b."""
     notes: list[str] = Field(default_factory=list)
 
 
@@ -108,6 +112,8 @@ def compare(a: Result, b: Result, force: bool = False) -> Comparison:
             "measure both again on the same machine and code, or pass --force to compare them flagged",
         )
     out = Comparison(a=_label(a), b=_label(b), kind=kind, differences=differences, flagged=bool(differences))
+    out.environment = dict(b.environment)
+    out.commands = [r.command for r in (a, b) if r.command]
     out.metrics = [_metric(name, a, b, kind) for name in _names(a, b)]
     out.movers = _movers(a, b)
     out.memory = _memory(a, b)

@@ -63,7 +63,7 @@ def dissect_cell(
     """
     bare = Result.model_validate(measure_cell(e, device, rank, ranks, {"memory": False}, report))
     trainer = Trainer(e, device, rank, ranks)
-    for _ in range(3):
+    for _ in range(5):  # fresh memory is slow to touch: let the allocator settle
         trainer.step()
     report({"stage": "profiling"})
     count = int(options.get("profiled", 3))

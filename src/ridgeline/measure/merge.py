@@ -120,12 +120,12 @@ def sameness(e: Experiment, own: Result, base: Result) -> list[Check]:
         return []
     made = techniques(e.plan)
     if any(t.card.bound == "falls" for t in made):
-        start = own.metric("first_loss")
-        assert start is not None
+        start, loss = own.metric("eval_loss_start"), own.metric("eval_loss")
+        if start is None or loss is None:
+            return []
         names = ", ".join(t.card.name for t in made if t.card.bound == "falls")
-        return [
-            Check(name=f"loss falls ({names} trains other parameters)", passed=loss < start, expected=start, got=loss)
-        ]
+        what = f"held-out loss falls ({names} trains other parameters)"
+        return [Check(name=what, passed=loss < start, expected=start, got=loss)]
     tolerance = max((t.card.tolerance for t in made), default=1e-5)
     # Rounding differs between kernels and grows with the steps; the card's bound is per comparison of whole runs.
     tolerance = max(tolerance, 1e-4)

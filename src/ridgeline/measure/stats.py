@@ -30,8 +30,9 @@ MAD_TO_SIGMA = 1.4826
 """Median absolute deviation × this = standard deviation, for normal data."""
 
 
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom; the last serves for more."""
+STUDENT = (4.303, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom; the last serves for more. The first would be
+12.7, with which two runs could never show anything: two runs get the factor of three, and cover 80–95 % instead."""
 
 
 class Interval(NamedTuple):
@@ -50,8 +51,12 @@ def bootstrap_ci(blocks: Blocks, statistic: Statistic = np.median, n: int = 2000
     """
     data = _clean(blocks)
     value = float(statistic(np.concatenate(data), axis=None))
-    draws = _resample(data, statistic, n, np.random.default_rng(seed)) - value
-    low, high = _ends(draws * _widen(data, statistic))
+    draws = _resample(data, statistic, n, np.random.default_rng(seed))
+    if min(float(b.min()) for b in data) > 0:
+        # Times and rates spread by factors, and an interval of theirs must not reach below zero.
+        low, high = _ends(np.log(draws / value) * _widen([np.log(b) for b in data], statistic))
+        return Interval(value, value * math.exp(low), value * math.exp(high))
+    low, high = _ends((draws - value) * _widen(data, statistic))
     return Interval(value, value + low, value + high)
 
 
@@ -173,7 +178,7 @@ def step_blocks(samples: Sequence[Sample], per_token: bool = False) -> list[list
     """Seconds (or seconds per token) of the steps that are not warm-up: one block per repeat, in their order."""
     runs: dict[int, list[float]] = {}
     for s in samples:
-        if not s.warmup:
+        if not s.warmup and (s.tokens or not per_token):
             runs.setdefault(s.repeat, []).append(s.seconds / s.tokens if per_token else s.seconds)
     return [runs[k] for k in sorted(runs)]
 

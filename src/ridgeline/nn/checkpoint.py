@@ -130,7 +130,7 @@ def load_into(model: Transformer, path: str | Path) -> None:
     pass one at a time. Raises :class:`UserError` as :func:`load_checkpoint` does.
     """
     files = _Files(Path(path))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if model.spec.tie_embeddings and model.embed is None and model.head is not None:
         parameters["embed.tokens.weight"] = model.head.out.weight  # the last stage of a pipeline holds its own copy
     for ours, group in groupby(links(model.spec), key=lambda link: link.ours):

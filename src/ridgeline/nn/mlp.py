@@ -34,7 +34,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         d_up = F.silu(gate).mul_(dy)
-        d_gate = torch.ops.aten.silu_backward(dy * up, gate)
+        d_gate = dy * up
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)  # elementwise, so in place is safe
         return d_gate, d_up
 
 

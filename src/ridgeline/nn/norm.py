@@ -23,7 +23,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class _RMSNorm(torch.autograd.Function):
     """y = x · r · w with r = (mean(x²) + eps)^-½. Saves only x and r, where the eager composite saves x twice more.
 
-    With n = x · r and p = dy · n:  dw = Σ_tokens p,  dx = r · (dy · w - n · (p · w) / H).
+    With p = dy · x:  dw = rᵀ p (summed over tokens),  dx = dy · w · r - x · r³ (p · w) / H.  Both sums are
+    matrix-vector products, which read p once each and write nothing large.
+
     Everything is computed in float32 (float64 for float64 inputs), whatever the dtype of ``x``.
     """
 
@@ -40,12 +42,12 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        n = _wide(x) * rstd
-        dy = dy.to(n.dtype)
-        p = dy * n
-        dw = p.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        share = torch.matmul(p, weight.to(n.dtype)).unsqueeze_(-1).div_(-x.shape[-1])
-        dx = torch.mul(dy, weight, out=p).addcmul_(n, share).mul_(rstd)
+        wide = _wide(x)
+        dy, w = dy.to(wide.dtype), weight.to(wide.dtype)
+        p = dy * wide
+        dw = torch.mv(p.flatten(0, -2).t(), rstd.flatten()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        share = torch.matmul(p, w).unsqueeze_(-1).mul_(rstd.pow(3)).div_(-x.shape[-1])
+        dx = torch.mul(dy, w, out=p).mul_(rstd).addcmul_(wide, share)
         return dx.to(x.dtype), dw, None, None
 
 

@@ -39,6 +39,13 @@ def predict_trace(e: Experiment) -> list[Event]:
     return simulate(g, rank_cluster(e), _update(g, e)).events
 
 
+def training_flops(e: Experiment) -> tuple[float, float, str]:
+    """Matrix-multiply FLOPs of one step on one rank: (without recomputation, executed, compute dtype)."""
+    e = normalise(e)
+    g = rewritten(training_graph(e), e, check(e))
+    return g.model_flops * g.accumulation, g.flops * g.accumulation, g.dtype
+
+
 def rewritten(g: Graph, e: Experiment, made: list[Technique]) -> Graph:
     """The graph after every technique's pass, in canonical order."""
     for t in made:

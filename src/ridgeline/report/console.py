@@ -123,7 +123,7 @@ class AblationBar(_Live):
             if message.get("status") not in (None, "ok"):
                 self.progress.console.print(f"{where}: {said}", markup=False)
             return
-        share = message.get("step", 0) / max(1, self.steps[cell.plan])
+        share = message.get("step", 0) / max(1, self.steps.get(cell.plan, message.get("steps") or 1))
         self.progress.update(self.task, completed=self.finished + 0.95 * share, note=f"{where}: {_note(message)}")
 
 

@@ -16,7 +16,7 @@ DEFINITIONS: dict[str, str] = {
     "interval": "95 % interval. Steps of one run are correlated, so runs are resampled first, then steps inside each.",
     "loss": "Training loss of the last step, in nats per token, after the same tokens as the baseline.",
     "same": "Does the plan still compute the same thing? ✓ when its loss stays within the bound that its techniques "
-    "state (hover or see the checks for the bound), ✗ when it does not, – when it was not tested.",
+    "state (the list of plans names it), ✗ when it does not, – when it was not tested.",
     "peak_bytes": "Largest sum of live bytes on one rank during a step: parameters, gradients, optimizer states, "
     "activations, temporaries. GiB = 2³⁰ bytes.",
     "memory_ratio": "Measured peak memory over the baseline's.",

@@ -38,7 +38,7 @@ def export(what: Result | Ablation, format: str, out: Path | None) -> str | None
         else:
             result_html(what, out)
         return None
-    text = {"md": to_markdown, "csv": to_csv, "json": lambda x: x.to_json()}[format](what)
+    text = what.to_json() if format == "json" else to_csv(what) if format == "csv" else to_markdown(what)
     if out is None:
         return text
     write_atomic(out, text)

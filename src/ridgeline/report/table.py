@@ -28,13 +28,14 @@ class Column:
 
 @dataclass
 class Table:
-    """Rows of text under headers. ``total``: the last row is a sum."""
+    """Rows of text under headers. ``total``: the last row is a sum. ``metrics``: each row begins with a metric."""
 
     title: str
     columns: Sequence[Column]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     total: bool = False
+    metrics: bool = False
 
     def without_empty_columns(self) -> Table:
         """Drops columns that know nothing; the first one stays."""
@@ -44,7 +45,7 @@ class Table:
     def only(self, keep: Sequence[int]) -> Table:
         """The columns with these indices."""
         rows = [[r[i] for i in keep] for r in self.rows]
-        return Table(self.title, [self.columns[i] for i in keep], rows, list(self.notes), self.total)
+        return Table(self.title, [self.columns[i] for i in keep], rows, list(self.notes), self.total, self.metrics)
 
     @property
     def width(self) -> int:
@@ -89,10 +90,11 @@ def html(table: Table) -> str:
     body = []
     for i, row in enumerate(table.rows):
         kind = ' class="total"' if table.total and i == len(table.rows) - 1 else ""
-        cells = "".join(
-            f'<td class="{c.align}{_tone(cell)}">{escape(cell)}</td>'
-            for c, cell in zip(table.columns, row, strict=True)
-        )
+        said = [escape(cell) for cell in row]
+        if table.metrics:
+            said[0] += hint(row[0])
+        marks = zip(table.columns, row, said, strict=True)
+        cells = "".join(f'<td class="{c.align}{_tone(cell)}">{text}</td>' for c, cell, text in marks)
         body.append(f"<tr{kind}>{cells}</tr>")
     notes = "".join(f'<p class="note">{escape(n)}</p>' for n in table.notes)
     return (
@@ -103,12 +105,8 @@ def html(table: Table) -> str:
 
 def hint(key: str) -> str:
     """A "?" that shows the definition of ``key`` on hover and on keyboard focus; empty without a definition."""
-    text = define(key)
-    if not text:
-        return ""
-    return (
-        f' <span class="hint" tabindex="0" role="note" aria-label="{escape(text)}" data-tip="{escape(text)}">?</span>'
-    )
+    tip = escape(define(key))
+    return f' <span class="hint" tabindex="0" role="note" aria-label="{tip}" data-tip="{tip}">?</span>' if tip else ""
 
 
 def csv_text(records: Sequence[Record]) -> str:

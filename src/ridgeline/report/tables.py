@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 Reportable = Ablation | Result | Comparison
+LOPSIDED = 2.0
+"""An interval whose ends differ by more than this factor is written with both ends, not as ±."""
 
 
 def tables(x: Reportable, width: int | None = None) -> list[Table]:
@@ -132,7 +134,7 @@ def result_tables(r: Result) -> list[Table]:
     ]
     columns = [Column("Metric", align="left"), Column("Value"), Column("95 % interval", "interval"), Column("n"),
                Column("Source", align="left")]  # fmt: skip
-    out = [Table(f"{r.name or r.experiment_id}, {r.source}", columns, rows).without_empty_columns()]
+    out = [Table(f"{r.name or r.experiment_id}, {r.source}", columns, rows, metrics=True).without_empty_columns()]
     if r.status != "ok":
         out[0].notes.append(f"failed: {r.status}: {r.reason}")
     if r.checks:
@@ -170,7 +172,8 @@ def comparison_tables(c: Comparison) -> list[Table]:
     columns = [Column("Metric", align="left"), Column(c.a), Column(c.b), Column("Ratio"), Column("95 %", "interval"),
                Column("Residual" if predicted else "Change", "residual" if predicted else ""),
                Column("Verdict", "verdict", "left")]  # fmt: skip
-    out = [Table(f"{c.b} against {c.a}: {c.kind}", columns, rows, list(c.notes)).without_empty_columns()]
+    first = Table(f"{c.b} against {c.a}: {c.kind}", columns, rows, list(c.notes), metrics=True)
+    out = [first.without_empty_columns()]
     if c.movers:
         unit = scale([s for r in c.movers for s in (r.a_seconds, r.b_seconds)], TIMES)
         moved = [
@@ -205,12 +208,15 @@ def failures(a: Ablation) -> list[str]:
 
 
 def verdict_text(o: Outcome) -> str:
-    """The verdict; for a failed plan, with how it failed; for a plan that was only predicted, that."""
+    """The verdict; for a failed plan, with how it failed; for one without a rival, why."""
     if o.verdict != "failed":
         return o.verdict
-    if o.measured is None:
-        return "not measured" if o.predicted and o.predicted.status == "ok" else "failed"
-    return f"failed: {o.measured.status}"
+    known = o.measured or o.predicted
+    if known is None:
+        return "failed"
+    if known.status != "ok":
+        return f"failed: {known.status}"
+    return "not measured" if o.measured is None else "no baseline"
 
 
 def speedup_text(o: Outcome) -> str:
@@ -220,7 +226,12 @@ def speedup_text(o: Outcome) -> str:
         return NONE if o.predicted_speedup is None else f"{times(o.predicted_speedup)} pred"
     if o.verdict == "baseline" or s.low is None or s.high is None:
         return times(s.value)
-    return f"{times(s.value)} [{s.low:.2f}, {s.high:.2f}]"
+    return f"{times(s.value)} [{_factor(s.low)}, {_factor(s.high)}]"
+
+
+def _factor(ratio: float) -> str:
+    """An end of an interval; beyond a hundredfold the digits say nothing."""
+    return "<0.01" if ratio < 0.01 else ">100" if ratio > 100 else f"{ratio:.2f}"
 
 
 def sameness(o: Outcome) -> str:
@@ -279,6 +290,8 @@ def _spread(r: Result | None, name: str, unit: Scale) -> str:
     m = r.metrics.get(name) if r else None
     if m is None or m.low is None or m.high is None:
         return _value(r, name, unit)
+    if m.low <= 0 or m.high / m.low > LOPSIDED:
+        return f"{unit.say(m.value)} [{unit.say(m.low, 2)}, {unit.say(m.high, 2)}]"
     return f"{unit.say(m.value)} ± {number((m.high - m.low) / 2 / unit.factor, 2)}"
 
 

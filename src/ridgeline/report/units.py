@@ -29,7 +29,9 @@ COUNTS = (Scale(1e15, "P"), Scale(1e12, "T"), Scale(1e9, "G"), Scale(1e6, "M"), 
 def scale(values: Iterable[float | None], steps: tuple[Scale, ...]) -> Scale:
     """The unit in which the largest value is at least one."""
     largest = max((abs(v) for v in values if v is not None and math.isfinite(v)), default=0.0)
-    return next((s for s in steps if largest >= s.factor), steps[-1] if largest else steps[0])
+    if not largest:
+        return next(s for s in steps if s.factor == 1)
+    return next((s for s in steps if largest >= s.factor), steps[-1])
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -77,7 +79,7 @@ def times(ratio: float | None) -> str:
 
 def metric(value: float | None, unit: str) -> str:
     """A value in its SI unit as people read it."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return NONE
     if unit == "s":
         return seconds(value)

@@ -36,7 +36,7 @@ class Outcome(BaseModel):
 class Ablation(BaseModel):
     """The outcome of ``ridgeline ablate``: what the report draws and the store keeps."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, ser_json_inf_nan="strings")
 
     schema_: Literal["ridgeline.ablation/1"] = Field(default="ridgeline.ablation/1", alias="schema")
     id: str

@@ -75,15 +75,27 @@ def _mistral(c: Config) -> Config:
     return {**_llama_like(c), "sliding_window": c.get("sliding_window")}
 
 
+def _qwen_window(c: Config) -> int | None:
+    """Qwen's window applies from layer ``max_window_layers`` (default 28) on; ours to all layers or none."""
+    first = c.get("max_window_layers", 28)
+    window: int | None = c.get("sliding_window")
+    if not c.get("use_sliding_window") or window is None or first >= c["num_hidden_layers"]:
+        return None
+    if first > 0:
+        raise UserError(
+            f"a sliding window from layer {first} of {c['num_hidden_layers']} on is not supported",
+            "set max_window_layers to 0 (a window in every layer) or use_sliding_window to false",
+        )
+    return window
+
+
 def _qwen2(c: Config) -> Config:
-    window = c.get("sliding_window") if c.get("use_sliding_window") else None
-    return {**_llama_like(c), "qkv_bias": True, "sliding_window": window}
+    return {**_llama_like(c), "qkv_bias": True, "sliding_window": _qwen_window(c)}
 
 
 def _qwen3(c: Config) -> Config:
     bias = bool(c.get("attention_bias", False))
-    window = c.get("sliding_window") if c.get("use_sliding_window") else None
-    base = {**_llama_like(c), "qkv_bias": bias, "out_bias": bias, "qk_norm": True, "sliding_window": window}
+    base = {**_llama_like(c), "qkv_bias": bias, "out_bias": bias, "qk_norm": True, "sliding_window": _qwen_window(c)}
     return {**base, "head_dim": c.get("head_dim") or 128}
 
 

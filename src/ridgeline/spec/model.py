@@ -22,6 +22,10 @@ Position = Literal["rope", "learned", "relative"]
 Head = Literal["lm", "mlm"]
 
 
+_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+          "max_positions", "moe_every")  # fmt: skip
+
+
 class Parameter(NamedTuple):
     """One parameter tensor: its dotted name in the torch twin, its shape, and the block it belongs to."""
 
@@ -106,6 +110,9 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSpec:
+        for field in _SIZES:
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} {getattr(self, field)} is not at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
@@ -234,15 +241,17 @@ class ModelSpec(BaseModel):
         """
         from ridgeline.spec.huggingface import READERS
 
-        kind = config.get("model_type", "")
+        kind = str(config.get("model_type", ""))
         if kind not in READERS:
-            raise unknown("model_type", str(kind), READERS, "config.json")
+            raise unknown("model_type", kind, READERS, "config.json")
         try:
             return cls(**{"name": name or kind, **READERS[kind](config)})
         except KeyError as e:
             raise UserError(f"config.json of model_type {kind!r} has no key {e.args[0]!r}", "add it") from None
         except ValueError as e:
             raise UserError(f"config.json of model_type {kind!r} is not usable: {_first_line(e)}") from None
+        except (TypeError, ArithmeticError, AttributeError) as e:  # a size that is a string, null, or zero
+            raise UserError(f"config.json of model_type {kind!r} holds a value of the wrong kind: {e}") from None
 
     @classmethod
     def from_path(cls, path: Path) -> ModelSpec:

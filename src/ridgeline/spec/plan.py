@@ -28,6 +28,8 @@ class Call(BaseModel):
             key, eq, value = item.partition("=")
             if not eq or not key:
                 raise UserError(f"{text!r}: {item!r} is not option=value", f"write it like {name}:{item}=VALUE")
+            if key.strip() in options:
+                raise UserError(f"{text!r}: option {key.strip()!r} is given twice", "give it once")
             options[key.strip()] = scalar(value.strip())
         if not name:
             raise UserError(f"{text!r} names no technique", "write NAME or NAME:option=value")

@@ -21,7 +21,7 @@ MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "tem
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")  # a loss may well be NaN; JSON has none
 
 
 class Metric(_Record):
@@ -145,4 +145,7 @@ class Result(_Record):
     @classmethod
     def load(cls, path: Path) -> Result:
         """Read a result file."""
-        return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"{path} cannot be read: {e}") from None

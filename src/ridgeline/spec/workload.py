@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Workload(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Storage dtype of the weights; auto: fp32 in training and on CPUs, else bf16."""

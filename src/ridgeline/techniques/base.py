@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
@@ -59,7 +59,7 @@ class Card:
 class Technique(BaseModel):
     """Base of every technique. Subclass fields are its options, with a docstring each."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     card: ClassVar[Card]
     phase: ClassVar[Phase]
@@ -67,6 +67,15 @@ class Technique(BaseModel):
     """Place within the phase, low first."""
     splits_batch: ClassVar[bool] = False
     """Whether it makes the ranks work on different parts of the batch (data parallelism of any kind)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lone_value(cls, values: Any) -> Any:
+        """A list option may be written with a single value, ``targets=q_proj``, as the command line does."""
+        if not isinstance(values, dict):
+            return values
+        lists = {k for k, f in cls.model_fields.items() if get_origin(f.annotation) in (tuple, list)}
+        return {k: (v,) if k in lists and isinstance(v, (str, int, float)) else v for k, v in values.items()}
 
     def axes(self) -> dict[str, int]:
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""

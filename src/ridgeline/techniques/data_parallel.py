@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
@@ -28,7 +30,7 @@ class DataParallel(Technique):
     phase: ClassVar[Phase] = "shard"
     splits_batch: ClassVar[bool] = True
 
-    bucket_mb: float = 25.0
+    bucket_mb: float = Field(default=25.0, gt=0)
     """Gradients are reduced in buckets of this many MiB."""
 
     def check(self, e: Experiment) -> None:

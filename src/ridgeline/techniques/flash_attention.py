@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, Saved
+from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -32,14 +33,23 @@ class FlashAttention(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Three operators become one; the score matrix and its gradient are never stored."""
-        return g.each_block(lambda b: _fuse(b, g.dtype), layers_only=True)
+        window, length = e.model.sliding_window, g.length
+        if window and length > window:  # the kernel has no window of its own: one mask serves all layers
+            g.buffers += length * length * DTYPE_BYTES[e.dtype]
+        groups = e.model.num_heads // e.model.num_kv_heads
+        return g.each_block(lambda b: _fuse(b, groups), layers_only=True)
 
     def build(self, run: Build) -> None:
         """Switch the model's attention backend."""
         run.model.set_attention("flash")
 
 
-def _fuse(b: Block, dtype: str) -> None:
+_PARTS = ("scores", "mask", "softmax", "values")
+_BACKWARD_PARTS = ("values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
+
+
+def _fuse(b: Block, groups: int) -> None:
+    """Replace the operators of every attention of a block; ``groups`` query heads share one key/value head."""
     for prefix in ("attention", "cross_attention"):
         scores = next((o for o in b.forward if o.name == f"{prefix}.scores"), None)
         if scores is None:
@@ -49,19 +59,20 @@ def _fuse(b: Block, dtype: str) -> None:
         elements = float(heads * (2 * q_len + 2 * kv_len) * dim)
         width = scores.bytes / (heads * q_len * dim + heads * kv_len * dim + heads * q_len * kv_len)
         width = 2.0 if scores.dtype in ("bf16", "fp16") else max(width, 4.0) if scores.dtype == "fp32" else width
-        old = {f"{prefix}.{part}" for part in ("scores", "mask", "softmax", "values")}
-        old_backward = {f"{name}.bwd" for name in old}
+        old = {f"{prefix}.{part}" for part in _PARTS}
+        old_backward = {f"{prefix}.{part}" for part in _BACKWARD_PARTS}
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
                    dtype=scores.dtype, shape=(heads, q_len, kv_len, dim))  # fmt: skip
         b.forward = _replace(b.forward, old, fused)
-        if b.backward:
+        if any(o.name in old_backward for o in b.backward):  # not below the first adapter of a frozen model
             # Five matrix products backward (scores again, dV, dP, dQ, dK) against two forward.
             back = Op(f"{prefix}.flash.bwd", "attention", "attention", "backward", 2.5 * flops, 2 * elements * width,
                       scores.dtype, fused.shape)  # fmt: skip
             b.backward = _replace(b.backward, old_backward, back)
             saved = {k: v for k, v in b.saved.items() if k != f"{prefix}.probs"}
-            for key in (f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"):
-                saved[key] = Saved(saved[key].bytes, frozenset({back.name}))
+            keys = heads * kv_len * dim * width / groups
+            for part, kept in (("q", heads * q_len * dim * width), ("k", keys), ("v", keys)):
+                saved[f"{prefix}.{part}"] = Saved(kept, frozenset({back.name}))
             context = saved.get(f"{prefix}.context")
             users = (context.users if context else frozenset()) | {back.name}
             saved[f"{prefix}.context"] = Saved(float(heads * q_len * dim) * width, users)
@@ -69,8 +80,9 @@ def _fuse(b: Block, dtype: str) -> None:
             b.saved = saved
         small = float(heads * q_len * dim) * width
         others = [o for o in b.forward if o.kind == "activation"]
-        b.workspace = max([small] + [o.bytes / 3 for o in others])
-        b.backward_workspace = max([3 * small] + [o.bytes for o in others])
+        expanded = [p.numel * 4.0 for o in b.forward if o.kind == "cast" for p in b.params if p.name == o.param]
+        b.workspace = max([small, *expanded] + [o.bytes / 3 for o in others])
+        b.backward_workspace = max([3 * small, *expanded] + [o.bytes for o in others])
 
 
 def _replace(ops: list[Op], gone: set[str], new: Op) -> list[Op]:

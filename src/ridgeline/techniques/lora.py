@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, Param, Saved
+from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.base import Card, Phase, Technique
@@ -38,7 +39,7 @@ class LoRA(Technique):
     """Rank of the update."""
     alpha: float = Field(default=16.0, gt=0)
     """Scale numerator: the update is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    targets: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
     """Last name of each linear layer to adapt."""
 
     def check(self, e: Experiment) -> None:
@@ -59,38 +60,41 @@ class LoRA(Technique):
         blocks: list[Block] = []
         first = True
         for b in g.blocks:
+            sources = _sources(b)
             _freeze(b)
-            if b.name.startswith(("layers", "encoder")):
-                self._adapt(b, g.tokens)
+            if not b.name.startswith(("layers", "encoder")):
                 if first:
-                    head = deepcopy(b)
-                    head.repeat = 1
-                    _no_input_gradient(head)
-                    blocks.append(head)
-                    b.repeat -= 1
-                    first = False
-                if b.repeat:
-                    blocks.append(b)
-            else:
+                    b.drop_users([o.name for o in b.backward])
+                blocks.append(b)
+                continue
+            self._adapt(b, sources)
+            if first:
+                head = deepcopy(b)
+                head.repeat = 1
+                head.drop_users(_needless(set(self.targets), e.model.post_norm))
+                blocks.append(head)
+                b.repeat -= 1
+                first = False
+            if b.repeat:
                 blocks.append(b)
         g.blocks = blocks
         return g
 
-    def _adapt(self, b: Block, tokens: int) -> None:
+    def _adapt(self, b: Block, sources: dict[str, str]) -> None:
         r = self.rank
         for op in list(b.forward):
             leaf = op.name.rpartition(".")[2]
             if op.kind != "gemm" or leaf not in self.targets or not op.param.endswith(".weight"):
                 continue
             m, n, k = op.shape
-            w = 4.0
-            source = next((key for key, s in _sources(op, b)), f"{op.name}.input")
+            w = DTYPE_BYTES[op.dtype]
             down = Op(f"{op.name}.lora_a", op.module, "gemm", flops=2.0 * m * r * k, bytes=(m * k + m * r + r * k) * w,
                       dtype=op.dtype, shape=(m, r, k), param=f"{op.name}.lora_a")  # fmt: skip
             up = Op(f"{op.name}.lora_b", op.module, "gemm", flops=2.0 * m * n * r, bytes=(m * n + m * r + n * r) * w,
                     dtype=op.dtype, shape=(m, n, r), param=f"{op.name}.lora_b")  # fmt: skip
             add = Op(f"{op.name}.lora_add", op.module, "residual", bytes=3.0 * m * n * w, dtype=op.dtype)
-            b.forward[b.forward.index(op) + 1 : b.forward.index(op) + 1] = [down, up, add]
+            at = b.forward.index(op)
+            b.forward[at : at + 1] = [down, up, op, add]
             for part, (rows, out, inner) in ((down, (m, r, k)), (up, (m, n, r))):
                 dx = replace(part, name=f"{part.name}.dx", direction="backward", shape=(rows, inner, out))
                 dw = replace(part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows))
@@ -99,6 +103,7 @@ class LoRA(Technique):
             b.backward.append(
                 Op(f"{op.name}.lora_add.bwd", op.module, "residual", "backward", 0, 3.0 * m * n * w, op.dtype)
             )
+            source = sources[op.name]
             old = b.saved.get(source)
             users = (old.users if old else frozenset()) | {f"{down.name}.dw"}
             b.saved[source] = Saved(m * k * w, users)
@@ -122,15 +127,9 @@ def _linears(m: ModelSpec) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _sources(op: Op, b: Block) -> list[tuple[str, Saved]]:
-    """The saved activation that is the input of linear ``op`` (kept under another linear's name when shared)."""
-    module = {"q_proj": "attention_input", "k_proj": "attention_input", "v_proj": "attention_input",
-              "o_proj": "context", "gate_proj": "mlp_input", "up_proj": "mlp_input", "down_proj": "inner"}  # fmt: skip
-    leaf = op.name.rpartition(".")[2]
-    prefix = op.name.rpartition(".")[0]
-    key = module.get(leaf, f"{leaf}.input")
-    key = f"{prefix}.{key}" if key in ("context", "inner") else key
-    return [(key, b.saved.get(key, Saved(0.0, frozenset())))]
+def _sources(b: Block) -> dict[str, str]:
+    """Linear layer → the saved activation that is its input (linears that read the same tensor share one)."""
+    return {user.removesuffix(".dw"): key for key, s in b.saved.items() for user in s.users if user.endswith(".dw")}
 
 
 def _freeze(b: Block) -> None:
@@ -140,9 +139,30 @@ def _freeze(b: Block) -> None:
     b.drop_users(gone)
 
 
-def _no_input_gradient(b: Block) -> None:
-    """The first layer's input needs no gradient: no input-gradient GEMMs into it, no normalisation backward."""
-    gone = ["attention_norm.bwd", "attention_residual.bwd"]
-    gone += [f"attention.{p}_proj{part}.dx" for p in "qkv" for part in ("", ".lora_a")]
-    gone += [f"attention.{p}_proj.accumulate" for p in "qkv"]
-    b.drop_users(gone)
+def _needless(targets: set[str], post_norm: bool) -> list[str]:
+    """Backward operators that the first layer does not run: those of tensors that depend on no adapter."""
+
+    def linear(name: str) -> list[str]:
+        return [f"{name}.dx", f"{name}.lora_a.dx", f"{name}.accumulate"]
+
+    q, k, v = ("q_proj" in targets, "k_proj" in targets, "v_proj" in targets)
+    attended = q or k or v
+    added = attended or "o_proj" in targets
+    inner = added or bool({"gate_proj", "up_proj"} & targets)
+    gone = ["attention_residual.bwd", *linear("attention.q_proj"), *linear("attention.k_proj")]
+    gone += linear("attention.v_proj")
+    if not post_norm:
+        gone.append("attention_norm.bwd")
+    for part, needed, product in (("q", q, "scores.dq"), ("k", k, "scores.dk"), ("v", v, "values.dv")):
+        if not needed:
+            gone += [f"attention.{name}" for name in (f"{part}_norm.bwd", f"{part}_rope.bwd", product)]
+    if not (q or k):
+        gone += ["attention.softmax.bwd", "attention.values.dprobs"]
+    if not attended:
+        gone += linear("attention.o_proj")
+    if not added:
+        gone += ["attention_norm.bwd" if post_norm else "mlp_norm.bwd", "mlp_residual.bwd"]
+        gone += [*linear("mlp.gate_proj"), *linear("mlp.up_proj")]
+    if not inner:
+        gone += ["mlp.act.bwd", *linear("mlp.down_proj")]
+    return gone

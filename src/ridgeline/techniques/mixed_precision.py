@@ -44,7 +44,9 @@ class MixedPrecision(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Matrix multiplications and most activations halve; every weight is cast once per micro-batch."""
         g.dtype = self.dtype
-        return g.each_block(lambda b: _lower(b, self.dtype))
+        # The residual stream stays wide, unless every sum of it goes through a norm, whose result is low.
+        wide = ("embed.sum",) if e.model.post_norm else _FP32_SAVED
+        return g.each_block(lambda b: _lower(b, self.dtype, wide))
 
     def build(self, run: TrainBuild) -> None:
         """Run the forward pass under ``torch.autocast``."""
@@ -53,7 +55,7 @@ class MixedPrecision(Technique):
         run.compute_dtype = {"bf16": torch.bfloat16}[self.dtype]
 
 
-def _lower(b: Block, dtype: str) -> None:
+def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     def low(o: Op) -> Op:
         if o.kind in _MATMUL or (o.kind in ("rope", "activation", "softmax", "mask", "copy") and o.dtype == "fp32"):
             return replace(o, dtype=dtype, bytes=o.bytes / 2)
@@ -73,7 +75,7 @@ def _lower(b: Block, dtype: str) -> None:
     b.forward = casts + b.forward
     kept = {}
     for key, saved in b.saved.items():
-        wide = key in _FP32_SAVED or key.endswith((".stats", ".lse", ".routing"))
+        wide = key in wide_saved or key.endswith((".stats", ".lse", ".routing"))
         kept[key] = saved if wide else replace(saved, bytes=saved.bytes / 2)
     for key in [k for k in kept if k.endswith(".probs")]:  # softmax in fp32, and its low-precision copy
         kept[key] = replace(kept[key], bytes=3 * kept[key].bytes)

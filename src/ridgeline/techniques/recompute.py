@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Saved
+from ridgeline.graph.graph import Block, Graph, Op, Saved
+from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -52,11 +53,14 @@ class Recompute(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Forward operators move into the backward phase too; saved activations shrink to the block's input."""
-        g.closing.append(lambda graph: self._drop(graph, e.model.hidden_size))
+        kept = e.model.hidden_size * g.tokens * DTYPE_BYTES[e.dtype]
+        g.closing.append(lambda graph: self._drop(graph, kept))
         return g
 
-    def _drop(self, g: Graph, hidden: int) -> None:
+    def _drop(self, g: Graph, kept: float) -> None:
+        """Rebuild the chosen layers; ``kept`` are the bytes of one layer's input, which stays."""
         blocks: list[Block] = []
+        passed: dict[str, int] = {}
         for block in g.blocks:
             if not block.name.startswith(("layers", "encoder")):
                 blocks.append(block)
@@ -64,14 +68,17 @@ class Recompute(Technique):
                 _selective(block)
                 blocks.append(block)
             else:
-                chosen = -(-block.repeat // self.every)
+                first = passed.get(block.name, 0)
+                passed[block.name] = first + block.repeat
+                chosen = sum(i % self.every == 0 for i in range(first, first + block.repeat))
                 if block.repeat > chosen:
                     rest = deepcopy(block)
                     rest.repeat = block.repeat - chosen
                     blocks.append(rest)
-                block.repeat = chosen
-                _full(block, hidden * g.tokens)
-                blocks.append(block)
+                if chosen:
+                    block.repeat = chosen
+                    _full(block, kept)
+                    blocks.append(block)
         g.blocks = blocks
 
     def build(self, run: TrainBuild) -> None:
@@ -91,22 +98,30 @@ class Recompute(Technique):
                 block.forward = again(block.forward)
 
 
-def _full(b: Block, input_elements: float) -> None:
-    again = [replace(o, name=f"{o.name}.again", direction="backward", recompute=True) for o in b.forward]
-    width = b.saved["input"].bytes / input_elements if "input" in b.saved else 4.0
+def _again(ops: list[Op]) -> list[Op]:
+    return [replace(o, name=f"{o.name}.again", direction="backward", recompute=True) for o in ops]
+
+
+def _full(b: Block, kept: float) -> None:
+    """All of the forward pass is repeated, but for what comes after the last tensor that backward needs.
+
+    A matrix multiplication keeps only what it reads, so the last one of a pre-norm layer is not run again.
+    """
+    needed = {o.name.rpartition(".")[0] for o in b.backward if o.kind != "residual"}
+    end = max((i for i, o in enumerate(b.forward) if o.name in needed and o.kind != "residual"), default=-1)
+    quantised = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
+    if b.forward[end].kind != "gemm" or quantised:
+        end += 1
     b.recomputed = b.saved_bytes
-    b.saved = {"input": Saved(input_elements * width, frozenset({"recompute"}))}
-    b.backward = again + b.backward
+    b.saved = {"input": Saved(kept, frozenset({"recompute"}))}
+    b.backward = _again(b.forward[:end]) + b.backward
 
 
 def _selective(b: Block) -> None:
     for prefix in ("attention", "cross_attention"):
-        core = {f"{prefix}.{part}" for part in ("scores", "mask", "softmax", "values")}
-        again = [
-            replace(o, name=f"{o.name}.again", direction="backward", recompute=True)
-            for o in b.forward
-            if o.name in core
-        ]
+        # The product with the values reads the last tensor to be rebuilt, and is not run again.
+        core = {f"{prefix}.{part}" for part in ("scores", "mask", "softmax")}
+        again = _again([o for o in b.forward if o.name in core])
         probs = b.saved.pop(f"{prefix}.probs", None)
         b.recomputed += probs.bytes if probs else 0.0
         b.backward = again + b.backward

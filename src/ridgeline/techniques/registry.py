@@ -94,14 +94,14 @@ def check(e: Experiment) -> list[Technique]:
 
 def _check_workload(e: Experiment) -> None:
     m, w = e.model, e.workload
+    if e.task in ("generate", "serve") and not m.causal:
+        raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
     length = getattr(w, "seq_len", 0) or getattr(w, "prompt_len", 0) + getattr(w, "output_len", 0)
     if m.position != "relative" and length > m.max_positions:
         raise Incompatible(
             f"sequence of {length} tokens is longer than the {m.max_positions} positions of {m.name}",
             f"use at most {m.max_positions} tokens, or a model with more positions",
         )
-    if e.task in ("generate", "serve") and not m.causal:
-        raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
     if e.is_training:
         share = e.data_parallel * e.micro_batch_size
         if e.batch_size % share:

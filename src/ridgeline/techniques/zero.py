@@ -104,10 +104,20 @@ class Zero(Technique):
                 if run.device.type == "cpu":
                     module.set_force_sum_reduction_for_comms(True)
 
+        root = run.root
+        assert isinstance(root, FSDPModule)
+
         @contextmanager
         def sync(last: bool) -> Iterator[None]:
-            run.root.set_requires_gradient_sync(last or self.stage >= 2)
-            run.root.set_is_last_backward(last)
+            root.set_requires_gradient_sync(last or self.stage >= 2)
+            root.set_is_last_backward(last)
             yield
 
+        def release() -> None:
+            # Without a backward nothing would free the gathered parameters, and the next forward would reuse them.
+            for module in run.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
         run.sync = sync
+        run.after_evaluation = release

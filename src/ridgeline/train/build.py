@@ -60,6 +60,8 @@ class TrainBuild(Build):
     """Context of one micro-batch's forward and backward; argument: whether it is the step's last."""
     keep_gradients: bool = False
     """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
+    after_evaluation: Callable[[], None] = lambda: None
+    """What to undo after a forward pass that no backward follows."""
     root: LossModel = field(init=False)
     call: nn.Module = field(init=False)
 

@@ -182,9 +182,19 @@ class Batches:
     seed: int = 0
 
     @property
-    def sequences(self) -> int:
+    def windows(self) -> int:
         """Windows of ``seq_len`` in the corpus."""
         return (len(self.tokens.ids) - 1) // self.seq_len
+
+    @property
+    def held_out(self) -> int:
+        """Windows at the corpus's end kept for evaluation: one batch, when that is less than a quarter of them."""
+        return self.batch_size if self.windows >= 4 * self.batch_size else 0
+
+    @property
+    def sequences(self) -> int:
+        """Windows to train on."""
+        return self.windows - self.held_out
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(input_ids, labels), both int64 [batch_size, seq_len], of the global batch of ``step``."""
@@ -197,7 +207,16 @@ class Batches:
         for i in range(first, first + self.batch_size):
             epoch, at = divmod(i, n)
             rows.append(_permutation(n, self.seed, epoch)[at])
-        starts = np.asarray(rows) * self.seq_len
+        return self._pack(np.asarray(rows), step)
+
+    def held_out_batch(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(input_ids, labels) that no step trains on; None when the corpus is too small to spare them."""
+        if not self.held_out:
+            return None
+        return self._pack(np.arange(self.sequences, self.windows), -1)
+
+    def _pack(self, rows: np.ndarray, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = rows * self.seq_len
         ids = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
         windows = torch.from_numpy(ids.astype(np.int64))
         if self.causal:
@@ -205,7 +224,7 @@ class Batches:
         return self._masked(windows[:, :-1].contiguous(), step)
 
     def _masked(self, ids: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        g = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        g = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 1)
         chosen = torch.rand(ids.shape, generator=g) < 0.15
         kind = torch.rand(ids.shape, generator=g)
         random = torch.randint(self.vocab_size, ids.shape, generator=g)

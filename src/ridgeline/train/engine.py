@@ -112,7 +112,9 @@ class Trainer:
 
         Every rank derives the global batch from the step, so counting needs no communication.
         """
-        ids, labels = self.batches.batch(step)
+        return self._mine(*self.batches.batch(step))
+
+    def _mine(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
         valid = max(1, int((labels != IGNORE).sum()))
         share = len(ids) // self.experiment.data_parallel
         mine = slice(self.rank * share, (self.rank + 1) * share)
@@ -135,6 +137,23 @@ class Trainer:
                 (loss * (run.loss_scale / valid)).backward()
             total += loss.detach() / valid
         return total, valid
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss over one held-out batch, the same for every plan; None when the corpus has none to spare."""
+        batch = self.batches.held_out_batch()
+        if batch is None:
+            return None
+        micro, valid = self._mine(*batch)
+        run = self.run
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for ids, labels in micro:
+            with torch.autocast(self.device.type, run.compute_dtype, enabled=run.compute_dtype is not None):
+                total += run.call(ids, labels).double() / valid
+        run.after_evaluation()
+        if self.world > 1:
+            dist.all_reduce(total)
+        return float(total)
 
     def update(self, step: int) -> torch.Tensor:
         """Clip and apply the gradients; returns their global norm before clipping."""

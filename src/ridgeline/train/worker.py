@@ -114,8 +114,10 @@ def run_rank(
         return train(e, device, rank, ranks, options, report)
     if mode == "measure":
         from ridgeline.measure.cell import measure_cell
+        from ridgeline.measure.generation import generation_cell
 
-        return measure_cell(e, device, rank, ranks, options, report)
+        measured = measure_cell if e.is_training else generation_cell
+        return measured(e, device, rank, ranks, options, report)
     if mode == "dissect":
         from ridgeline.measure.dissect import dissect_cell
 

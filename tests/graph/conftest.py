@@ -1,0 +1,70 @@
+"""One small model per family, and the real twin of a training experiment."""
+
+import pytest
+import torch
+
+from ridgeline import experiments, nn
+from ridgeline.graph import training_graph
+from ridgeline.predict.predict import rewritten
+from ridgeline.spec.model import ModelSpec
+from ridgeline.techniques.registry import check
+from ridgeline.train.build import TrainBuild
+
+_LLAMA = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+_GPT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "max_position_embeddings": 64}  # fmt: skip
+
+FAMILIES = {
+    "llama": {**_LLAMA, "model_type": "llama"},
+    "llama-mha": {**_LLAMA, "model_type": "llama", "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True,
+                  "tie_word_embeddings": True},
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 5},
+    "qwen2": {**_LLAMA, "model_type": "qwen2"},
+    "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "opt": {**_GPT, "model_type": "opt", "word_embed_proj_dim": 32, "ffn_dim": 64},
+    "bert": {**_GPT, "model_type": "bert", "intermediate_size": 64},
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES)
+def spec(request):
+    return ModelSpec.from_config(FAMILIES[request.param], name=request.param)
+
+
+class Twins:
+    """Both sides of one training experiment on one rank."""
+
+    def __init__(self, spec, plan=(), **workload):
+        fields = {"kind": "pretrain", "seq_len": 24, "batch_size": 2, **workload}
+        self.experiment = experiments.make(spec.model_dump(), "a100", fields, list(plan))
+        self.techniques = check(self.experiment)
+
+    def graph(self):
+        return rewritten(training_graph(self.experiment), self.experiment, self.techniques)
+
+    def real(self, device="cpu"):
+        """The engine's own builder after every technique's ``build``, as the trainer drives it."""
+        model = nn.build(self.experiment.model, device=device)
+        model.set_attention("naive")
+        run = TrainBuild(self.experiment, model, torch.device(device))
+        for t in self.techniques:
+            t.build(run)
+            run.assert_trainable()
+        run.assert_trainable()
+        return run
+
+    def batch(self, device="cpu"):
+        e = self.experiment
+        rng = torch.Generator().manual_seed(0)
+        ids = torch.randint(e.model.vocab_size, (e.micro_batch_size, e.training.seq_len), generator=rng)
+        return ids.to(device)
+
+
+@pytest.fixture
+def twins():
+    return Twins

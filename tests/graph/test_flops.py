@@ -1,0 +1,128 @@
+"""The graph's FLOPs equal what PyTorch's own counter sees in the real model, to the last one."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from ridgeline import experiments, nn
+from ridgeline.graph import decode_graph, prefill_graph
+from ridgeline.predict.predict import rewritten
+from ridgeline.techniques.registry import check
+
+aten = torch.ops.aten
+
+
+def _fused(q, k, v, *_, out_shape=None, **__):
+    return sdpa_flop_count(q, k, v)
+
+
+def _fused_backward(grad, q, k, v, *_, out_shape=None, **__):
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+def _bmm(a, b, *_, out_shape=None, **__):
+    # A matrix-vector product is aten.mv, which the counter leaves out; matmul sometimes runs one as a bmm.
+    return 0 if b[-1] == 1 else 2 * a[0] * a[1] * a[2] * b[2]
+
+
+# The counter knows CUDA's fused kernels only; on the meta device there are none, so flash runs on the CPU's.
+FORMULAS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _fused,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward,
+    aten.bmm: _bmm,
+}
+
+
+def counted(work):
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        result = work()
+    return counter.get_total_flops(), result
+
+
+def in_graph(g, direction):
+    return sum(op.flops * b.repeat for b in g.blocks for op in getattr(b, direction))
+
+
+def assert_equal_flops(twins, device="cpu"):
+    run, ids, g = twins.real(device), twins.batch(device), twins.graph()
+    forward, loss = counted(lambda: run.call(ids, ids))
+    backward, _ = counted(loss.backward)
+    assert (in_graph(g, "forward"), in_graph(g, "backward")) == (forward, backward)
+    assert g.flops == forward + backward
+    return forward, backward, g
+
+
+def test_training_step_on_the_meta_device(spec, twins):
+    forward, backward, g = assert_equal_flops(twins(spec), "meta")
+    assert backward == 2 * forward
+    assert g.model_flops == g.flops
+
+
+def test_flash_attention(spec, twins):
+    naive = twins(spec).graph()
+    _, backward, g = assert_equal_flops(twins(spec, ["flash_attention"]))
+    # The fused backward multiplies the scores out once more: 5 products where the unfused one needs 4.
+    once = 2 * 2 * spec.num_heads * 24 * 24 * spec.head_dim * spec.num_layers
+    assert backward - in_graph(naive, "backward") == once
+    assert in_graph(g, "forward") == in_graph(naive, "forward")
+
+
+@pytest.mark.parametrize(
+    "options", ["policy=full", "policy=selective", "every=2", "every=3"], ids=lambda o: o.partition("=")[2]
+)
+def test_recompute(spec, twins, options):
+    plain = twins(spec).graph()
+    _, _, g = assert_equal_flops(twins(spec, [f"recompute:{options}"]))
+    assert plain.flops < g.flops < plain.flops + in_graph(plain, "forward")
+    assert g.model_flops == plain.flops
+
+
+def test_recompute_with_flash_attention(spec, twins):
+    assert_equal_flops(twins(spec, ["recompute", "flash_attention"]))
+
+
+TARGETS = ["q_proj+v_proj", "k_proj", "o_proj", "q_proj+k_proj+v_proj+o_proj", "down_proj", "up_proj", "v_proj+up_proj"]
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("others", [[], ["flash_attention"], ["rtn", "recompute"]], ids="+".join)
+def test_lora_trains_nothing_below_the_first_adapter(spec, twins, targets, others):
+    if spec.num_experts and ("down" in targets or "up" in targets):
+        pytest.skip("experts are no plain linear layers")
+    both = twins(spec, [f"lora:rank=4,targets={targets}", *others])
+    _, backward, g = assert_equal_flops(both)
+    weights = {p.name for p, _ in g.params if p.trainable}
+    assert weights
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in weights)
+    assert not [o.name for b in g.blocks for o in b.backward if o.name.endswith(".dw") and ".lora_" not in o.name]
+    if not others:
+        assert backward < in_graph(twins(spec).graph(), "backward")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rtn_changes_no_arithmetic(spec, twins, bits):
+    lora = twins(spec, ["lora:rank=4"]).graph()
+    _, _, g = assert_equal_flops(twins(spec, ["lora:rank=4", f"rtn:bits={bits}"]))
+    assert g.flops == lora.flops
+
+
+@pytest.mark.parametrize("plan", [[], ["flash_attention"], ["rtn"]], ids=lambda p: "+".join(p) or "naive")
+def test_prefill_and_decode(spec, plan):
+    if not spec.causal:
+        pytest.skip("an encoder does not generate")
+    workload = {"kind": "generate", "prompt_len": 12, "output_len": 8, "batch_size": 2, "dtype": "fp32"}
+    e = experiments.make(spec.model_dump(), "a100", workload, plan)
+    model = nn.build(spec)
+    model.set_attention("flash" if plan == ["flash_attention"] else "naive")
+    cache = nn.make_cache(model, 2, 20)
+    with torch.no_grad():
+        prefill, _ = counted(lambda: nn.prefill(model, torch.zeros(2, 12, dtype=torch.long), cache))
+        decode, _ = counted(lambda: nn.decode(model, torch.zeros(2, dtype=torch.long), cache))
+    made = check(e)
+    first, step = rewritten(prefill_graph(e), e, made), rewritten(decode_graph(e, 13), e, made)
+    assert (first.flops, step.flops) == (prefill, decode)
+    assert not any(b.backward or b.saved for g in (first, step) for b in g.blocks)
+    head = next(op for op in first.blocks[-1].forward if op.name == "head.out")
+    assert head.shape[0] == 2  # only the last position of each sequence
+    assert first.kv_cache == sum(c.keys.nbytes + c.values.nbytes for c in cache.values())
+    assert step.decode_steps == 7  # the prefill yields the first of the eight

@@ -1,0 +1,105 @@
+"""The graph's parameters and saved activations are those of the real model."""
+
+import pytest
+import torch
+
+from ridgeline import catalog, experiments, nn
+from ridgeline.graph import prefill_graph, training_graph
+from ridgeline.graph.build import kv_cache_bytes
+
+
+def test_parameters_of_every_family(spec, twins):
+    g = twins(spec).graph()
+    real = dict(nn.build(spec, device="meta").named_parameters())
+    listed = {p.name: p.shape for p in spec.parameters()}
+    assert {name: tuple(p.shape) for name, p in real.items()} == listed
+    assert sum(p.numel * n for p, n in g.params) == spec.num_parameters == sum(p.numel() for p in real.values())
+    assert sum(p.stored_bytes * n for p, n in g.params) == sum(p.nbytes for p in real.values())
+    # Block by block, not only in the sum.
+    for block, n in ((b, b.repeat) for b in g.blocks if b.name == "layers"):
+        one = {f"layers.0.{p.name}": p.shape for p in block.params}
+        assert one == {name: shape for name, shape in listed.items() if name.startswith("layers.0.")}
+        assert n == spec.num_layers
+
+
+@pytest.mark.parametrize("name", catalog.models())
+def test_parameters_of_every_catalogue_model(name):
+    spec = catalog.model(name)
+    for dtype, width in (("fp32", 4), ("bf16", 2)):
+        workload = {"kind": "pretrain", "seq_len": 8, "batch_size": 1, "dtype": dtype}
+        g = training_graph(experiments.make(name, "a100", workload, []))
+        assert sum(p.numel * n for p, n in g.params) == spec.num_parameters
+        assert sum(p.stored_bytes * n for p, n in g.params) == width * spec.num_parameters
+    active = sum(p.numel * p.active * n for p, n in g.params)
+    assert active == pytest.approx(spec.num_active_parameters, rel=1e-6)
+
+
+def really_saved(twins):
+    """Bytes that autograd keeps from forward to backward: each storage once; no parameters, inputs or rope tables."""
+    run, ids = twins.real(), twins.batch()
+    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()} | {ids.untyped_storage().data_ptr()}
+    if run.model.rotary is not None:  # constants, which the graph counts as buffers
+        tables = run.model.rotary.tables(None, 0, ids.shape[1], ids.device, torch.float32)
+        known |= {t.untyped_storage().data_ptr() for t in tables}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return t
+
+    low = run.compute_dtype
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        torch.autocast("cpu", low, enabled=low is not None),
+    ):
+        loss = run.call(ids, ids)
+    assert loss.requires_grad
+    return sum(s.nbytes() for s in kept.values())
+
+
+PLANS = {
+    "naive": [],
+    "flash": ["flash_attention"],
+    "lora": ["lora:rank=4"],
+    "lora-o-down": ["lora:rank=4,targets=o_proj+down_proj"],
+    "lora-flash": ["lora:rank=4", "flash_attention"],
+    "lora-o-flash": ["lora:rank=4,targets=o_proj", "flash_attention"],
+    "lora-rtn": ["lora:rank=4", "rtn"],
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_saved_activations(spec, twins, plan):
+    if spec.num_experts and "down" in plan:
+        pytest.skip("experts are no plain linear layers")
+    both = twins(spec, PLANS[plan], seq_len=48)
+    g, plain = both.graph(), twins(spec, seq_len=48).graph()
+    saved = sum(b.saved_bytes * b.repeat for b in g.blocks) + g.buffers - plain.buffers
+    if not (spec.sliding_window and "flash" in plan):  # a window's mask is a buffer, one for all layers
+        assert g.buffers == plain.buffers
+    # The scaled queries of the unfused backend, and a router's small tensors, are all that may differ.
+    assert saved == pytest.approx(really_saved(both), rel=0.03 if spec.num_experts else 0.005)
+
+
+MIXED = {"naive": [], "flash": ["flash_attention"], "lora-flash": ["lora:rank=4", "flash_attention"]}
+
+
+@pytest.mark.parametrize("plan", MIXED)
+def test_saved_activations_in_mixed_precision(spec, twins, plan):
+    """Here the low copies of the weights are among what autograd keeps; the graph lists them beside the parameters."""
+    both = twins(spec, ["mixed_precision", *MIXED[plan]], seq_len=48)
+    g = both.graph()
+    kept = sum(b.saved_bytes * b.repeat for b in g.blocks) + sum(p.numel * p.working_bytes * n for p, n in g.params)
+    kept += g.buffers - twins(spec, seq_len=48).graph().buffers
+    assert kept == pytest.approx(really_saved(both), rel=0.1 if spec.num_experts else 0.05)
+
+
+def test_key_value_cache(spec):
+    if not spec.causal:
+        pytest.skip("an encoder has no cache")
+    workload = {"kind": "generate", "prompt_len": 10, "output_len": 6, "batch_size": 3, "dtype": "bf16"}
+    g = prefill_graph(experiments.make(spec.model_dump(), "a100", workload, []))
+    by_hand = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 3 * 16 * 2
+    assert g.kv_cache == kv_cache_bytes(spec, 3, 16, "bf16") == by_hand

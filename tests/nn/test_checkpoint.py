@@ -1,0 +1,155 @@
+"""What is wrong with a checkpoint is said in one sentence that names the file and the tensor."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.nn.conftest import randomise, spec_of
+
+from ridgeline.nn import build, load_checkpoint, load_into, save_checkpoint
+from ridgeline.nn import checkpoint as module
+from ridgeline.spec.errors import UserError
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = build(spec_of("llama"))
+    randomise(model)
+    save_checkpoint(model, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_checkpoint(build(spec_of("llama")), tmp_path, max_shard_bytes=2e4)
+    return tmp_path
+
+
+def edit(path, change):
+    file = path / "model.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+
+
+def refused(path, *words):
+    with pytest.raises(UserError) as e:
+        load_checkpoint(path)
+    assert e.value.fix
+    for word in words:
+        assert word in str(e.value)
+
+
+def test_missing_tensor(saved):
+    edit(saved, lambda s: s.pop(Q))
+    refused(saved, Q, "missing", str(saved / "model.safetensors"))
+
+
+def test_wrong_shape(saved):
+    edit(saved, lambda s: s.update({Q: torch.zeros(32, 31)}))
+    refused(saved, Q, "[32, 31]", "[32, 32]", "model.safetensors")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 300, -100])
+def test_truncated_file(saved, keep):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(saved, str(file), "not a readable safetensors file")
+
+
+def test_garbage_file(saved):
+    (saved / "model.safetensors").write_bytes(b"\xff" * 4096)
+    refused(saved, "model.safetensors")
+
+
+def test_missing_shard(sharded):
+    victim = sorted(sharded.glob("model-*"))[1]
+    victim.unlink()
+    refused(sharded, victim.name, "does not exist")
+
+
+def test_corrupt_shard(sharded):
+    victim = sorted(sharded.glob("model-*"))[1]
+    victim.write_bytes(victim.read_bytes()[:-10])
+    refused(sharded, victim.name)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_unusable_index(sharded, text):
+    (sharded / "model.safetensors.index.json").write_text(text)
+    refused(sharded, "model.safetensors.index.json")
+
+
+def test_no_weights_or_directory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(module.to_hf_config(spec_of("llama"))))
+    refused(tmp_path, "no model.safetensors")
+    with pytest.raises(UserError, match="no checkpoint directory"):
+        load_into(build(spec_of("llama")), tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("first", "second"), [(5e9, 2e4), (2e4, 5e9), (2e4, 4e4)])
+def test_saving_again_leaves_no_stale_file(first, second, tmp_path):
+    save_checkpoint(build(spec_of("llama"), seed=1), tmp_path, first)
+    model = build(spec_of("llama"), seed=2)
+    save_checkpoint(model, tmp_path, second)
+    assert torch.equal(load_checkpoint(tmp_path).head.out.weight, model.head.out.weight)
+    index = tmp_path / "model.safetensors.index.json"
+    files = (
+        set(json.loads(index.read_text())["weight_map"].values()) | {index.name}
+        if second < 5e9
+        else {"model.safetensors"}
+    )
+    assert {f.name for f in tmp_path.iterdir()} == files | {"config.json"}
+
+
+def test_shards_keep_to_the_limit(sharded):
+    sizes = [f.stat().st_size for f in sharded.glob("model-*")]
+    assert len(sizes) > 2
+    assert max(sizes) < 2e4 + 2000  # and the header
+
+
+def test_interrupted_save_keeps_the_old_file(saved, monkeypatch):
+    before = (saved / "model.safetensors").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        save_checkpoint(build(spec_of("llama"), seed=5), saved)
+    assert (saved / "model.safetensors").read_bytes() == before
+    assert not list(saved.glob(".*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_is_kept(dtype, tmp_path):
+    model = build(spec_of("mixtral"), dtype=dtype)
+    save_checkpoint(model, tmp_path)
+    loaded = load_checkpoint(tmp_path)
+    for (n, a), b in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a, b), n
+        assert b.dtype == dtype
+    assert load_checkpoint(tmp_path, dtype=torch.float32).head.out.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_pipeline_stage_loads_its_part(name, tmp_path, ids):
+    whole = build(spec_of(name))
+    randomise(whole)
+    save_checkpoint(whole, tmp_path)
+    stages = [build(spec_of(name)) for _ in range(2)]
+    stages[0].norm = stages[0].head = stages[1].embed = None
+    del stages[0].layers["1"], stages[1].layers["0"]
+    for stage in stages:
+        load_into(stage, tmp_path)
+    torch.testing.assert_close(stages[1](stages[0](ids)), whole(ids))
+    with pytest.raises(UserError, match="whole model"):
+        save_checkpoint(stages[0], tmp_path / "stage")
+
+
+def test_spec_that_the_family_cannot_express():
+    with pytest.raises(UserError, match="normalize_router"):
+        module.to_hf_config(spec_of("mixtral").model_copy(update={"normalize_router": False}))

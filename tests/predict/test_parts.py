@@ -1,0 +1,215 @@
+"""The predictor's parts on cases small enough to do by hand."""
+
+import pytest
+
+from ridgeline import experiments
+from ridgeline.graph import Block, Graph, Op, Param, Saved
+from ridgeline.predict.collective import _LINK_SHARE, collective_time, ring_link
+from ridgeline.predict.kernel import op_time, roof_seconds, wave_efficiency
+from ridgeline.predict.memory import training_peak
+from ridgeline.predict.predict import predict
+from ridgeline.predict.step import simulate
+from ridgeline.spec.device import Cluster, Device, Link, Rate
+
+GIGA = 1e9
+
+
+def device(bandwidth=100 * GIGA, latency=0.0, network=None, kind="gpu"):
+    return Device(
+        name="box", kind=kind, peak_flops={"fp32": 1e12}, memory_bytes=1e12, memory_bandwidth=1e12, launch_latency=0.0,
+        link=Link(name="wire", bandwidth=bandwidth, latency=latency), network=network,
+    )  # fmt: skip
+
+
+def cluster(ranks=4, nodes=1, **options):
+    return Cluster(device=device(**options), devices_per_node=ranks, nodes=nodes)
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("kind", "rounds"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)])
+def test_ring(ranks, kind, rounds):
+    """rounds · (n-1)/n · B / bandwidth in rounds · (n-1) hops: Thakur et al. 2005."""
+    op = Op(kind, "communication", kind, link_bytes=8 * GIGA, ranks=ranks, axis="dp")
+    got = collective_time(op, cluster(ranks, latency=1e-3)).seconds
+    by_hand = rounds * (ranks - 1) / ranks * 8 * GIGA / (_LINK_SHARE * 100 * GIGA) + rounds * (ranks - 1) * 1e-3
+    assert got == pytest.approx(by_hand)
+
+
+def test_one_rank_sends_nothing():
+    op = Op("all_reduce", "communication", "all_reduce", link_bytes=GIGA, ranks=1, axis="dp")
+    assert collective_time(op, cluster(1)).seconds == 0
+
+
+def test_a_ring_over_nodes_runs_at_its_slowest_link():
+    wire = Link(name="net", bandwidth=5 * GIGA, latency=1e-5)
+    inside, across = cluster(4, network=wire), cluster(4, 2, network=wire)
+    assert ring_link(inside, 4) == (100 * GIGA, 0.0)
+    assert ring_link(across, 4) == (100 * GIGA, 0.0)  # a ring that stays inside a node
+    assert ring_link(across, 8) == (4 * 5 * GIGA, 1e-5)  # one card per device
+    assert ring_link(cluster(4, 2), 8)[0] < 100 * GIGA  # no network given: an ordinary one
+
+
+def test_a_measured_collective_wins():
+    op = Op("all_reduce", "communication", "all_reduce", link_bytes=GIGA, ranks=2, axis="dp")
+    rates = {"all_reduce.fp32": Rate(latency=0.5, byte_rate=2 * GIGA)}
+    measured = Cluster(device=device().model_copy(update={"rates": rates}), devices_per_node=2)
+    assert collective_time(op, measured).seconds == 1.0
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def test_operator_is_bound_by_the_slower_of_arithmetic_and_memory():
+    box = device()
+    heavy = Op("x", "mlp", "gemm", flops=1e12, bytes=1.0, shape=(12800, 12800, 3052))
+    light = Op("x", "mlp", "norm", flops=0.0, bytes=1e12)
+    assert op_time(heavy, box).bound == "compute"
+    assert op_time(heavy, box).seconds > roof_seconds(heavy, box) == 1.0
+    assert op_time(light, box).bound == "memory"
+    assert op_time(light, box).seconds > roof_seconds(light, box) == 1.0
+
+
+def test_a_measured_rate_wins_the_more_specific_first():
+    op = Op("x", "mlp", "gemm", "backward", flops=1e9, bytes=0.0)
+    rates = {"gemm.fp32": Rate(flop_rate=1e9), "gemm.backward.fp32": Rate(flop_rate=2e9, latency=0.25)}
+    box = device().model_copy(update={"rates": rates})
+    assert op_time(op, box).seconds == 0.75
+    assert op_time(Op("x", "mlp", "gemm", flops=1e9), box).seconds == 1.0
+
+
+def test_waves():
+    assert wave_efficiency(128 * 10, 128, 10) == 1.0
+    assert wave_efficiency(128 * 11, 128, 10) == pytest.approx(11 / 20)  # a second wave for one tile
+    assert wave_efficiency(129 * 10, 128, 10) < 1.0
+
+
+def test_ranks_share_a_cpu():
+    box = device(kind="cpu").model_copy(update={"sm_count": 8, "rates": {"gemm.fp32": Rate(flop_rate=4e9)}})
+    half = box.shared_by(2)
+    assert (half.memory_bandwidth, half.memory_bytes, half.sm_count) == (0.5e12, 0.5e12, 4)
+    assert half.rates["gemm.fp32"].flop_rate == 2e9
+    assert device().shared_by(2) == device()  # every rank has a GPU of its own
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def by_hand(accumulation=1, saved=(100.0, 200.0), workspace=(7.0, 50.0), backward=(30.0, 60.0)):
+    """An embedding of 10 elements and two layers of 20, in fp32 under AdamW."""
+
+    def block(i, name, repeat, numel):
+        kept = {"x": Saved(saved[i], frozenset({"y"}))}
+        return Block(name, repeat, [Param("w", numel)], [], [], kept, workspace[i], backward[i])
+
+    return Graph([block(0, "embed", 1, 10), block(1, "layers", 2, 20)], accumulation=accumulation, buffers=5.0)
+
+
+def test_peak_by_hand():
+    peak = training_peak(by_hand())
+    assert peak.instant == "backward of layers"  # the first layer to go backward, before any gradient
+    assert peak.categories == {
+        "parameters": 200.0, "optimizer": 400.0, "activations": 500.0, "temporaries": 60.0, "buffers": 5.0,
+    }  # fmt: skip
+    assert peak.total == 1165.0
+
+
+def test_peak_with_accumulated_gradients():
+    peak = training_peak(by_hand(accumulation=2))
+    assert peak.categories["gradients"] == 200.0
+    assert peak.total == 1365.0
+
+
+def test_peak_in_forward():
+    peak = training_peak(by_hand(workspace=(7.0, 500.0)))
+    assert peak.instant == "forward of layers"
+    assert (peak.categories["activations"], peak.categories["temporaries"]) == (500.0, 500.0)
+
+
+def test_peak_when_gradients_outweigh_activations():
+    peak = training_peak(by_hand(saved=(1.0, 1.0), workspace=(0.0, 0.0), backward=(0.0, 0.0)))
+    assert peak.categories == {"parameters": 200.0, "gradients": 200.0, "optimizer": 400.0, "buffers": 5.0}
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state():
+    g = by_hand(accumulation=2)
+    g.blocks[1].params[0].trainable = False
+    peak = training_peak(g)
+    assert (peak.categories["gradients"], peak.categories["optimizer"]) == (40.0, 80.0)
+    assert peak.categories["parameters"] == 200.0
+
+
+def test_recomputed_activations_exist_one_layer_at_a_time():
+    g = by_hand(backward=(0.0, 0.0), workspace=(0.0, 0.0))
+    g.blocks[1].saved = {"input": Saved(10.0, frozenset({"recompute"}))}
+    g.blocks[1].recomputed = 200.0
+    peak = training_peak(g)
+    # The second layer's gradient, the rebuilt first one, its input, and what the embedding kept.
+    got = [peak.categories[k] for k in ("gradients", "temporaries", "activations")]
+    assert got == [80.0, 200.0, 110.0]
+
+
+# ---- the timeline ---------------------------------------------------------------------------------------------------
+
+
+def chain(layers=3, gather=0.0, reduce=0.0):
+    """Layers of 1 s forward and 2 s backward, with collectives of the given seconds on two ranks."""
+
+    def collective(name, kind, duration):
+        size = duration * _LINK_SHARE * 100 * GIGA * 2  # (n-1)/n = 1/2 of it travels
+        return [Op(name, "communication", kind, link_bytes=size, ranks=2, axis="dp")] if duration else []
+
+    share = 0.85  # of the memory bandwidth
+    forward = [Op("f", "mlp", "norm", bytes=share * 1e12)]
+    backward = [Op("b", "mlp", "norm", "backward", bytes=2 * share * 1e12)]
+    block = Block("layers", layers, [], forward, backward, {})
+    block.gather_forward = collective("g", "all_gather", gather)
+    block.gather_backward = collective("g", "all_gather", gather)
+    block.reduce = collective("r", "reduce_scatter", reduce)
+    return Graph([block])
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce", "seconds", "exposed"),
+    [
+        (0.0, 0.0, 9.0, 0.0),
+        (0.5, 0.0, 9.0 + 2 * 0.5, 2 * 0.5),  # the first gather of each direction has nothing to hide behind
+        (0.0, 1.5, 9.0 + 1.5, 1.5),  # only the last reduction
+        (0.0, 4.0, 3.0 + 2.0 + 3 * 4.0, 8.0),  # reductions longer than a layer's backward queue up
+    ],
+)
+def test_overlap_by_hand(gather, reduce, seconds, exposed):
+    update = [Op("sgd", "optimizer", "optimizer", "update")]
+    step = simulate(chain(gather=gather, reduce=reduce), cluster(2), update)
+    assert step.seconds == pytest.approx(seconds)
+    assert step.exposed == pytest.approx(exposed)
+
+
+def test_nothing_overlaps_on_a_cpu():
+    g = chain(gather=0.5, reduce=1.5)
+    for b in g.blocks:  # a CPU reaches another share of its bandwidth
+        b.forward = [Op("f", "mlp", "norm", bytes=0.70e12)]
+        b.backward = [Op("b", "mlp", "norm", "backward", bytes=2 * 0.70e12)]
+    step = simulate(g, cluster(2, kind="cpu"), [])
+    assert step.seconds == pytest.approx(9 + 6 * 0.5 + 3 * 1.5)
+    assert step.exposed == pytest.approx(6 * 0.5 + 3 * 1.5)
+
+
+def on_links(bandwidth, plan):
+    e = experiments.make("llama2-7b", "8xa100", {"kind": "pretrain", "seq_len": 512, "batch_size": 8}, [plan])
+    link = Link(name="wire", bandwidth=bandwidth, latency=0.0)
+    box = e.cluster.device.model_copy(update={"link": link})
+    r = predict(e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": box})}))
+    sent = sum(row.seconds for row in r.breakdown if row.phase == "communication")
+    return r.metrics["step_time_s"].value, sum(row.seconds for row in r.breakdown) - sent, sent
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "zero:stage=2", "zero:stage=3"])
+def test_free_and_priceless_links(plan):
+    step, compute, _ = on_links(1e30, plan)
+    assert step == pytest.approx(compute)
+    step, compute, sent = on_links(1e6, plan)
+    assert sent < step < sent + compute
+    assert step == pytest.approx(sent, rel=1e-3)

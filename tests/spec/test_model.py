@@ -1,0 +1,138 @@
+"""config.json → ModelSpec, from transformers' own configuration classes, and what a bad one gets."""
+
+import json
+
+import pytest
+
+from ridgeline import catalog
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.huggingface import READERS
+from ridgeline.spec.model import ModelSpec
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
+SMALL = {  # transformers' class, its model class, arguments
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 24}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_key_value_heads": 4, "num_local_experts": 3}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 80}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 72, "word_embed_proj_dim": 32}),
+    "bert": ("BertConfig", "BertForMaskedLM", {"type_vocab_size": 3}),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_heads": 4,
+           "num_layers": 2, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu"}),
+    "switch_transformers": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration",
+           {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_heads": 4, "num_layers": 4, "num_decoder_layers": 4,
+            "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 3}),
+}  # fmt: skip
+_COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "intermediate_size": 48}  # fmt: skip
+
+
+def test_every_reader_has_its_case():
+    assert set(SMALL) == set(READERS)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_transformers_own_configuration(family):
+    """What transformers writes is read, and counts as many parameters as the model it builds from it."""
+    tf = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config_class, model_class, own = SMALL[family]
+    sizes = {k: v for k, v in _COMMON.items() if family not in ("gpt2", "t5", "switch_transformers")} | own
+    config = getattr(tf, config_class)(**{"vocab_size": 96, **sizes})
+    spec = ModelSpec.from_config(json.loads(json.dumps(config.to_dict())), name="mine")
+    assert (spec.name, spec.vocab_size, spec.hidden_size) == ("mine", 96, 32)
+    assert spec.family == {"switch_transformers": "t5"}.get(family, family)
+    with torch.device("meta"):
+        model = getattr(tf, model_class)(config)
+    assert spec.num_parameters == sum({id(p): p.numel() for p in model.parameters()}.values())
+    # The class's defaults, which are a published model's sizes, are read too.
+    assert ModelSpec.from_config(getattr(tf, config_class)().to_dict()).num_parameters > 30e6
+
+
+def test_llama3_rope_scaling_in_both_spellings():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    old = ModelSpec.from_config({**LLAMA, "rope_scaling": scaling, "rope_theta": 5e5})
+    new = ModelSpec.from_config({**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})
+    assert old == new
+    assert old.rope_scaling is not None
+    assert (old.rope_theta, old.rope_scaling.factor, old.rope_scaling.original_max_positions) == (5e5, 8.0, 8192)
+
+
+def test_a_window_counts_only_where_it_is_used():
+    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 9, "max_window_layers": 0}
+    assert ModelSpec.from_config({**qwen, "use_sliding_window": False}).sliding_window is None
+    everywhere = {**qwen, "use_sliding_window": True, "max_window_layers": 0}
+    assert ModelSpec.from_config(everywhere).sliding_window == 9
+    assert ModelSpec.from_config({**LLAMA, "model_type": "mistral", "sliding_window": 9}).sliding_window == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "lama"}, ["unknown model_type 'lama'", "'llama'"]),
+        ({"model_type": None}, ["unknown model_type"]),
+        ({"model_type": ["llama"]}, ["unknown model_type"]),
+        ({"hidden_size": None}, ["'llama'", "wrong kind"]),
+        ({"hidden_size": "32"}, ["'llama'", "wrong kind"]),
+        ({"num_attention_heads": 0}, ["'llama'", "wrong kind"]),
+        ({"num_key_value_heads": 3}, ["num_heads 4 is not a multiple of num_kv_heads 3"]),
+        ({"num_hidden_layers": 0}, ["num_layers 0 is not at least 1"]),
+        ({"vocab_size": -1}, ["vocab_size -1 is not at least 1"]),
+        ({"hidden_act": "mish"}, ["activation 'mish' is not supported", "silu"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope scaling 'yarn' is not supported", "llama3"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["no key 'low_freq_factor'"]),
+    ],
+)
+def test_bad_configuration(change, says):
+    with pytest.raises(UserError) as caught:
+        ModelSpec.from_config({**LLAMA, **change})
+    for text in says:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [k for k in LLAMA if k != "model_type"])
+def test_a_missing_key_is_named(key):
+    config = {k: v for k, v in LLAMA.items() if k != key}
+    with pytest.raises(UserError, match=f"model_type 'llama' has no key '{key}'"):
+        ModelSpec.from_config(config)
+
+
+def test_opt_350m_is_refused():
+    opt = {"model_type": "opt", "hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512}
+    with pytest.raises(UserError, match="opt-350m"):
+        ModelSpec.from_config(opt)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(b"", "not valid JSON"), (b'{"model_type": "llama",', "not valid JSON"), (b"\xff\xfe\x00", "not valid JSON"),
+     (b"[1, 2]", "does not hold a JSON object"), (b"{}", "unknown model_type")],
+)  # fmt: skip
+def test_corrupt_file(tmp_path, text, says):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(UserError, match=says):
+        ModelSpec.from_path(tmp_path)
+
+
+def test_path_is_a_file_a_directory_or_an_error(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    with pytest.raises(UserError, match=r"no config\.json at"):
+        ModelSpec.from_path(folder)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    by_folder, by_file = ModelSpec.from_path(folder), ModelSpec.from_path(folder / "config.json")
+    assert by_folder == by_file == catalog.model(str(folder))
+    assert by_folder.name == "my-model"
+
+
+def test_parameter_list_has_no_name_twice():
+    for name in catalog.models():
+        names = [p.name for p in catalog.model(name).parameters()]
+        assert len(names) == len(set(names))

@@ -1,0 +1,254 @@
+"""The command line: exit codes, messages, clean streams, a quick start."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ridgeline import cli
+
+
+@pytest.fixture
+def ridgeline(monkeypatch, capsys):
+    """Run the command line in this process: (exit code, standard output, standard error)."""
+
+    def _run(*args):
+        monkeypatch.setattr(sys, "argv", ["ridgeline", *args])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return stop.value.code or 0, out, err
+
+    return _run
+
+
+PREDICT = ("predict", "llama2-7b", "--on", "8xa100", "--batch-size", "8")
+
+
+# ---- starting -------------------------------------------------------------------------------------------------------
+
+LOADED = """
+import sys
+sys.argv = ["ridgeline", *{args!r}]
+from ridgeline.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+print([m for m in ("torch", "plotly", "transformers") if m in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("args", [["--help"], [*PREDICT, "--json"], ["techniques", "--json"]], ids=lambda a: a[0])
+def test_no_heavy_import(args):
+    code = LOADED.format(args=args)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert done.stdout
+
+
+def test_import_is_light_and_quick():
+    code = "import sys, time; t = time.perf_counter(); import ridgeline; t = time.perf_counter() - t;"
+    code += "print(t, 'torch' in sys.modules, 'pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, torch, pydantic = done.stdout.split()
+    assert (torch, pydantic) == ("False", "False")
+    assert float(seconds) < 0.1
+
+
+def test_help_starts_in_half_a_second():
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "ridgeline", "--help"], capture_output=True, text=True, check=True)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.5
+    for command in ("probe", "predict", "bench", "ablate", "dissect", "train", "runs", "compare", "report",
+                    "techniques", "models", "devices"):  # fmt: skip
+        assert command in done.stdout
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_exits_with_0(ridgeline):
+    code, out, err = ridgeline(*PREDICT, "--with", "zero:stage=3", "--with", "recompute", "--seq-len", "1k", "--json")
+    result = json.loads(out)
+    assert (code, result["status"], err) == (0, "ok", "")
+    assert result["schema"] == "ridgeline.result/1"
+    assert "zero:stage=3" in result["experiment"]["plan"]
+    assert result["experiment"]["workload"]["seq_len"] == 1024
+
+
+def test_what_does_not_fit_exits_with_1_and_says_why(ridgeline):
+    question = ("predict", "llama2-70b", "--on", "8xa800-80g", "--task", "pretrain", "--seq-len", "4096",
+                "--batch-size", "8", "--with", "zero:stage=3", "--with", "recompute")  # fmt: skip
+    code, out, _ = ridgeline(*question, "--json")
+    result = json.loads(out)
+    assert (code, result["status"]) == (1, "infeasible")
+    assert "largest category: optimizer" in result["reason"]
+    assert "153.5 GiB per rank of 80.0 GiB on a800-80g" in result["reason"]
+    code, out, _ = ridgeline(*question)
+    assert code == 1
+    assert "largest category: optimizer" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("techniques",), ("techniques", "zero"), ("techniques", "--matrix"), ("models",), ("models", "llama2-7b"),
+     ("devices",), ("devices", "h200"), ("runs",), PREDICT],
+    ids=" ".join,
+)  # fmt: skip
+def test_json_is_alone_on_standard_output(ridgeline, args):
+    code, out, err = ridgeline(*args, "--json")
+    assert code in (0, 1)
+    assert err == ""
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    code, text, _ = ridgeline(*args)
+    assert text.strip() or args == ("runs",)
+    if args == ("techniques",):
+        assert {"zero", "lora", "rtn"} <= {c["name"] for c in found}
+    if args == ("models",):
+        assert len(found) >= 25
+    if args == ("devices",):
+        assert len(found) >= 16
+
+
+def test_a_stored_prediction_comes_back(ridgeline, tmp_path):
+    code, out, err = ridgeline(*PREDICT, "--save", "--json")
+    assert "stored as" in err
+    stored = err.split("stored as")[1].split()[0]
+    (row,) = json.loads(ridgeline("runs", "--json")[1])
+    assert row["id"] == stored
+    assert json.loads(ridgeline("report", stored, "--json")[1]) == json.loads(out)
+    file = tmp_path / "r.json"
+    file.write_text(out)
+    code, comparison, _ = ridgeline("compare", stored, str(file), "--json")
+    assert code == 0
+    json.loads(comparison)
+
+
+def test_predicted_trace(ridgeline, tmp_path):
+    file = tmp_path / "trace.json"
+    ridgeline(*PREDICT, "--with", "zero", "--trace", str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {"forward", "backward", "optimizer", "communication"} <= {
+        e["args"]["phase"] for e in events if "phase" in e.get("args", {})
+    }
+
+
+EXPERIMENT = """
+model = "llama-tiny"
+on = "ON"
+[workload]
+seq_len = 64
+batch_size = 8
+[plans]
+baseline = []
+flash = ["flash_attention"]
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    def _file(on="8xa100", **replaced):
+        text = EXPERIMENT.replace("ON", on)
+        for old, new in replaced.items():
+            text = text.replace(old, new)
+        file = tmp_path / "e.toml"
+        file.write_text(text)
+        return str(file)
+
+    return _file
+
+
+def test_dry_run(ridgeline, experiment):
+    code, out, _ = ridgeline("ablate", experiment(), "--dry-run", "--json")
+    assert code == 0
+    assert list(json.loads(out)) == ["baseline", "flash"]
+    code, out, _ = ridgeline("ablate", experiment(), "--dry-run")
+    assert code == 0
+    assert "flash" in out
+
+
+def test_one_plan_of_a_file(ridgeline, experiment):
+    """Only the chosen plan is looked at: another one may need a machine that was never probed."""
+    file = experiment(**{"flash =": 'other = { with = [], on = "2xlocal" }\nflash ='})
+    code, out, _ = ridgeline("predict", file, "--plan", "flash", "--json")
+    assert code == 0
+    assert json.loads(out)["experiment"]["plan"] == ["data_parallel:bucket_mb=25.0", "flash_attention"]
+    code, _, err = ridgeline("predict", file, "--plan", "flsh")
+    assert code == 2
+    assert "unknown plan 'flsh'" in err
+    assert "'flash'" in err
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    (["predict", "lama2-7b", "--on", "a100"], ["unknown model 'lama2-7b'", "'llama2-7b'"]),
+    (["predict", "./nowhere", "--on", "a100"], ["no file or directory ./nowhere"]),
+    (["predict", "llama2-7b", "--on", "8xa1000"], ["unknown device 'a1000'", "'a100'"]),
+    (["predict", "llama2-7b"], ["no profile of this machine yet", "ridgeline probe"]),
+    ([*PREDICT, "--with", "zeroo"], ["unknown technique 'zeroo'", "'zero'"]),
+    ([*PREDICT, "--with", "zero:stge=3"], ["unknown option 'stge'", "'stage'"]),
+    ([*PREDICT, "--with", "zero:stage=9"], ["stage = 9 is not valid", "1, 2 or 3"]),
+    ([*PREDICT, "--with", "zero:stage"], ["'stage' is not option=value"]),
+    ([*PREDICT, "--with", "rtn"], ["int8 base cannot be trained", "--with lora"]),
+    ([*PREDICT, "--with", "zero", "--on", "a100"], ["only 1 process", "--on 2xa100-80g-sxm"]),
+    ([*PREDICT, "--seq-len", "8k"], ["8192 tokens is longer than the 4096 positions", "at most 4096"]),
+    ([*PREDICT, "--seq-len", "long"], ["--seq-len 'long' is not a whole number", "4k"]),
+    ([*PREDICT, "--task", "pretrian"], ["unknown task 'pretrian'", "'pretrain'"]),
+    ([*PREDICT, "--dtype", "fp9"], ["dtype = 'fp9' is not valid", "bf16"]),
+    (["predict", "bert-base", "--on", "a100", "--task", "generate"], ["bert-base is an encoder"]),
+    (["predict", "none.toml"], ["no experiment file at none.toml"]),
+    (["techniques", "zeroo"], ["unknown technique 'zeroo'", "'zero'"]),
+    (["models", "gpt22"], ["unknown model 'gpt22'", "'gpt2'"]),
+    (["devices", "h2000"], ["unknown device 'h2000'", "'h200'"]),
+    (["report", "x", "--format", "pfd"], ["unknown format 'pfd'"]),
+    (["report", "zzz"], ["no run 'zzz'"]),
+    (["compare", "a", "b"], ["no run 'a'"]),
+    (["predcit", "x"], ["predcit", "predict"]),
+    (["predict"], ["model"]),
+    (["techniques", "--jsn"], ["--jsn", "--json"]),
+]
+
+
+@pytest.mark.parametrize(("args", "says"), MISTAKES, ids=[" ".join(m[0][-3:]) for m in MISTAKES])
+def test_mistake(ridgeline, args, says):
+    code, out, err = ridgeline(*args)
+    assert (code, out) == (2, "")
+    for text in says:
+        assert text in err
+    assert len(err) < 600
+
+
+FILES = [
+    ({"seq_len = 64": "seq_len = "}, ["e.toml is not valid TOML", "line 5"]),
+    ({"seq_len": "seqlen"}, ["unknown key 'seqlen'", "e.toml", "[workload]", "'seq_len'"]),
+    ({"model =": "modle ="}, ["unknown key 'modle'", "e.toml", "'model'"]),
+    ({"flash_attention": "flash_atention"}, ["unknown technique 'flash_atention'", "'flash_attention'"]),
+    ({"seq_len = 64": "seq_len = 4096"}, ["4096 tokens is longer than the 1024"]),
+    ({"[plans]": "[measure]\nrepeat = 3\n[plans]"}, ["unknown key 'repeat'", "[measure]", "'repeats'"]),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), FILES, ids=[f[1][0] for f in FILES])
+def test_mistake_in_a_file(ridgeline, experiment, change, says):
+    code, out, err = ridgeline("ablate", experiment(**change), "--dry-run")
+    assert (code, out) == (2, "")
+    for text in says:
+        assert text in err
+
+
+@pytest.mark.parametrize("command", ["bench", "dissect", "train", "ablate"])
+def test_measuring_needs_the_hardware(ridgeline, experiment, command):
+    plan = [] if command == "ablate" else ["--plan", "flash"]
+    code, out, err = ridgeline(command, experiment(), *plan)
+    assert (code, out) == (2, "")
+    assert "8xa100-80g-sxm is not this machine" in err
+    assert 'on = "local"' in err
+    assert "ridgeline predict" in err
