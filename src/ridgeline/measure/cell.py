@@ -25,7 +25,15 @@ def measure_cell(
     start = time.perf_counter()
     report({"stage": "set-up"})
     trainer = Trainer(e, device, rank, ranks)
-    setup = time.perf_counter() - start
+    result = timed(trainer, time.perf_counter() - start, options, report)
+    if options.get("memory", True):
+        record_memory(result, trainer)
+    return result.model_dump(mode="json", by_alias=True)
+
+
+def timed(trainer: Trainer, setup: float, options: dict[str, Any], report: Any) -> Result:
+    """Run the trainer's steps bare; a measured Result with one sample per step. ``setup``: seconds before."""
+    e, device, ranks = trainer.experiment, trainer.device, trainer.world
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start_loss = trainer.evaluate()
@@ -65,11 +73,14 @@ def measure_cell(
         result.environment["gpu"] = torch.cuda.get_device_name(device)
     for key, value in memory.items():
         result.metrics[f"{key}_bytes"] = Metric(value=value, unit="bytes", better="lower", source="measured")
-    if options.get("memory", True):
-        usage = metered_step(trainer)
-        result.memory = [Memory(category=k, bytes=v) for k, v in sorted(usage.categories.items(), key=lambda i: -i[1])]
-        result.metrics["peak_bytes"] = Metric(value=usage.total, unit="bytes", better="lower", source=usage.instant)
-    return result.model_dump(mode="json", by_alias=True)
+    return result
+
+
+def record_memory(result: Result, trainer: Trainer) -> None:
+    """Add memory by category at the peak of one more, metered step."""
+    usage = metered_step(trainer)
+    result.memory = [Memory(category=k, bytes=v) for k, v in sorted(usage.categories.items(), key=lambda i: -i[1])]
+    result.metrics["peak_bytes"] = Metric(value=usage.total, unit="bytes", better="lower", source=usage.instant)
 
 
 def metered_step(trainer: Trainer) -> Usage:

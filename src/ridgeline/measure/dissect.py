@@ -7,8 +7,10 @@ autograd's engine) is the row ``unattributed``, so that the table always adds up
 
 from __future__ import annotations
 
+import gc
 import re
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +21,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ridgeline.measure.cell import measure_cell, metered_step
+from ridgeline.measure.cell import record_memory, timed
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Check, Memory, Metric, Result, Row
+from ridgeline.spec.result import Check, Metric, Result, Row
 from ridgeline.train.engine import Trainer
 
 MODULE, PHASE = "module::", "phase::"
@@ -34,6 +36,18 @@ _KINDS = {
     "gelu": "activation", "gelu_backward": "activation", "sum": "reduce", "native_layer_norm": "norm",
     "native_layer_norm_backward": "norm",
 }  # fmt: skip
+
+
+# fmt: off
+_VIEWS = frozenset({
+    "t", "transpose", "as_strided", "view", "_unsafe_view", "reshape", "expand", "detach", "detach_", "slice",
+    "select", "unsqueeze", "squeeze", "permute", "alias", "narrow", "split", "split_with_sizes", "unbind",
+    "flatten", "unflatten", "chunk", "view_as", "expand_as", "resolve_conj", "resolve_neg", "lift_fresh", "empty",
+    "empty_like", "empty_strided", "set_", "resize_", "_reshape_alias", "item", "_local_scalar_dense", "is_nonzero",
+    "to", "contiguous", "result_type", "record_stream", "_has_compatible_shallow_copy_type",
+})
+# fmt: on
+"""Operators that return a view, allocate, or only call others: they move no data themselves."""
 
 
 @dataclass
@@ -61,30 +75,36 @@ def dissect_cell(
 
     Options: ``trace`` (Chrome trace file to write), ``profiled`` (steps under the profiler).
     """
-    bare = Result.model_validate(measure_cell(e, device, rank, ranks, {"memory": False}, report))
+    start = time.perf_counter()
     trainer = Trainer(e, device, rank, ranks)
-    for _ in range(5):  # fresh memory is slow to touch: let the allocator settle
-        trainer.step()
+    result = timed(trainer, time.perf_counter() - start, options, report)
     report({"stage": "profiling"})
     count = int(options.get("profiled", 3))
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    times: list[float] = []
-    with scopes(trainer.run.model), profile(activities=activities, record_shapes=True) as profiler:
-        for _ in range(count):
-            with record_function(f"{PHASE}step"):
-                times.append(_phased_step(trainer))
-    if options.get("trace") and rank == 0:
-        Path(options["trace"]).parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(options["trace"])
-    rows, total = attribute(tree(profiler), count)
-    result = bare.model_copy(deep=True)
+    roots: list[Node] = []
+    for _ in range(count):
+        # One step a session, bare steps between: the profiler's own records break up the freed memory that large
+        # tensors would reuse, and a second step under it would pay page faults that no real step pays.
+        for _ in range(2):
+            trainer.step()
+        with (
+            scopes(trainer.run.model),
+            profile(activities=activities, record_shapes=True) as profiler,
+            record_function(f"{PHASE}step"),
+        ):
+            _phased_step(trainer)
+        roots += tree(profiler)
+        if options.get("trace") and rank == 0:
+            Path(options["trace"]).parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(options["trace"])
+        del profiler
+        gc.collect()
+    rows, total = attribute(roots, count)
     result.breakdown = rows
-    step = statistics.median(s.seconds for s in bare.samples[len(bare.samples) // 2 :])
+    step = statistics.median(s.seconds for s in result.samples[len(result.samples) // 2 :])
     _finish(result, rows, total, step)
     report({"stage": "memory"})
-    usage = metered_step(trainer)
-    result.memory = [Memory(category=k, bytes=v) for k, v in sorted(usage.categories.items(), key=lambda i: -i[1])]
-    result.metrics["peak_bytes"] = Metric(value=usage.total, unit="bytes", better="lower", source=usage.instant)
+    record_memory(result, trainer)
     return result.model_dump(mode="json", by_alias=True)
 
 
@@ -108,11 +128,8 @@ def _finish(result: Result, rows: list[Row], total: float, step: float) -> None:
     )
 
 
-def _phased_step(trainer: Trainer) -> float:
-    """One training step with its phases marked; returns its seconds."""
-    import time
-
-    start = time.perf_counter()
+def _phased_step(trainer: Trainer) -> None:
+    """One training step with its phases marked."""
     step = trainer.steps_done
     with record_function(f"{PHASE}forward+backward"):
         trainer.forward_backward(step)
@@ -121,7 +138,6 @@ def _phased_step(trainer: Trainer) -> float:
     trainer.steps_done += 1
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
-    return time.perf_counter() - start
 
 
 @contextmanager
@@ -250,9 +266,17 @@ def _collect(
         row.seconds += node.self_seconds
         row.count += 1
         row.flops += flops(operator, node.shapes)
-        row.bytes += sum(_numel(s) * w for s, w in zip(node.shapes, node.widths, strict=True))
+        if operator not in _VIEWS and not any(_moves_data(c) for c in node.children):
+            row.bytes += sum(_numel(s) * w for s, w in zip(node.shapes, node.widths, strict=True))
     for child in node.children:
         _collect(child, phase, module, owners, table)
+
+
+def _moves_data(node: Node) -> bool:
+    """Whether the operator or one that it calls touches tensor data; views, allocations and wrappers do not."""
+    if node.name.startswith("aten::") and node.name.removeprefix("aten::") not in _VIEWS:
+        return True
+    return any(_moves_data(c) for c in node.children)
 
 
 def label(path: str) -> str:
