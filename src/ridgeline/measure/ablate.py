@@ -133,7 +133,7 @@ def measure_plan(
             experiment_id=e.id,
             name=e.name,
             experiment=e.canonical(),
-            status=failure.status,  # type: ignore[arg-type]
+            status=failure.status,
             reason=failure.reason,
             environment=fingerprint(),
             notes=[failure.log] if failure.log else [],

@@ -171,7 +171,7 @@ def _mark(module: nn.Module, name: str, stack: ExitStack) -> None:
 
 def tree(profiler: profile) -> list[Node]:
     """The profiler's event tree of all threads as plain nodes (seconds)."""
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.profiler and profiler.profiler.kineto_results
     return [_node(e) for e in results.experimental_event_tree()]
 
 

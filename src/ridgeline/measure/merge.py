@@ -51,9 +51,9 @@ def merge(parts: list[Result]) -> Result:
         value=step, unit="s", low=low, high=high, n=n, better="lower", source="measured"
     )
     rate = {"unit": "tokens/s", "n": n, "better": "higher", "source": "tokens per step / median step time"}
-    out.metrics["tokens_per_s"] = Metric(value=tokens / step, low=tokens / high, high=tokens / low, **rate)  # type: ignore[arg-type]
+    out.metrics["tokens_per_s"] = Metric(value=tokens / step, low=tokens / high, high=tokens / low, **rate)
     per = {"value": tokens / step / ranks, "low": tokens / high / ranks, "high": tokens / low / ranks}
-    out.metrics["tokens_per_s_per_device"] = Metric(**per, **rate)  # type: ignore[arg-type]
+    out.metrics["tokens_per_s_per_device"] = Metric(**per, **rate)
     out.metrics["tokens_per_step"] = Metric(value=tokens, unit="tokens", source="valid labels of the global batch")
     firsts = [p.samples[0].seconds for p in good]
     out.metrics["first_step_s"] = Metric(value=statistics.median(firsts), unit="s", n=len(firsts), better="lower")

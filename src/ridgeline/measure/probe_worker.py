@@ -110,9 +110,9 @@ class _Timer:
         return _steady(times)
 
     def work(self, w: Work) -> tuple[float, float]:
-        """(forward, backward) steady seconds of one operator: the better of two passes, since a busy machine only adds."""
-        passes = [self._pass(w) for _ in range(2)]
-        return min(f for f, _ in passes), min(b for _, b in passes)
+        """(forward, backward) steady seconds of one operator: the middle of three passes."""
+        passes = [self._pass(w) for _ in range(3)]
+        return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
 
     def _pass(self, w: Work) -> tuple[float, float]:
         first = w.make()
@@ -123,7 +123,7 @@ class _Timer:
         backward: list[float] = []
         start = time.perf_counter()
         i = 0
-        while len(forward) < 7 or time.perf_counter() - start < self.budget / 2:
+        while len(forward) < 6 or time.perf_counter() - start < self.budget / 3:
             inputs = copies[i % len(copies)]
             t0 = time.perf_counter()
             y = w.fn(*inputs)

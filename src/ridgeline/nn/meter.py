@@ -61,7 +61,7 @@ class Meter(TorchDispatchMode):
     """The parameters as they are between steps: FSDP puts gathered ones in their places while it computes."""
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owned = list(self.model.parameters())
 
     def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:

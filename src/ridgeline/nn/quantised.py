@@ -71,7 +71,7 @@ class QuantisedLinear(nn.Module):
         """[..., in] → [..., out]."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = _QuantisedMatmul.apply(x, self.codes, self.scales)
+        y: torch.Tensor = _QuantisedMatmul.apply(x, self.codes, self.scales)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

@@ -114,7 +114,7 @@ def _gain(o: Outcome) -> float:
 def _waterfalls(a: Ablation) -> list[Chart]:
     """Of the baseline and of the leanest plan."""
     known = [o for o in a.outcomes if o.measured is not None and o.measured.memory]
-    leanest = min(known, key=lambda o: o.measured.peak_bytes or 0.0, default=None)
+    leanest = min(known, key=lambda o: (o.measured and o.measured.peak_bytes) or 0.0, default=None)
     chosen = [o for o in known if o.name == a.baseline or o is leanest]
     charts = [waterfall_chart(o.measured, f"waterfall-{i}", o.name) for i, o in enumerate(chosen) if o.measured]
     return [c for c in charts if c is not None]

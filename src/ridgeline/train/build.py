@@ -29,6 +29,7 @@ class LossModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum of token losses (fp32 scalar) for ids and labels of shape [batch, seq]."""
         hidden = self.model(input_ids, return_hidden=True)
+        assert self.model.head is not None
         loss, _ = token_loss(hidden, self.model.head, labels)
         return loss
 

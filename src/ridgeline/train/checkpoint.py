@@ -22,7 +22,7 @@ from ridgeline.train.engine import Trainer
 
 def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     """Write ``folder/step-N`` from all ranks; older checkpoints of the folder are removed afterwards."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed import checkpoint as dcp
 
     place = folder / f"step-{trainer.steps_done:06d}"
     draft = folder / f".{place.name}.new"
@@ -34,7 +34,9 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     _barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(_state(trainer), checkpoint_id=str(draft), no_dist=trainer.world == 1)
+        dcp.save(  # type: ignore[attr-defined]
+            _state(trainer), checkpoint_id=str(draft), no_dist=trainer.world == 1
+        )
     _barrier()
     if trainer.rank == 0:
         state = {
@@ -65,7 +67,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
 
     Raises :class:`UserError` when it belongs to another experiment or cannot be read.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     found = checkpoints(folder)
@@ -93,7 +95,9 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1)
+            dcp.load(  # type: ignore[attr-defined]
+                tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1
+            )
     except Exception as e:
         raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
     set_optimizer_state_dict(trainer.run.root, trainer.optimizer, tensors["optimizer"])

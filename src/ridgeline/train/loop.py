@@ -70,7 +70,8 @@ def export(trainer: Trainer, folder: Path) -> None:
     state = get_model_state_dict(trainer.run.root, options=options)
     if trainer.rank:
         return
-    plain = plain_state({name.removeprefix("model."): t for name, t in state.items()}, trainer.run.model)
+    whole = {name.removeprefix("model."): t for name, t in state.items() if isinstance(t, torch.Tensor)}
+    plain = plain_state(whole, trainer.run.model)
     with torch.device("meta"):
         model = Transformer(trainer.experiment.model)
     model.load_state_dict(plain, assign=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.report.charts.base import GREY, RED, Chart, axis, colour, layout, plain
+from ridgeline.report.charts.base import GREY, RED, Chart, Figure, axis, colour, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import SIZES, percent, scale
 from ridgeline.spec.result import MEMORY_CATEGORIES, Result
@@ -32,7 +32,7 @@ def waterfall_chart(r: Result, key: str = "waterfall", name: str = "") -> Chart 
         "text": [unit.say(m.bytes) for m in parts] + [unit.say(peak)], "textposition": "outside",
         "hovertemplate": f"%{{x}}: %{{y:.4g}} {unit.label}<extra></extra>", "showlegend": False, "cliponaxis": False,
     }  # fmt: skip
-    figure = {
+    figure: Figure = {
         "data": [bar],
         "layout": layout(
             340, xaxis=axis(showgrid=False, ticks=""), yaxis=axis(f"bytes, {unit.label}", rangemode="tozero")
