@@ -9,8 +9,11 @@ from typing import Any
 
 from ridgeline import catalog
 from ridgeline.measure.environment import cores, cpu_model
-from ridgeline.spec.device import Device, Rate
+from ridgeline.predict import predict
+from ridgeline.spec.device import Cluster, Device, Rate
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.workload import Pretrain
 from ridgeline.train.launch import Job, JobFailed, run_job
 
 
@@ -38,11 +41,34 @@ def probe(
     return device, catalog.save_local_device(device)
 
 
+REFERENCE = "llama-tiny"
+"""The model whose real step is compared with the sum of its operators."""
+
+
+def reference_experiment(device: Device | None = None) -> Experiment:
+    """A plain training step of the reference model in one process."""
+    if device is None:
+        device = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
+    return Experiment(
+        model=catalog.model(REFERENCE), cluster=Cluster(device=device), workload=Pretrain(seq_len=256, batch_size=4)
+    )
+
+
+def host_latency(device: Device, found: dict[int, dict[str, Any]]) -> dict[str, float]:
+    """By number of processes: what the reference step takes beyond its operators timed alone, per operator."""
+    out: dict[str, float] = {}
+    for ranks, f in found.items():
+        alone = predict(reference_experiment(device.shared_by(ranks)))
+        seconds = sum(row.seconds for row in alone.breakdown)
+        out[str(ranks)] = max(0.0, f["reference_step_s"] - seconds) / sum(row.count for row in alone.breakdown)
+    return out
+
+
 def _device(found: dict[int, dict[str, Any]]) -> Device:
     one = found[1]
     rates = {r: {k: Rate(**v) for k, v in f["rates"].items()} for r, f in found.items()}
     what = one.get("gpu") or cpu_model()
-    return Device(
+    device = Device(
         name="local",
         title=what,
         kind=one["kind"],
@@ -56,3 +82,4 @@ def _device(found: dict[int, dict[str, Any]]) -> Device:
         source=f"ridgeline probe of {what}, {cores()} cores, {date.today().isoformat()}, torch {one['torch']}; "
         "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
     )
+    return device.model_copy(update={"host_latency": host_latency(device, found)})

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ridgeline import catalog
+from ridgeline.measure.probe import REFERENCE, reference_experiment
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
 from ridgeline.nn.mlp import gated
@@ -62,6 +64,8 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     rates.update(_update(timer, device))
     report({"stage": "memory"})
     bandwidth = _bandwidth(timer, device)
+    report({"stage": "a reference step"})
+    reference = _reference_step(timer, device)
     if ranks > 1:
         report({"stage": "collectives"})
         rates.update(_collectives(timer, device, ranks))
@@ -69,6 +73,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
         "rates": rates,
         "peak_flops": peaks,
         "memory_bandwidth": bandwidth,
+        "reference_step_s": reference,
         "memory_bytes": _memory(device),
         "launch_latency": min(r["latency"] for r in rates.values() if r["latency"] > 0),
         "kind": "gpu" if device.type == "cuda" else "cpu",
@@ -111,13 +116,13 @@ class _Timer:
 
     def work(self, w: Work) -> tuple[float, float]:
         """(forward, backward) steady seconds of one operator: the middle of three passes."""
-        passes = [self._pass(w) for _ in range(3)]
-        return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
-
-    def _pass(self, w: Work) -> tuple[float, float]:
         first = w.make()
         size = sum(t.numel() * t.element_size() for t in first)
         copies = [first, *(w.make() for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
+        passes = [self._pass(w, copies) for _ in range(3)]
+        return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
+
+    def _pass(self, w: Work, copies: list[tuple[Tensor, ...]]) -> tuple[float, float]:
         self.together()
         forward: list[float] = []
         backward: list[float] = []
@@ -198,9 +203,11 @@ def _kinds(timer: _Timer, device: torch.device, name: str, dtype: torch.dtype) -
         backward = [
             (w.back_flops / w.back_calls, w.back_bytes / w.back_calls, b / w.back_calls) for w, _, b in measured
         ]
-        out[f"{kind}.forward.{name}"] = _rate(forward)
         if all(b > 0 for _, _, b in measured):
+            out[f"{kind}.forward.{name}"] = _rate(forward)
             out[f"{kind}.backward.{name}"] = _rate(backward)
+        else:
+            out[f"{kind}.{name}"] = _rate(forward)  # the same work in either direction
     return out
 
 
@@ -349,6 +356,31 @@ def _linears_step(
         forward.append(middle - start)
         model.zero_grad(set_to_none=True)
     return _steady(forward) / groups, _steady(backward) / groups
+
+
+def _reference_step(timer: _Timer, device: torch.device) -> float:
+    """Seconds of one plain training step of the reference model, without communication."""
+    from ridgeline.nn.init import build
+    from ridgeline.train.build import LossModel
+
+    w = reference_experiment().training
+    assert w.batch_size is not None
+    root = LossModel(build(catalog.model(REFERENCE), device))
+    root.model.set_attention("naive")
+    parameters = list(root.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    ids = torch.randint(root.model.spec.vocab_size, (w.batch_size, w.seq_len), device=device)
+    times = []
+    for _ in range(16):
+        timer.together()
+        start = time.perf_counter()
+        (root(ids, ids) / ids.numel()).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        timer.sync()
+        times.append(time.perf_counter() - start)
+    return _steady(times)
 
 
 def _memory(device: torch.device) -> float:

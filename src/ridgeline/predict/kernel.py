@@ -59,7 +59,7 @@ def op_time(op: Op, device: Device) -> Timed:
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
         memory = op.bytes / rate.byte_rate if rate.byte_rate else 0.0
-        return _bounded(rate.latency, compute, memory, rate.source)
+        return _bounded(rate.latency + device.extra_latency, compute, memory, rate.source)
     return _default(op, device)
 
 

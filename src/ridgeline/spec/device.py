@@ -84,8 +84,16 @@ class Device(BaseModel):
     """Measured operator costs, keyed ``kind.dtype`` or ``kind.direction.dtype`` (see ``predict/kernel.py``)."""
     ranks: dict[str, dict[str, Rate]] = Field(default_factory=dict)
     """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2")."""
+    host_latency: dict[str, float] = Field(default_factory=dict)
+    """Seconds that an operator costs in a real training step beyond what it costs timed alone (the autograd engine,
+    Python, emptied caches), by number of processes ("1", "2"). Measured on one small reference model."""
     source: str = ""
     """Where each figure comes from."""
+
+    @property
+    def extra_latency(self) -> float:
+        """Seconds to add to a measured operator's time inside a step, as this process sees it."""
+        return self.host_latency.get("1", 0.0)
 
     def shared_by(self, ranks: int) -> Device:
         """This device as one of ``ranks`` processes sees it (a CPU's cores and bandwidth are divided among them)."""
@@ -110,6 +118,7 @@ class Device(BaseModel):
                 "memory_bytes": self.memory_bytes / ranks,
                 "sm_count": max(1, self.sm_count // ranks),
                 "rates": {**scaled, **measured},
+                "host_latency": {"1": self.host_latency.get(str(ranks), self.extra_latency)},
             }
         )
 

@@ -1,0 +1,43 @@
+"""The probe measures every kind of operator that a training graph holds, and predictions then rest on it."""
+
+import pytest
+
+from ridgeline import catalog, experiments
+from ridgeline.graph import optimizer_ops, training_graph
+from ridgeline.measure.probe import probe
+from ridgeline.predict import predict
+from ridgeline.predict.kernel import find_rate
+from ridgeline.predict.predict import rewritten
+from ridgeline.techniques.registry import check
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RIDGELINE_HOME", str(tmp_path_factory.mktemp("home")))
+        device, file = probe(max_ranks=1, quick=True)
+        assert catalog.local_device() == device
+        assert file.is_file()
+        yield device
+
+
+PLANS = [[], ["flash_attention"], ["recompute"], ["mixed_precision"], ["lora", "rtn:bits=8"], ["lora", "rtn:bits=4"]]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["+".join(p) or "none" for p in PLANS])
+def test_every_operator_has_a_measured_rate(profile, monkeypatch, plan):
+    monkeypatch.setattr(catalog, "local_device", lambda: profile)
+    e = experiments.make("llama-tiny", "local", {"kind": "pretrain", "seq_len": 64, "batch_size": 2}, plan)
+    g = rewritten(training_graph(e), e, check(e))
+    ops = [o for b in g.blocks for o in (*b.forward, *b.backward)] + optimizer_ops(g)
+    missing = {(o.kind, o.direction, o.dtype) for o in ops if find_rate(profile, o.kind, o.direction, o.dtype) is None}
+    assert not missing
+    assert predict(e).metrics["step_time_s"].source == "measured profile"
+
+
+def test_rates_are_plausible(profile):
+    assert all(r.latency > 0 and (r.flop_rate > 0) != (r.byte_rate > 0) for r in profile.rates.values())
+    assert 1e9 < profile.peak_flops["fp32"] < 1e14
+    # No operator of training size beats the fastest product that was measured by much.
+    assert profile.rates["gemm.forward.fp32"].flop_rate < 1.5 * profile.peak_flops["fp32"]
+    assert profile.host_latency["1"] >= 0
