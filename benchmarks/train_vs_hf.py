@@ -17,15 +17,21 @@ import sys
 import time
 from pathlib import Path
 
-MODEL = {"base": "llama-mini"}
-WORKLOAD = {"kind": "pretrain", "seq_len": 256, "batch_size": 4, "lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.0}
+SHAPES = {
+    "quickstart": ({"base": "llama-mini"}, 256, 4),
+    "short": ({"base": "llama-mini"}, 128, 8),
+    "llama vocabulary": ({"base": "llama-mini", "vocab_size": 32000}, 256, 4),
+}
+"""Model, sequence length, batch size."""
+WORKLOAD = {"kind": "pretrain", "lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.0}
 CONTENDERS = ("ridgeline", "ridgeline_flash", "hf_sdpa", "hf_eager")
 
 
 def experiment(steps: int, plan: list[str]):
     from ridgeline.experiments import make
 
-    return make(MODEL, "local", {**WORKLOAD, "steps": steps}, plan)
+    model, seq_len, batch = SHAPES[os.environ.get("BENCH_SHAPE", "quickstart")]
+    return make(model, "local", {**WORKLOAD, "seq_len": seq_len, "batch_size": batch, "steps": steps}, plan)
 
 
 def run_ridgeline(steps: int, plan: list[str]) -> dict:
@@ -87,7 +93,7 @@ def run_hf(steps: int, attention: str) -> dict:
 
     clock = Clock()
     arguments = TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=WORKLOAD["batch_size"], max_steps=steps,
+        output_dir=folder, per_device_train_batch_size=e.batch_size, max_steps=steps,
         max_grad_norm=1.0, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
         remove_unused_columns=False, dataloader_pin_memory=False, train_sampling_strategy="sequential", seed=0,
     )  # fmt: skip
@@ -128,35 +134,40 @@ def main() -> None:
     from ridgeline.measure.environment import cores, fingerprint
     from ridgeline.measure.stats import bootstrap_ci, ratio_ci, warmup_steps
 
-    found: dict[str, list[dict]] = {c: [] for c in CONTENDERS}
-    env = {**os.environ, "OMP_NUM_THREADS": str(cores()), "HF_HUB_OFFLINE": "1"}
-    for r in range(args.repeats):
-        for name in CONTENDERS if r % 2 == 0 else CONTENDERS[::-1]:
-            command = [sys.executable, __file__, "--child", name, "--steps", str(args.steps)]
-            out = subprocess.run(command, env=env, capture_output=True, text=True)
-            line = next((x for x in out.stdout.splitlines() if x.startswith("RESULT ")), None)
-            if line is None:
-                sys.exit(f"{name} failed:\n{out.stderr[-3000:]}")
-            found[name].append(json.loads(line.removeprefix("RESULT ")))
-            print(f"{name} {r + 1}: done", file=sys.stderr)
-    tokens = WORKLOAD["batch_size"] * WORKLOAD["seq_len"]
-    blocks = {n: [run["seconds"][warmup_steps(run["seconds"]) :] for run in runs] for n, runs in found.items()}
-    table = {}
-    for name, b in blocks.items():
-        step = bootstrap_ci(b)
-        ratio = ratio_ci(b, blocks["ridgeline"])
-        table[name] = {
-            "step_s": step._asdict(), "tokens_per_s": tokens / step.value, "ridgeline_over_this": ratio._asdict(),
-            "final_loss": found[name][0]["losses"][-1], "optimizer": found[name][0].get("optimizer", "AdamW fused"),
-        }  # fmt: skip
-    result = {"environment": fingerprint(), "model": MODEL, "workload": WORKLOAD, "steps": args.steps,
-              "repeats": args.repeats, "contenders": table, "samples": blocks}  # fmt: skip
+    result: dict = {"environment": fingerprint(), "workload": WORKLOAD, "steps": args.steps, "repeats": args.repeats,
+                    "shapes": {}}  # fmt: skip
+    for shape, (model, seq_len, batch) in SHAPES.items():
+        found: dict[str, list[dict]] = {c: [] for c in CONTENDERS}
+        env = {**os.environ, "OMP_NUM_THREADS": str(cores()), "HF_HUB_OFFLINE": "1", "BENCH_SHAPE": shape}
+        for r in range(args.repeats):
+            for name in CONTENDERS if r % 2 == 0 else CONTENDERS[::-1]:
+                command = [sys.executable, __file__, "--child", name, "--steps", str(args.steps)]
+                out = subprocess.run(command, env=env, capture_output=True, text=True)
+                line = next((x for x in out.stdout.splitlines() if x.startswith("RESULT ")), None)
+                if line is None:
+                    sys.exit(f"{name} failed:\n{out.stderr[-3000:]}")
+                found[name].append(json.loads(line.removeprefix("RESULT ")))
+        blocks = {n: [run["seconds"][warmup_steps(run["seconds"]) :] for run in runs] for n, runs in found.items()}
+        table = {}
+        for name, b in blocks.items():
+            step = bootstrap_ci(b)
+            table[name] = {
+                "step_s": step._asdict(),
+                "tokens_per_s": batch * seq_len / step.value,
+                "final_loss": found[name][0]["losses"][-1],
+                "optimizer": found[name][0].get("optimizer", "AdamW fused"),
+            }
+        pairs = [("ridgeline", "hf_eager"), ("ridgeline_flash", "hf_sdpa"), ("ridgeline", "hf_sdpa")]
+        ratios = {f"{a} over {b}": ratio_ci(blocks[b], blocks[a], paired=True)._asdict() for a, b in pairs}
+        result["shapes"][shape] = {"model": model, "seq_len": seq_len, "batch_size": batch, "contenders": table,
+                                   "ratios": ratios, "samples": blocks}  # fmt: skip
+        print(f"{shape}: batch {batch} x {seq_len}")
+        for name, row in table.items():
+            print(f"  {name:16} {row['tokens_per_s']:7.0f} tokens/s   loss {row['final_loss']:.4f}")
+        for name, ratio in ratios.items():
+            print(f"  {name:28} {ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2))
-    for name, row in table.items():
-        ratio = row["ridgeline_over_this"]
-        print(f"{name:16} {row['tokens_per_s']:8.0f} tokens/s  loss {row['final_loss']:.4f}  "
-              f"ridgeline is {ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]")  # fmt: skip
 
 
 if __name__ == "__main__":
