@@ -77,12 +77,7 @@ def predict(
         e = experiments.make(model, on, workload, with_ or [])
     result = run(e)
     if trace:
-        from ridgeline.predict import predict_trace
-        from ridgeline.report.trace import TraceEvent, write_trace
-
-        events = [TraceEvent(v.name, v.start, v.seconds, v.stream, "predicted", {"phase": v.phase})
-                  for v in predict_trace(e)]  # fmt: skip
-        write_trace(trace, events)
+        _predicted_trace(e, trace)
     _show(result, json, save)
     if result.status == "infeasible":
         raise typer.Exit(1)
@@ -233,10 +228,14 @@ def dissect(
 
     e = _probed(lambda: _load(file, plan, [*(overrides or []), *_data(data)]))
     with Status(f"dissecting {e.name or e.model.name}") as status:
-        predicted, measured, files = run(e, out, status.message)
+        name = e.name or e.id
+        out.mkdir(parents=True, exist_ok=True)
+        traces = out / f"{name}.measured.json", out / f"{name}.predicted.json"
+        predicted, measured = run(e, traces[0], status.message)
+    _predicted_trace(e, traces[1])
     _store_add(measured)
     print(measured.to_json()) if json else print_dissection(predicted, measured)
-    _say("Chrome traces (open in Perfetto): " + ", ".join(str(f) for f in files))
+    _say("Chrome traces (open in Perfetto): " + ", ".join(str(t) for t in traces))
 
 
 # ---- look at results ----------------------------------------------------------------------------------------------
@@ -356,6 +355,16 @@ def devices(name: Annotated[str | None, typer.Argument()] = None, json: Json = F
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------
+
+
+def _predicted_trace(e: Experiment, path: Path) -> None:
+    from ridgeline.predict import predict_trace
+    from ridgeline.report.trace import TraceEvent, write_trace
+
+    events = [
+        TraceEvent(v.name, v.start, v.seconds, v.stream, "predicted", {"phase": v.phase}) for v in predict_trace(e)
+    ]
+    write_trace(path, events)
 
 
 def _load(file: str, plan: str | None, overrides: list[str]) -> Experiment:

@@ -10,8 +10,7 @@ from typing import Any
 from ridgeline.measure.ablate import measure_plan, require_local
 from ridgeline.measure.merge import merge
 from ridgeline.measure.utilisation import add_utilisation
-from ridgeline.predict import predict, predict_trace
-from ridgeline.report.trace import TraceEvent, write_trace
+from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
@@ -45,24 +44,17 @@ def merge_generation(parts: list[Result]) -> Result:
     return out
 
 
-def dissect(e: Experiment, out: Path, progress: Progress) -> tuple[Result, Result, list[Path]]:
-    """(predicted, measured with its breakdown, [measured trace, predicted trace]).
+def dissect(e: Experiment, trace: Path, progress: Progress) -> tuple[Result, Result]:
+    """(predicted, measured with its breakdown); the measured steps go to ``trace`` as a Chrome trace.
 
     Raises :class:`UserError` when the profiled run fails.
     """
     require_local(e)
     if not e.is_training:
         raise UserError(f"task {e.task!r} is not dissected yet", "use a pretrain or finetune experiment")
-    out.mkdir(parents=True, exist_ok=True)
-    name = e.name or e.id
-    measured_trace, predicted_trace = out / f"{name}.measured.json", out / f"{name}.predicted.json"
-    job = Job("dissect", e, {"trace": str(measured_trace.resolve())}, ranks=e.world)
+    job = Job("dissect", e, {"trace": str(trace.resolve())}, ranks=e.world)
     try:
         measured = Result.model_validate(run_job(job, progress))
     except JobFailed as failure:
         raise UserError(f"the profiled run failed ({failure.status}): {failure.reason}", failure.log) from None
-    events = [
-        TraceEvent(v.name, v.start, v.seconds, v.stream, "predicted", {"phase": v.phase}) for v in predict_trace(e)
-    ]
-    write_trace(predicted_trace, events)
-    return predict(e), add_utilisation(measured, e), [measured_trace, predicted_trace]
+    return predict(e), add_utilisation(measured, e)
