@@ -31,6 +31,24 @@ _AGAIN = "download or save the checkpoint again"
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
+def first_missing(file: Path) -> str | None:
+    """The first tensor of a truncated safetensors file whose bytes are not all there; None when its header is damaged.
+
+    The file begins with the header's length (8 bytes, little endian) and the header, a JSON object of tensor names with
+    their byte ranges behind it.
+    """
+    try:
+        with file.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(length))
+        there = file.stat().st_size - 8 - length
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError):
+        return None
+    cut = sorted((end, name) for name, end in ends.items() if end > there)
+    return cut[0][1] if cut else None
+
+
 class _Files:
     """The tensors of a checkpoint directory by name, and the file that each stands in."""
 
@@ -66,7 +84,9 @@ class _Files:
             try:
                 self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as e:
-                raise UserError(f"{file} is not a readable safetensors file: {e}", _AGAIN) from None
+                cut = first_missing(file)
+                what = f"{file} is truncated: tensor {cut!r} is not whole" if cut else f"{file} is damaged: {e}"
+                raise UserError(what, _AGAIN) from None
         return self._open[file]
 
     def names_of(self) -> str:
