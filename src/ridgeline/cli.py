@@ -263,6 +263,7 @@ def compare(
     a: Annotated[str, typer.Argument(help="Stored id or result file.")],
     b: Annotated[str, typer.Argument(help="Stored id or result file.")],
     force: Annotated[bool, typer.Option(help="Compare although the environments differ.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write an HTML page.")] = None,
     json: Json = False,
 ) -> None:
     """Compare two results, metric by metric; refuses unlike environments unless --force."""
@@ -270,6 +271,10 @@ def compare(
     from ridgeline.report.console import print_comparison
 
     comparison = run(_result(a), _result(b), force=force)
+    if out:
+        from ridgeline.report.html import comparison_html
+
+        comparison_html(comparison, out)
     print(comparison.model_dump_json(indent=2)) if json else print_comparison(comparison)
 
 

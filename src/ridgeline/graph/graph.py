@@ -10,7 +10,6 @@ operators are accounted by the bytes they move.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -84,8 +83,6 @@ class Param:
     """Bytes per element of the gradient."""
     working_bytes: float = 0.0
     """Bytes per element of a temporary working copy while the block runs (cast or gathered); 0: none."""
-    active: float = 1.0
-    """Share of the tensor that one token's path uses (experts)."""
 
     @property
     def stored_bytes(self) -> float:
@@ -115,8 +112,6 @@ class Block:
     gather_backward: list[Op] = field(default_factory=list)
     reduce: list[Op] = field(default_factory=list)
     """Collectives issued after the block's backward (gradient reduction)."""
-    inner: list[Op] = field(default_factory=list)
-    """Collectives inside the block's critical path (tensor parallelism)."""
 
     @property
     def saved_bytes(self) -> float:
@@ -160,7 +155,6 @@ class Graph:
     """Whether gathered parameters stay until the block's backward."""
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
-    notes: list[str] = field(default_factory=list)
     closing: list[Callable[[Graph], None]] = field(default_factory=list)
     """Passes to run after every technique's own: they copy operators that later phases still reprice."""
 
@@ -170,10 +164,6 @@ class Graph:
             run(self)
         self.closing = []
         return self
-
-    def clone(self) -> Graph:
-        """A deep enough copy for a technique to change."""
-        return copy.deepcopy(self)
 
     def each_block(self, fn: Callable[[Block], None], layers_only: bool = False) -> Graph:
         """Apply ``fn`` to every block (or to the transformer layers only); returns the graph."""

@@ -24,7 +24,6 @@ class Builder:
     dtype: str
     training: bool
     block: Block
-    grad_reaches_input: bool = True
 
     @property
     def tokens(self) -> int:
@@ -38,14 +37,13 @@ class Builder:
 
     # ---- elementary operators -----------------------------------------------------------------------------------
 
-    def param(self, name: str, shape: tuple[int, ...], active: float = 1.0) -> None:
+    def param(self, name: str, shape: tuple[int, ...]) -> None:
         """Register a parameter tensor."""
         numel = 1
         for d in shape:
             numel *= d
         self.block.params.append(
-            Param(name, numel, dtype=self.dtype, bytes_per_element=self.width, grad_bytes=self.width, shape=shape,
-                  active=active)
+            Param(name, numel, dtype=self.dtype, bytes_per_element=self.width, grad_bytes=self.width, shape=shape)
         )  # fmt: skip
 
     def save(self, name: str, elements: float, users: list[str], width: float | None = None) -> None:
@@ -62,7 +60,7 @@ class Builder:
         """y[m,n] = x[m,k] · W[n,k]ᵀ, and its input- and weight-gradient GEMMs. ``source`` names the saved input x."""
         weight = weight or f"{name}.weight"
         if not shared:
-            self.param(weight, (experts, n, k) if experts > 1 else (n, k), active=1.0)
+            self.param(weight, (experts, n, k) if experts > 1 else (n, k))
             if bias:
                 self.param(f"{name}.bias", (n,))
         rows = m
@@ -191,9 +189,6 @@ class Builder:
                     weight=f"{experts}.down_proj", experts=e)  # fmt: skip
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
         self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
-        for p in self.block.params:
-            if ".experts." in p.name:
-                p.active = k / e
 
     def _activation(self, prefix: str, n: float) -> None:
         """silu(gate)·up, or one activation; keeps its inputs (a plain ReLU its output, as the next linear does)."""

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ridgeline.experiments import AblationSpec
+from ridgeline.experiments import AblationSpec, to_toml
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
 from ridgeline.measure.utilisation import add_utilisation
@@ -63,6 +63,8 @@ def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Wat
     for e in spec.plans.values():
         require_local(e)
     spec = warm_started(spec, folder, watch)
+    for name, e in spec.plans.items():  # each plan as a runnable file of its own, every default spelled out
+        _write(folder / "plans" / f"{name}.toml", to_toml(e))
     predicted = {name: predict(e) for name, e in spec.plans.items()}
     cells = order(list(spec.plans), spec.measure.repeats)
     busy = load_average()

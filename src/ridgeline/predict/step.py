@@ -78,7 +78,7 @@ class _Times:
 def _block_times(b: Block, cluster: Cluster) -> _Times:
     device = cluster.device
     return _Times(
-        sum(op_time(o, device).seconds for o in b.forward) + sum(collective_time(o, cluster).seconds for o in b.inner),
+        sum(op_time(o, device).seconds for o in b.forward),
         sum(op_time(o, device).seconds for o in b.backward),
         sum(collective_time(o, cluster).seconds for o in b.gather_forward),
         sum(collective_time(o, cluster).seconds for o in b.gather_backward),
@@ -144,7 +144,7 @@ def _all_ops(g: Graph, update: list[Op]) -> Iterator[tuple[Op, float]]:
     for b in g.blocks:
         n = b.repeat * g.accumulation
         reduces = n if g.reduce_every_micro_batch else b.repeat
-        for group in (b.gather_forward, b.forward, b.inner, b.gather_backward, b.backward):
+        for group in (b.gather_forward, b.forward, b.gather_backward, b.backward):
             for op in group:
                 yield op, n
         for op in b.reduce:
