@@ -144,7 +144,10 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_p
                "--save-every", "10", "--json"]  # fmt: skip
 
     def interrupted(after: int) -> dict:
+        # A test run in the background of a shell inherits an ignored SIGINT; a user's terminal does not ignore it.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        signal.signal(signal.SIGINT, before)
         deadline = time.monotonic() + 60
         while not any(int(p.name[5:]) > after for p in out.glob("step-*")):
             assert process.poll() is None, process.stderr.read()
