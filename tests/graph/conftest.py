@@ -5,7 +5,7 @@ import torch
 
 from ridgeline import experiments, nn
 from ridgeline.graph import training_graph
-from ridgeline.predict.predict import rewritten
+from ridgeline.predict.common import rewritten
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import TrainBuild

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ridgeline import experiments, nn
 from ridgeline.graph import decode_graph, prefill_graph
-from ridgeline.predict.predict import rewritten
+from ridgeline.predict.common import rewritten
 from ridgeline.techniques.registry import check
 
 aten = torch.ops.aten

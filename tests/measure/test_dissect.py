@@ -9,7 +9,7 @@ from tests.world import world
 
 from ridgeline.graph import training_graph
 from ridgeline.measure.dissect import dissect_cell, flops, label
-from ridgeline.predict.predict import rewritten
+from ridgeline.predict.common import rewritten
 from ridgeline.spec.result import PHASES, Result
 from ridgeline.techniques.registry import check
 

@@ -6,8 +6,8 @@ from ridgeline import catalog, experiments
 from ridgeline.graph import optimizer_ops, training_graph
 from ridgeline.measure.probe import probe
 from ridgeline.predict import predict
+from ridgeline.predict.common import rewritten
 from ridgeline.predict.kernel import find_rate
-from ridgeline.predict.predict import rewritten
 from ridgeline.techniques.registry import check
 
 

@@ -42,7 +42,11 @@ class Op:
     ranks: int = 1
     """Participants of a collective."""
     axis: str = ""
-    """Mesh axis of a collective: dp, tp, …"""
+    """Mesh axis of a collective: dp, tp, pp, cp, ep."""
+    stride: int = 1
+    """Distance, in ranks, between neighbours of a collective's group (the product of the axes placed inside it)."""
+    causal: bool = False
+    """attention: whether a fused kernel may skip the masked half (``flops`` count all of it, as PyTorch does)."""
     recompute: bool = False
     """Whether it repeats forward work in the backward pass."""
 

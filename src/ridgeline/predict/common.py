@@ -1,0 +1,91 @@
+"""What every prediction shares: the rewritten graph, the rank's view of the cluster, and the assembly of a Result."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Literal
+
+from ridgeline.graph import Graph
+from ridgeline.predict.kernel import peak_flops
+from ridgeline.predict.memory import Peak
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Memory, Metric, Result
+from ridgeline.techniques.base import Technique
+
+GIB = 2**30
+
+
+def rewritten(g: Graph, e: Experiment, made: list[Technique]) -> Graph:
+    """The graph after every technique's pass, in canonical order."""
+    for t in made:
+        g = t.rewrite(g, e)
+    return g.close()
+
+
+def rank_cluster(e: Experiment) -> Cluster:
+    """The cluster as one rank sees it: a CPU's ranks share its cores and memory."""
+    shared = e.cluster.device.shared_by(e.cluster.devices_per_node)
+    return e.cluster.model_copy(update={"device": shared})
+
+
+def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Cluster) -> Result:
+    """A Result from metrics and the peak: adds memory, the verdict whether it fits, cost and energy."""
+    categories = dict(peak.categories)
+    if cluster.device.reserved_bytes:
+        categories["framework"] = cluster.device.reserved_bytes
+    total = sum(categories.values())
+    largest = max(categories, key=lambda k: categories[k])
+    metrics["peak_bytes"] = metric(total, "bytes", "lower", "graph")
+    device = cluster.device
+    fits = total <= device.memory_bytes
+    said = (
+        f"needs {total / GIB:.1f} GiB per rank of {device.memory_bytes / GIB:.1f} GiB on {device.name};"
+        f" largest category: {largest}, {categories[largest] / GIB:.1f} GiB; peak at {peak.instant}"
+    )
+    if device.price_per_hour and "tokens_per_s" in metrics:
+        rate = metrics["tokens_per_s"].value
+        cost = device.price_per_hour * e.world / 3600 / rate * 1e6
+        metrics["dollars_per_million_tokens"] = metric(cost, "$", "lower", "catalogue price")
+    if device.watts and "tokens_per_s" in metrics:
+        joules = device.watts * e.world / metrics["tokens_per_s"].value
+        metrics["joules_per_token"] = metric(joules, "J", "lower", "TDP, an upper bound")
+    return Result(
+        source="predicted",
+        experiment_id=e.id,
+        name=e.name,
+        experiment=e.canonical(),
+        status="ok" if fits else "infeasible",
+        reason="" if fits else said,
+        environment={
+            "device": e.cluster.label,
+            "peak_flops": dict(device.peak_flops),
+            "memory_bandwidth": device.memory_bandwidth,
+            "rates": "measured profile" if device.rates else "class defaults on the datasheet",
+        },
+        metrics=metrics,
+        memory=[Memory(category=k, bytes=v) for k, v in sorted(categories.items(), key=lambda kv: -kv[1])],
+        notes=[said] if fits else [],
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def metric(value: float, unit: str, better: Literal["lower", "higher", ""], source: str) -> Metric:
+    """One metric without an interval."""
+    return Metric(value=value, unit=unit, better=better, source=source)
+
+
+def trained(g: Graph) -> float:
+    """Elements that train, on one rank."""
+    return sum(p.numel * n for p, n in g.params if p.trainable)
+
+
+def source_of(cluster: Cluster) -> str:
+    """Where the rates of this cluster come from."""
+    return "measured profile" if cluster.device.rates else "class default"
+
+
+def peak_note(cluster: Cluster, dtype: str) -> str:
+    """The named formula of MFU and HFU."""
+    peak = peak_flops(cluster.device, dtype)
+    return f"matrix-multiply FLOPs over the dense {dtype} peak of {peak / 1e12:.3g} TFLOP/s"

@@ -1,0 +1,39 @@
+"""One measured number with its prediction: what every schema of measured data is turned into."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(slots=True, frozen=True)
+class Case:
+    """A measured quantity beside its prediction."""
+
+    group: str
+    """The line of the error table it belongs to: device and phase, dtype or operation, e.g. ``h100-sxm fp8``."""
+    quantity: str
+    """What was measured: seconds, tokens_per_s_per_device, bytes, ttft_s, tpot_s …"""
+    measured: float
+    predicted: float
+    label: str
+    """The row in words, for the list of the worst."""
+    terms: tuple[float, ...] = (1.0,)
+    """Non-negative terms of the trivial baseline, which fits one constant each to the measured data of its group:
+    ``(peak seconds of FLOPs, peak seconds of bytes, 1)`` is a three-constant roofline, ``(predicted FLOP time,)`` one
+    constant efficiency. All in the quantity's unit; for a rate, terms are of its inverse (see ``inverse``)."""
+    inverse: bool = False
+    """Whether the baseline is additive in 1/quantity (rates) and not in the quantity itself (times, bytes)."""
+    why: str = ""
+    """What the prediction says bounds the row."""
+    rivals: Hashable = None
+    """Equal for rows that differ only in their plan; None: not a planning question."""
+    better: Literal["lower", "higher"] = "lower"
+    line: int = 0
+    """Line of the file."""
+
+    @property
+    def error(self) -> float:
+        """Signed relative error of the prediction; 0.1 is 10 % too high."""
+        return self.predicted / self.measured - 1.0

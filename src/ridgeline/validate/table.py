@@ -1,0 +1,104 @@
+"""Reading measured data: CSV files of the known schemas, with every bad cell named by line and column."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ridgeline.spec.errors import UserError
+
+EMPTY = {"", "?", "na", "nan", "none", "null"}
+"""Cells that say "not published"."""
+
+
+class BadCell(Exception):
+    """A cell that cannot be read; the row is skipped and counted."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of a CSV file, with typed access that names the column in its errors."""
+
+    line: int
+    cells: dict[str, str]
+
+    def has(self, column: str) -> bool:
+        """Whether the column is there and holds a value."""
+        return self.cells.get(column, "").strip().lower() not in EMPTY
+
+    def text(self, column: str, default: str | None = None) -> str:
+        """The cell as text."""
+        if self.has(column):
+            return self.cells[column].strip()
+        if default is None:
+            raise BadCell(f"column {column!r} is empty")
+        return default
+
+    def number(self, column: str, default: float | None = None, *, above: float | None = None) -> float:
+        """The cell as a finite number, larger than ``above`` where given."""
+        if not self.has(column):
+            if default is None:
+                raise BadCell(f"column {column!r} is empty")
+            return default
+        try:
+            value = float(self.cells[column])
+        except ValueError:
+            raise BadCell(f"column {column!r}: {self.cells[column]!r} is not a number") from None
+        if not math.isfinite(value):
+            raise BadCell(f"column {column!r}: {self.cells[column]!r} is not finite")
+        if above is not None and not value > above:
+            raise BadCell(f"column {column!r}: {self.cells[column]!r} is not larger than {above:g}")
+        return value
+
+    def count(self, column: str, default: int | None = None, least: int = 1) -> int:
+        """The cell as a whole number of at least ``least``."""
+        value = self.number(column, default)
+        if value != int(value) or value < least:
+            raise BadCell(f"column {column!r}: {self.cells[column]!r} is not a whole number of at least {least}")
+        return int(value)
+
+
+@dataclass(slots=True)
+class Skip:
+    """A row that was not judged, and why."""
+
+    line: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Table:
+    """A CSV file: its columns and its rows."""
+
+    path: Path
+    columns: tuple[str, ...]
+    rows: list[Row]
+    skipped: list[Skip] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+
+def read_table(path: Path) -> Table:
+    """Read a CSV file. Raises :class:`UserError` when it is no CSV; short rows are skipped and counted."""
+    try:
+        with path.open(encoding="utf-8", newline="") as f:
+            reader = csv.reader(f)
+            header = next(reader, None)
+            if not header or len(header) < 2:
+                raise UserError(f"{path} has no CSV header", "the first line must name the columns, comma-separated")
+            columns = tuple(c.strip() for c in header)
+            table = Table(path, columns, [])
+            for cells in reader:
+                if not cells or all(not c.strip() for c in cells):
+                    continue
+                if len(cells) != len(columns):
+                    table.skipped.append(Skip(reader.line_num, f"{len(cells)} cells for {len(columns)} columns"))
+                else:
+                    table.rows.append(Row(reader.line_num, dict(zip(columns, cells, strict=True))))
+            return table
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise UserError(f"{path} cannot be read as CSV: {e}", "give a CSV file or a directory of them") from None
