@@ -129,6 +129,7 @@ def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1) -> l
         n = count * times
         row = rows.setdefault(key, Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=0.0, count=0))
         row.seconds += one.seconds * n
+        row.bound = one.bound
         row.count += n
         row.flops += op.flops * n
         row.bytes += op.bytes * n
