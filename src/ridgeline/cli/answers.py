@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,51 +11,98 @@ from ridgeline.cli.base import Json, On, PlanName, With, app, load, predicted_tr
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
+    from ridgeline.spec.experiment import Experiment
     from ridgeline.spec.result import Result
 
 
 # ---- predict ------------------------------------------------------------------------------------------------------
 
 
+Model = Annotated[str, typer.Argument(help="Model: catalogue name, config.json, checkpoint directory, or a TOML.")]
+Task = Annotated[str, typer.Option(help="pretrain, finetune or generate.")]
+SeqLen = Annotated[str | None, typer.Option(help="Tokens per sequence (training); 4k is 4096.")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences per step over all devices.")]
+MicroBatch = Annotated[int | None, typer.Option(help="Sequences per device and forward pass.")]
+PromptLen = Annotated[str | None, typer.Option(help="Prompt tokens (generate).")]
+OutputLen = Annotated[str | None, typer.Option(help="Tokens to generate (generate).")]
+DType = Annotated[str | None, typer.Option(help="Storage dtype of the weights: fp32, bf16, fp16.")]
+
+
 @app.command()
 def predict(
-    model: Annotated[str, typer.Argument(help="Model: catalogue name, config.json, checkpoint directory, or a TOML.")],
+    model: Model,
     on: On = "local",
-    task: Annotated[str, typer.Option(help="pretrain, finetune or generate.")] = "pretrain",
+    task: Task = "pretrain",
     with_: With = None,
-    seq_len: Annotated[str | None, typer.Option(help="Tokens per sequence (training); 4k is 4096.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences per step over all devices.")] = None,
-    micro_batch_size: Annotated[int | None, typer.Option(help="Sequences per device and forward pass.")] = None,
-    prompt_len: Annotated[str | None, typer.Option(help="Prompt tokens (generate).")] = None,
-    output_len: Annotated[str | None, typer.Option(help="Tokens to generate (generate).")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Storage dtype of the weights: fp32, bf16, fp16.")] = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    micro_batch_size: MicroBatch = None,
+    prompt_len: PromptLen = None,
+    output_len: OutputLen = None,
+    dtype: DType = None,
     plan: PlanName = None,
     trace: Annotated[Path | None, typer.Option(help="Also write the predicted step as a Chrome trace.")] = None,
     save: Annotated[bool, typer.Option(help="Keep the result in the store.")] = False,
     json: Json = False,
 ) -> None:
     """What will this plan give on that hardware? Exit code 1 when it does not fit."""
-    from ridgeline import experiments
     from ridgeline.predict import predict as run
 
-    if model.endswith(".toml"):
-        e = load(model, plan, [])
-    else:
-        given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "dtype": dtype}
-        given |= {k: _length(k, v) for k, v in
-                  (("seq_len", seq_len), ("prompt_len", prompt_len), ("output_len", output_len))}  # fmt: skip
-        workload = {"kind": task, **{k: v for k, v in given.items() if v is not None}}
-        if task in ("pretrain", "finetune") and seq_len is None:
-            from ridgeline import catalog
-
-            workload["seq_len"] = min(2048, catalog.model(model).max_positions)
-        e = experiments.make(model, on, workload, with_ or [])
+    e = _experiment(model, on, with_, plan, _workload(model, task, locals()))
     result = run(e)
     if trace:
         predicted_trace(e, trace)
     _show(result, json, save)
     if result.status == "infeasible":
         raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    model: Model,
+    on: On = "local",
+    task: Task = "pretrain",
+    with_: With = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    micro_batch_size: MicroBatch = None,
+    prompt_len: PromptLen = None,
+    output_len: OutputLen = None,
+    dtype: DType = None,
+    plan: PlanName = None,
+    json: Json = False,
+) -> None:
+    """Why this number? The predicted time as a tree with each part's bound, and what would have to change to gain."""
+    import json as js
+
+    from ridgeline.predict.explain import explain as run
+    from ridgeline.report.explanation import as_dict, print_explanation
+
+    found = run(_experiment(model, on, with_, plan, _workload(model, task, locals())))
+    print(js.dumps(as_dict(found))) if json else print_explanation(found)
+
+
+def _experiment(model: str, on: str, with_: list[str] | None, plan: str | None, workload: dict[str, Any]) -> Experiment:
+    """The experiment of the options, or of a file."""
+    from ridgeline import experiments
+
+    if model.endswith(".toml"):
+        return load(model, plan, [])
+    return experiments.make(model, on, workload, with_ or [])
+
+
+_LENGTHS = ("seq_len", "prompt_len", "output_len")
+_WORKLOAD = (*_LENGTHS, "batch_size", "micro_batch_size", "dtype")
+
+
+def _workload(model: str, task: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The workload's fields among a command's options; training defaults to 2048 tokens where the model has them."""
+    fields = {k: _length(k, given[k]) if k in _LENGTHS else given[k] for k in _WORKLOAD if given.get(k) is not None}
+    if task in ("pretrain", "finetune") and "seq_len" not in fields and not model.endswith(".toml"):
+        from ridgeline import catalog
+
+        fields["seq_len"] = min(2048, catalog.model(model).max_positions)
+    return {"kind": task, **fields}
 
 
 @app.command()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_origin
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -80,6 +81,16 @@ class Technique(BaseModel):
     def axes(self) -> dict[str, int]:
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
         return {}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Its settings worth trying in a search on ``e``: every combination of its ``Literal`` and ``bool`` options.
+
+        Techniques with degrees or open-ended options override this. What ``check`` refuses may be among them.
+        """
+        closed = {k: get_args(f.annotation) for k, f in cls.model_fields.items() if get_origin(f.annotation) is Literal}
+        closed |= {k: (False, True) for k, f in cls.model_fields.items() if f.annotation is bool}
+        return [cls(**dict(zip(closed, values, strict=True))) for values in product(*closed.values())]
 
     def check(self, e: Experiment) -> None:
         """Raise :class:`Incompatible`, with the reason and the mend, when it cannot work in this experiment."""
