@@ -70,7 +70,7 @@ class Found:
 
     best: list[Tried] = field(default_factory=list)
     front: list[Tried] = field(default_factory=list)
-    """Not beaten in both the goal and memory."""
+    """Not beaten in both the goal and memory, among plans at most ``SLACK`` times slower than the best."""
     with_technique: dict[str, Tried] = field(default_factory=dict)
     """The best feasible plan that has the technique on."""
     simplest: Tried | None = None
@@ -154,6 +154,9 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
             break
         if progress:
             progress(done, len(parts))
+    if question.training and question.goal != "memory" and found.best:  # beyond the bound's reach it is no front
+        reach = SLACK * min(t.metrics["step_time_s"] for t in found.best)
+        found.front = [t for t in found.front if t.metrics["step_time_s"] <= reach]
     return Answer(question, found, settled, time.perf_counter() - start)
 
 
