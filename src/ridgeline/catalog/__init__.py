@@ -186,7 +186,12 @@ def device(name: str) -> Device:
         return _catalogue_device(key)
     if name.endswith(".toml") or name.startswith((".", "~", "/")):
         return _read_device(Path(name).expanduser())
-    raise unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+    error = unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+    raise UserError(
+        error.what,
+        f"{error.fix} Or describe it in a TOML file and give its path: `ridgeline devices {devices()[0]} --toml` prints"
+        " one to start from (peak_flops per dtype, memory_bytes and memory_bandwidth are enough)",
+    )
 
 
 def cluster(text: str) -> Cluster:
@@ -259,6 +264,13 @@ def allow_unprobed() -> None:
     host = Device(name="local", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=memory, memory_bandwidth=1e10,
                   source="not probed: placeholders")  # fmt: skip
     _unprobed[:] = [host]
+
+
+def device_toml(device: Device) -> str:
+    """The device as a TOML file that :func:`device` reads."""
+    import tomli_w
+
+    return tomli_w.dumps(device.model_dump(exclude_none=True, exclude_defaults=True))
 
 
 def save_local_device(device: Device) -> Path:

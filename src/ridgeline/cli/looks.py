@@ -119,7 +119,11 @@ def models(name: Annotated[str | None, typer.Argument()] = None, json: Json = Fa
 
 
 @app.command()
-def devices(name: Annotated[str | None, typer.Argument()] = None, json: Json = False) -> None:
+def devices(
+    name: Annotated[str | None, typer.Argument()] = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print the one device as a TOML file.")] = False,
+    json: Json = False,
+) -> None:
     """List the catalogue's devices (and `local`, once probed), or show one."""
     import json as js
 
@@ -127,6 +131,11 @@ def devices(name: Annotated[str | None, typer.Argument()] = None, json: Json = F
     from ridgeline.report.console import print_devices
 
     found = [catalog.device(n) for n in ([name] if name else catalog.devices())]
+    if toml:
+        if name is None:
+            raise UserError("--toml needs the name of one device", "ridgeline devices h100-sxm --toml > my-gpu.toml")
+        print(catalog.device_toml(found[0]), end="")
+        return
     rows = [d.model_dump(mode="json", exclude_none=True) for d in found]
     if json:
         print(js.dumps(rows[0] if name else rows, indent=2))
