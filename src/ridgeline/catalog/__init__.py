@@ -175,6 +175,8 @@ def devices() -> list[str]:
 def device(name: str) -> Device:
     """The device called ``name``: a catalogue name, an alias, the path of a device TOML file, or ``local``.
 
+    A profile that `ridgeline calibrate` kept under the same name goes before the catalogue's own entry.
+
     Raises :class:`UserError` for an unknown name (with the nearest ones), an unusable file, or a ``local`` that was
     never probed.
     """
@@ -182,6 +184,9 @@ def device(name: str) -> Device:
     if low == "local":
         return local_device()
     key = DEVICE_ALIASES.get(low, low)
+    own = profile_path(key)
+    if own.is_file():
+        return _profile(own, own.stat().st_mtime_ns)
     if key in devices():
         return _catalogue_device(key)
     if name.endswith(".toml") or name.startswith((".", "~", "/")):
@@ -229,12 +234,22 @@ def _read_device(path: Path) -> Device:
     return device_from({"name": path.stem, **parse(data, str(path))}, str(path))
 
 
-# ---- this machine -----------------------------------------------------------------------------------------------
+# ---- profiles: this machine, and calibrated devices -------------------------------------------------------------
+
+
+def profile_path(name: str) -> Path:
+    """Where a measured profile lies: ``devices/NAME.toml`` in :func:`ridgeline.paths.config_dir`."""
+    return config_dir() / "devices" / f"{name}.toml"
+
+
+@cache
+def _profile(path: Path, modified: int) -> Device:
+    return _read_device(path)
 
 
 def local_device_path() -> Path:
-    """Where this machine's profile lies: ``devices/local.toml`` in :func:`ridgeline.paths.config_dir`."""
-    return config_dir() / "devices" / "local.toml"
+    """Where this machine's profile lies."""
+    return profile_path("local")
 
 
 class NoProfile(UserError):
@@ -273,17 +288,15 @@ def device_toml(device: Device) -> str:
     return tomli_w.dumps(device.model_dump(exclude_none=True, exclude_defaults=True))
 
 
-def save_local_device(device: Device) -> Path:
-    """Write ``device`` as this machine's profile, replacing an earlier one in one step, and return the file's path."""
+def save_device(device: Device, by: str = "calibrate") -> Path:
+    """Keep ``device`` as the profile of its name, replacing an earlier one in one step, and return the file's path."""
     import tempfile
 
-    import tomli_w
-
-    path = local_device_path()
-    text = "# Written by `ridgeline probe`; SI units.\n" + tomli_w.dumps(device.model_dump(exclude_none=True))
+    path = profile_path(device.name)
+    text = f"# Written by `ridgeline {by}`; SI units.\n" + device_toml(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".local-", suffix=".toml")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{device.name}-", suffix=".toml")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as f:
                 f.write(text)
