@@ -8,8 +8,7 @@ from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.memory import training_peak
 from ridgeline.predict.predict import predict
-from ridgeline.predict.step import simulate
-from ridgeline.predict.training import update_ops
+from ridgeline.predict.training import timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Technique
 
@@ -48,15 +47,17 @@ def quick(e: Experiment, made: list[Technique], always: bool = False) -> Quick:
     out = Quick({"peak_bytes": sum(categories.values())}, categories, device.memory_bytes)
     if not out.fits and not always:
         return out
-    step = simulate(g, cluster, update)
-    rate = e.batch_size * e.training.seq_len / step.seconds
+    step, delay = timed(g, update, cluster)
+    seconds = step.seconds + delay
+    rate = e.batch_size * e.training.seq_len / seconds
     out.metrics |= {
-        "step_time_s": step.seconds,
+        "step_time_s": seconds,
         "tokens_per_s": rate,
         "tokens_per_s_per_device": rate / e.world,
         "exposed_communication_s": step.exposed,
+        "bubble_s": step.bubble,
     }
     if device.price_per_hour:
         out.metrics["dollars_per_million_tokens"] = device.price_per_hour * e.world / 3600 / rate * 1e6
-    out.floor = step.seconds - step.exposed
+    out.floor = step.seconds - step.exposed - step.dispatch
     return out

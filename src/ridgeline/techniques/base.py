@@ -55,6 +55,10 @@ class Card:
     """Options that the generic tests and the support matrix use."""
     requires: tuple[str, ...] = ()
     """Techniques that must be on with it in training (the support matrix adds them)."""
+    runs: bool = True
+    """Whether it has a real side; False: it can be predicted, not yet run."""
+    needs_model: Mapping[str, Any] = field(default_factory=dict)
+    """ModelSpec fields that the generic tests and the support matrix must set for it (a mixture of experts)."""
 
 
 class Technique(BaseModel):
@@ -77,6 +81,11 @@ class Technique(BaseModel):
             return values
         lists = {k for k, f in cls.model_fields.items() if get_origin(f.annotation) in (tuple, list)}
         return {k: (v,) if k in lists and isinstance(v, (str, int, float)) else v for k, v in values.items()}
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be run with these options."""
+        return self.card.runs
 
     def axes(self) -> dict[str, int]:
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
@@ -107,3 +116,13 @@ class Technique(BaseModel):
         """Raise :class:`Incompatible` naming this technique unless ``condition`` holds."""
         if not condition:
             raise Incompatible(f"{self.card.name}: {why}", fix)
+
+
+def degrees(e: Experiment, most: int, sizes: tuple[int, ...] = ()) -> list[int]:
+    """Powers of two from 2 to ``most`` that divide the devices and every one of ``sizes``."""
+    out, n = [], 2
+    while n <= min(most, e.world):
+        if e.world % n == 0 and all(size % n == 0 for size in sizes):
+            out.append(n)
+        n *= 2
+    return out
