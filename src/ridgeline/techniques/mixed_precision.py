@@ -72,6 +72,7 @@ class MixedPrecision(Technique):
 def _all_low(g: Graph, dtype: str) -> Graph:
     """Everything but the loss, the statistics and the dropout masks is 16 bits wide."""
     g.low_weights = True
+    g.gradients_resident = True  # accumulated in place, in fp32
     g.residual /= 2
     g.optimizer_bytes += 4.0
 
