@@ -80,17 +80,13 @@ def _fewer(op: Op, d: int, experts: dict[str, int]) -> Op:
 
 
 def _sent(ops: list[Op], d: int, stride: int, direction: str) -> list[Op]:
+    """Insert the two exchanges of one direction: the chosen tokens to their experts, and back."""
+    size = next((o.bytes / 2 for o in ops if o.name.startswith("mlp.dispatch")), 0.0)  # read once, written once
     out: list[Op] = []
     for op in ops:
         out.append(op)
-        if op.name in ("mlp.dispatch", "mlp.combine.bwd"):
-            out.append(_exchange(op, op.bytes / 2 if "dispatch" in op.name else op.bytes * 2 / 3, d, stride, direction))
-        elif op.name in ("mlp.experts.down_proj", "mlp.dispatch.bwd"):
-            size = next(o.bytes / 2 for o in ops if o.name.startswith("mlp.dispatch"))
-            out.append(_exchange(op, size, d, stride, direction))
+        if op.name in ("mlp.dispatch", "mlp.combine.bwd", "mlp.experts.down_proj", "mlp.dispatch.bwd"):
+            exchange = Op(f"{op.name}.exchange", "communication", "all_to_all", direction, bytes=size, link_bytes=size,
+                          ranks=d, axis="ep", stride=stride)  # fmt: skip
+            out.append(exchange)
     return out
-
-
-def _exchange(op: Op, size: float, d: int, stride: int, direction: str) -> Op:
-    return Op(f"{op.name}.exchange", "communication", "all_to_all", direction, bytes=size, link_bytes=size, ranks=d,
-              axis="ep", stride=stride)  # fmt: skip

@@ -101,6 +101,8 @@ def _exchange(g: Graph, pair: float, c: int, stride: int) -> None:
         core = next((o for o in b.forward if o.name in ("attention.flash", "attention.scores")), None)
         if core is None:
             return
+        if core.name == "attention.flash":  # the fused kernel reads every key and value, but keeps its own part
+            split_saved(b, ["attention.k", "attention.v"], c)
         b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "all_gather", "forward", core))
         back = next((o for o in b.backward if o.name in ("attention.flash.bwd", "attention.scores.dk")), None)
         if back is not None:
