@@ -38,17 +38,16 @@ def test_tensor_parallel_ranks_share_the_work(model, degree, attention):
     one, part = graph(*attention, model=model), graph(*attention, f"tensor_parallel:degree={degree}", model=model)
     router = sum(o.flops * b.repeat for b in one.blocks for o in (*b.forward, *b.backward) if "router" in o.name)
     assert (part.flops - router) * degree == pytest.approx(one.flops - router)
-    # Norms, positions and routers are held by every rank.
-    whole = sum(
-        p.numel * n for p, n in one.params
-        if "norm" in p.name or "router" in p.name or "positions" in p.name or p.name.endswith(("o_proj.bias", "down_proj.bias"))
-    )  # fmt: skip
-    assert (numel(part) - whole) * degree == pytest.approx(numel(one) - whole)
+    # Norms, positions, routers and the biases of row-parallel layers are held by every rank.
+    everywhere = ("norm.weight", "norm.bias", "router.weight", "positions.weight", "o_proj.bias", "down_proj.bias")
+    held = sum(p.numel * n for p, n in one.params if p.name.endswith(everywhere))
+    assert (numel(part) - held) * degree == pytest.approx(numel(one) - held)
 
 
 def test_key_value_heads_repeat_when_there_are_fewer_than_ranks():
     one, part = graph(*FLASH, model="llama2-70b"), graph(*FLASH, "tensor_parallel:degree=16", model="llama2-70b",
                                                          on="2x8xa100")  # fmt: skip
+
     def kv(g):
         return sum(p.numel * n for p, n in g.params if "k_proj" in p.name)
 
@@ -62,7 +61,9 @@ def test_tensor_parallel_communication():
     layer = next(b for b in g.blocks if b.name == "layers")
     for ops in (layer.forward, layer.backward):
         assert [o.link_bytes for o in ops if o.axis == "tp"] == [stream, stream]
-    parted = next(b for b in graph(*FLASH, "tensor_parallel:degree=8", "sequence_parallel").blocks if b.name == "layers")
+    parted = next(
+        b for b in graph(*FLASH, "tensor_parallel:degree=8", "sequence_parallel").blocks if b.name == "layers"
+    )
     kinds = [o.kind for o in parted.forward if o.axis == "tp"]
     assert kinds == ["reduce_scatter", "all_gather"] * 2
 
@@ -117,7 +118,8 @@ def test_expert_parallel_divides_the_experts(degree):
 
 
 @pytest.mark.parametrize(
-    "how", ["degree=4", "degree=8,schedule=gpipe", "degree=4,schedule=interleaved,chunks=2", "degree=2,schedule=zero_bubble"]
+    "how",
+    ["degree=4", "degree=8,schedule=gpipe", "degree=4,schedule=interleaved,chunks=2", "degree=2,schedule=zero_bubble"],
 )
 @pytest.mark.parametrize("others", [[], ["recompute"], ["tensor_parallel:degree=2"], ["zero:stage=1"]], ids="+".join)
 def test_pipeline_balances(how, others):

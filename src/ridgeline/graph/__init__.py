@@ -3,4 +3,15 @@
 from ridgeline.graph.build import decode_graph, optimizer_ops, prefill_graph, training_graph
 from ridgeline.graph.graph import Block, Graph, Op, Param, Pipeline, Saved
 
-__all__ = ["Block", "Graph", "Op", "Param", "Pipeline", "Saved", "decode_graph", "optimizer_ops", "prefill_graph", "training_graph"]
+__all__ = [
+    "Block",
+    "Graph",
+    "Op",
+    "Param",
+    "Pipeline",
+    "Saved",
+    "decode_graph",
+    "optimizer_ops",
+    "prefill_graph",
+    "training_graph",
+]

@@ -342,25 +342,21 @@ def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1) -> l
     With a pipeline the rows are the mean over its ranks.
     """
     device = cluster.device
-    rows: dict[tuple[str, str, str, str], Row] = {}
-    roofs: dict[tuple[str, str, str, str], float] = {}
+    sums: dict[tuple[str, str, str, str], list[float]] = {}
     for op, count in _all_ops(g, update):
         key = (op.phase, op.module, op.name, op.kind)
         one = seconds_of(op, cluster)
         n = count * times
-        row = rows.get(key)
-        if row is None:
-            row = rows[key] = Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=0.0, count=0)
-        row.seconds += one.seconds * n
-        row.count += n
-        row.flops += op.flops * n
-        row.bytes += op.bytes * n
-        row.link_bytes += op.link_bytes * n
-        roofs[key] = roofs.get(key, 0.0) + (0.0 if op.axis else roof_seconds(op, device) * n)
-    for key, row in rows.items():
-        if roofs[key] and row.seconds:
-            row.roof = min(1.0, roofs[key] / row.seconds)
-    return sorted(rows.values(), key=lambda r: -r.seconds)
+        roof = 0.0 if op.axis else roof_seconds(op, device)
+        values = [x * n for x in (one.seconds, 1.0, op.flops, op.bytes, op.link_bytes, roof)]
+        old = sums.get(key)
+        sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
+    rows = [
+        Row(phase=phase, module=module, operator=name, kind=kind, seconds=s, count=n, flops=flops, bytes=moved,
+            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None)
+        for (phase, module, name, kind), (s, n, flops, moved, sent, roof) in sums.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda r: -r.seconds)
 
 
 def _all_ops(g: Graph, update: list[Op]) -> Iterator[tuple[Op, float]]:

@@ -61,7 +61,7 @@ def model(row: Row) -> ModelSpec:
         norm_bias=family != "mpt",
         activation="gelu" if plain else "silu",
         gated=gated,
-        position=position,  # type: ignore[arg-type]
+        position=position,
         qkv_bias=gpt,
         out_bias=gpt,
         mlp_bias=gpt,
