@@ -109,25 +109,19 @@ def run(
     """Time a schedule from each virtual stage's seconds of forward, backward and (zero_bubble) weight gradients.
 
     ``send`` seconds pass between neighbouring ranks. Many micro-batches are not played one by one: once the pipeline is
-    full the time is affine in their number, so two shorter runs give it (``exact`` plays all).
+    full, each costs the same, which two shorter runs tell (``exact`` plays all).
     """
-    step = ranks if schedule == "interleaved" else 1
-    first = 2 * ranks
-    if exact or micros <= first + step:
+    first = 2 * ranks + micros % ranks
+    if exact or micros <= first + ranks:
         return _play(schedule, ranks, micros, forward, backward, weight, send, chunks, exact)
-    first += (micros - first) % step
     a = _play(schedule, ranks, first, forward, backward, weight, send, chunks, False)
-    b = _play(schedule, ranks, first + step, forward, backward, weight, send, chunks, False)
-    more = (micros - first) / step
-
-    def beyond(x: float, y: float) -> float:
-        return x + (y - x) * more
-
-    return Timeline(
-        beyond(a.seconds, b.seconds),
-        tuple(map(beyond, a.ends, b.ends)),
-        tuple(map(beyond, a.busy, b.busy)),
-    )
+    if schedule == "gpipe":  # each direction flows at the pace of its own slowest stage
+        each = max(forward) + max(backward)
+    else:
+        b = _play(schedule, ranks, first + ranks, forward, backward, weight, send, chunks, False)
+        each = max(b.seconds - a.seconds, max(b.busy) - max(a.busy)) / ranks
+    more = (micros - first) * each
+    return Timeline(a.seconds + more, tuple(x + more for x in a.ends), tuple(x * micros / first for x in a.busy))
 
 
 def _play(
