@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ridgeline.graph import Graph, Op, optimizer_ops, training_graph
 from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
 from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.memory import training_peak
+from ridgeline.predict.pace import training_pace
 from ridgeline.predict.step import Event, Step, breakdown, simulate
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row
 from ridgeline.techniques.base import Technique
-
-DISPATCH = 8e-6
-"""Seconds that an eager framework's host spends to launch one operator of a training step on a GPU (assumption)."""
-RANK_SPREAD = 0.004
-"""Relative standard deviation of one rank's step time: a step ends with the slowest of its ranks."""
 
 
 def update_ops(g: Graph, e: Experiment) -> list[Op]:
@@ -29,17 +24,11 @@ def update_ops(g: Graph, e: Experiment) -> list[Op]:
     return g.update
 
 
-def straggling(ranks: int, cluster: Cluster) -> float:
-    """Relative delay of the slowest of ``ranks`` ranks: the mean maximum of n normal draws is about √(2 ln n) σ."""
-    if cluster.device.kind != "gpu" or ranks < 2:
-        return 0.0
-    return RANK_SPREAD * math.sqrt(2 * math.log(ranks))
-
-
 def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) -> tuple[Step, float]:
     """The step of one rank, and the seconds that it then waits for the slowest."""
-    step = simulate(g, cluster, update, DISPATCH if cluster.device.kind == "gpu" else 0.0, record)
-    delay = (step.seconds - step.exposed) * straggling(cluster.size, cluster)
+    pace = training_pace(cluster)
+    step = simulate(g, cluster, update, pace, record)
+    delay = (step.seconds - step.exposed) * pace.straggling(cluster.size)
     if record and delay:
         step.events.append(Event("waiting for the slowest rank", "compute", step.seconds, delay, "other"))
     return step, delay
@@ -71,7 +60,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
         "trained_parameters": metric(trained(g), "", "", "graph"),
     }
     result = assemble(e, metrics, peak, cluster)
-    result.breakdown = breakdown(g, cluster, update)
+    result.breakdown = breakdown(g, cluster, update, pace=training_pace(cluster))
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)
     return result
