@@ -7,13 +7,19 @@ from dataclasses import replace
 from ridgeline.graph import Graph, Op, optimizer_ops, training_graph
 from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
 from ridgeline.predict.kernel import peak_flops
-from ridgeline.predict.memory import training_peak
+from ridgeline.predict.memory import Peak, training_peak
 from ridgeline.predict.pace import training_pace
 from ridgeline.predict.step import Event, Step, breakdown, simulate
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row
 from ridgeline.techniques.base import Technique
+
+
+COMMUNICATOR_BYTES = 0.25e9
+"""Device memory of one communicator's channels (assumption)."""
+FRAGMENTATION = 0.03
+"""Share of the step's changing tensors that the allocator's blocks (512 bytes, 2 MiB, …) waste (assumption)."""
 
 
 def update_ops(g: Graph, e: Experiment) -> list[Op]:
@@ -41,7 +47,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
     update = update_ops(g, e)
     step, delay = timed(g, update, cluster)
     seconds = step.seconds + delay
-    peak = training_peak(g)
+    peak = _with_overheads(training_peak(g), e)
     tokens = e.batch_size * e.training.seq_len
     each = g.accumulation / g.stages / seconds
     dtype_peak = peak_flops(cluster.device, g.dtype)
@@ -64,6 +70,17 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)
     return result
+
+
+def _with_overheads(peak: Peak, e: Experiment) -> Peak:
+    """Adds what a GPU's allocator and communicators take beyond the tensors."""
+    if e.cluster.device.kind != "gpu":
+        return peak
+    at = dict(peak.categories)
+    groups = sum(degree > 1 for degree in (e.data_parallel, *e.parallel.values()))
+    at["buffers"] = at.get("buffers", 0.0) + groups * COMMUNICATOR_BYTES
+    at["fragmentation"] = FRAGMENTATION * (at.get("activations", 0.0) + at.get("temporaries", 0.0))
+    return Peak({k: v for k, v in at.items() if v}, peak.instant)
 
 
 def _expose(rows: list[Row], g: Graph, step: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable
 
@@ -20,7 +21,7 @@ from ridgeline.validate.case import Case
 from ridgeline.validate.table import BadCell, Row
 
 NAME = "training"
-REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "global_batch")
+REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch")
 _MEASURED = ("tokens_per_s_per_device", "step_s", "tflops_per_device", "mfu", "hfu")
 
 
@@ -44,7 +45,7 @@ def model(row: Row) -> ModelSpec:
     gpt = family in ("gpt", "gpt2", "gpt3", "megatron", "opt", "bloom")
     plain = gpt or family == "mpt"
     gated = bool(row.number("gated", 0.0 if plain else 1.0))
-    ffn = row.count("ffn", 4 * hidden)
+    ffn = row.count("ffn", -(-8 * hidden // 3 // 256) * 256 if gated else 4 * hidden)
     position = {"mpt": "alibi", "bloom": "alibi"}.get(family, "learned" if gpt else "rope")
     return ModelSpec(
         name=row.text("id", f"{family}-{hidden}"),
@@ -76,25 +77,29 @@ def experiment(row: Row) -> Experiment:
     spec, cluster = model(row), _cluster(row)
     degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
     ranks = cluster.size // (degrees["tp"] * degrees["pp"] * degrees["cp"]) or 1
-    batch = row.count("global_batch")
-    micro = row.count("micro_batch", max(1, batch // ranks))
+    micro = row.count("micro_batch", max(1, row.count("global_batch", ranks) // ranks))
     share = ranks * micro
-    whole = max(share, round(batch / share) * share)  # published as tokens or rounded: the nearest that divides
-    workload = Pretrain(seq_len=row.count("seq_len"), batch_size=whole, micro_batch_size=micro)
-    e = Experiment(model=spec, cluster=cluster, workload=workload, plan=Plan.parse(_plan(row, degrees, cluster.device)))
-    e = normalise(e)
-    try:
-        check(e)
-    except Incompatible as problem:
-        raise BadCell(f"not a possible run: {problem.what}") from None
-    return e
+    micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
+    workload = Pretrain(seq_len=row.count("seq_len"), batch_size=micros * share, micro_batch_size=micro)
+
+    def made(policy: str) -> Experiment:
+        plan = Plan.parse(_plan(row, degrees, cluster.device, micros, policy))
+        e = normalise(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))
+        try:
+            check(e)
+        except Incompatible as problem:
+            raise BadCell(f"not a possible run: {problem.what}") from None
+        return e
+
+    if row.has("recompute") or row.cells.get("recompute", "").strip().lower() == "none":
+        return made(row.cells["recompute"].strip().lower())
+    plain = made("none")  # not stated: what the memory asks for
+    return plain if predict(plain).status == "ok" else made("full")
 
 
 def _cluster(row: Row) -> Cluster:
     device, n = catalog.device(row.text("device")), row.count("n_devices")
-    each = min(n, row.count("nodes_of", 8))
-    if n % each:
-        raise BadCell(f"column 'n_devices': {n} devices do not fill nodes of {each}")
+    each = math.gcd(n, row.count("nodes_of", 8))
     wire = network(row.text("inter_node", ""), device, each)
     return Cluster(device=device.model_copy(update={"network": wire}), devices_per_node=each, nodes=n // each)
 
@@ -110,7 +115,8 @@ def network(text: str, device: Device, per_node: int) -> Link | None:
     return Link(name=text, bandwidth=total / per_node, latency=latency, source="the row's inter_node column")
 
 
-def _plan(row: Row, degrees: dict[str, int], device: Device) -> list[str]:
+def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy: str) -> list[str]:
+    """The row's layout as technique calls; ``micros``: micro-batches per step; ``policy``: of recomputation."""
     precision = row.text("precision", "bf16" if "bf16" in device.peak_flops else "fp16").lower()
     plan = [] if precision in ("fp32", "tf32") else [
         f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},weights=low"]  # fmt: skip
@@ -129,11 +135,11 @@ def _plan(row: Row, degrees: dict[str, int], device: Device) -> list[str]:
             plan.append("sequence_parallel")
     if degrees["pp"] > 1:
         chunks = row.count("interleave", 1)
-        schedule = f"schedule=interleaved,chunks={chunks}" if chunks > 1 else "schedule=1f1b"
+        fits = chunks > 1 and micros % degrees["pp"] == 0
+        schedule = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
         plan.append(f"pipeline:degree={degrees['pp']},{schedule}")
     if degrees["cp"] > 1:
         plan.append(f"ring_attention:degree={degrees['cp']}")
-    policy = row.text("recompute", "none").lower()
     if policy in ("full", "1", "true", "yes"):
         plan.append("recompute:policy=full")
     elif policy.startswith(("sel", "attn")) and not flash:  # flash attention never keeps what it would drop
@@ -161,12 +167,13 @@ def flops_per_token(m: ModelSpec, length: int, formula: str = "") -> float:
     if leading:
         return float(leading[1]) * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
     attention = 12.0 * layers * m.q_size * s
-    if "causal" in text or "12lhs/2" in text or "6lhs" in text:
+    if "causal" in text or "lhs/2" in text:
         attention /= 2
-    counted = m.num_active_parameters
-    if text in ("6n", "6nd", "6*n", "6nbs") or ("6n" in text and "+" not in text):
+    weights = re.search(r"([68])n", text)
+    if weights and "+" not in text:
         attention = 0.0
-    return 6.0 * counted + attention
+    times = float(weights[1]) if weights else 6.0
+    return times * m.num_active_parameters + attention * times / 6.0
 
 
 def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
@@ -187,8 +194,7 @@ def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
         "mfu": per_token / peak,
         "hfu": executed / peak,
     }[name]
-    batch = row.count("global_batch")
-    tokens = batch * length / e.world
+    tokens = e.batch_size * length / e.world
     predicted = tokens / rate if name == "step_s" else rate * scale
     seconds = executed * tokens / peak if name == "step_s" else executed / peak / scale
     return Case(
