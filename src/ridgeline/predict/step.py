@@ -9,6 +9,7 @@ from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.predict.collective import collective_time
 from ridgeline.predict.host import COPIES, host_time
 from ridgeline.predict.kernel import op_time, roof_seconds
+from ridgeline.predict.machine import machine
 from ridgeline.predict.pace import ALONE, Pace
 from ridgeline.predict.schedule import run as run_schedule
 from ridgeline.spec.device import Cluster
@@ -195,8 +196,9 @@ def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, r
 
 
 def _streams(cluster: Cluster, record: bool) -> Streams:
-    taken = getattr(getattr(cluster.device, "efficiency", None), "comm_sm_share", 0.0)
-    return Streams(overlap=cluster.device.kind == "gpu", share=taken, record=record)
+    gpu = cluster.device.kind == "gpu"
+    taken = machine(cluster.device).efficiency.comm_sm_share if gpu else 0.0
+    return Streams(overlap=gpu, share=taken, record=record)
 
 
 def _micro_batches(s: Streams, g: Graph, times: list[BlockTimes]) -> None:
