@@ -65,7 +65,7 @@ def prefill(
     factor = 2.5 / c.backward_share if backward else 1.0  # five products against two
     rate = m.peak("fp8" if c.narrow else _math(dtype)) / m.units * c.tensor_share
     area = width * _BLOCK
-    tile = (4.0 * area * dim / rate + c.softmax_clocks * area / (_BLOCK * _BLOCK) / m.clock) * factor
+    tile = 4.0 * area * dim / rate * factor + c.softmax_clocks * area / (_BLOCK * _BLOCK) / m.clock
     if causal:  # block i of n sees everything before it and itself
         before = max(0, kv_len - q_len) / _BLOCK
         longest = before + count * width / _BLOCK
