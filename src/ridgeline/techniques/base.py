@@ -54,6 +54,8 @@ class Card:
     """Options that the generic tests and the support matrix use."""
     requires: tuple[str, ...] = ()
     """Techniques that must be on with it in training (the support matrix adds them)."""
+    runs: bool = True
+    """Whether it has a real side; False: it can be predicted, not yet run."""
 
 
 class Technique(BaseModel):
