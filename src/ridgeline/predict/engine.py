@@ -40,6 +40,8 @@ class Engine:
     """Whether prompts and decode steps share an iteration (else prompts go first, and decoding waits)."""
     reserves: bool = False
     """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
+    overlap: bool = False
+    """Whether an iteration is composed while the one before it still runs."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     memory_share: float = 0.9
@@ -66,8 +68,8 @@ ENGINES: dict[str, Engine] = {
         ),
         Engine(
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
-            dispatch_s=30e-6, iteration_s=1.0e-3, sequence_s=10e-6, request_s=20e-3,
-            max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True,
+            dispatch_s=30e-6, iteration_s=1.0e-3, sequence_s=10e-6, request_s=110e-3,
+            max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
             source="fitted to serving on H100",
         ),
     )

@@ -68,6 +68,7 @@ def limits_of(w: Serve, engine: Engine, surface: Iterations, asked: Sequence[Req
         mixes=engine.mixes,
         reserves=engine.reserves,
         graphs=engine.graphs,
+        overlap=engine.overlap,
         request_s=engine.request_s,
     )
     return limits, space
