@@ -18,7 +18,8 @@ def catalogue_markdown() -> str:
         "Generated from the cards in `ridgeline/techniques`. Claims are the papers' own, on the papers' hardware.",
         *(_card(c) for c in found),
         "# Support matrix",
-        "Every pair either has a passing parity test (✓) or is refused with a reason (✗). There is no third state.",
+        "Every pair either has a passing parity test (✓), can be predicted but not yet run (○), or is refused with a"
+        " reason (✗).",
         _matrix(support_matrix()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -34,6 +35,7 @@ def _card(c: dict[str, Any]) -> str:
         f"- **Paper:** {c['paper']}. **Claim:** {c['claim']}",
         f"- **Tasks:** {', '.join(c['tasks'])}. **Phase:** {c['phase']}. **Place:** {c['taxonomy']}",
         f"- **Contract:** {contract}",
+        *([] if c["runs"] else ["- **State:** predicted only; not yet run"]),
     ]
     if c["options"]:
         lines += ["", "| option | type | default | meaning |", "|---|---|---|---|"]
@@ -51,7 +53,7 @@ def _matrix(pairs: list[Pair]) -> str:
         marks = []
         for b in names:
             p = status.get(frozenset((a, b))) if a != b else None
-            marks.append("" if p is None else "✓" if p.status == "works" else "✗")
+            marks.append("" if p is None else "✗" if p.status == "refused" else "✓" if p.runs else "○")
         lines.append(f"| `{a}` | " + " | ".join(marks) + " |")
     lines += ["", *(f"- `{p.a}` × `{p.b}`: {p.reason}" for p in pairs if p.status == "refused")]
     return "\n".join(lines)

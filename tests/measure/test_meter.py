@@ -15,7 +15,7 @@ from ridgeline.techniques.registry import registry
 WIDER = MODEL.model_copy(
     update={"hidden_size": 64, "head_dim": 16, "num_layers": 4, "intermediate_size": 160, "max_positions": 128}
 )
-TRAINING = {n: t.card for n, t in registry().items() if "pretrain" in t.card.tasks}
+TRAINING = {n: t.card for n, t in registry().items() if "pretrain" in t.card.tasks and t.card.runs}
 
 
 def usage_of(rank, e):

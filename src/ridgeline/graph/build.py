@@ -15,6 +15,7 @@ def training_graph(e: Experiment) -> Graph:
     batch, length = e.micro_batch_size, e.training.seq_len
     g = _graph(e.model, batch, length, length, e.dtype, training=True)
     g.accumulation = e.accumulation
+    g.residual = float(batch * length * e.model.hidden_size * DTYPE_BYTES[e.dtype])
     g.optimizer_bytes = 8.0 if e.training.optimizer == "adamw" else 0.0
     return g
 
@@ -167,7 +168,7 @@ def optimizer_ops(g: Graph, optimizer: str = "adamw", clip: bool = True) -> list
 
     Bytes per element of AdamW: read parameter, gradient, two moments; write parameter and moments (7 × 4).
     """
-    elements = sum(p.numel / p.grad_shards * n for p, n in g.params if p.trainable)
+    elements = sum(p.numel / max(p.grad_shards, p.state_shards) * n for p, n in g.params if p.trainable)
     if not elements:
         return []
     states = 7 if optimizer == "adamw" else 3

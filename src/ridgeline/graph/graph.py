@@ -49,6 +49,8 @@ class Op:
     """attention: whether a fused kernel may skip the masked half (``flops`` count all of it, as PyTorch does)."""
     recompute: bool = False
     """Whether it repeats forward work in the backward pass."""
+    behind: str = ""
+    """A collective inside a block: the operator of the block that it runs beside; empty: nothing runs meanwhile."""
 
     @property
     def phase(self) -> str:
@@ -87,6 +89,8 @@ class Param:
     """Bytes per element of the gradient."""
     working_bytes: float = 0.0
     """Bytes per element of a temporary working copy while the block runs (cast or gathered); 0: none."""
+    spread: int = 1
+    """Data-parallel ranks over which the tensor is already divided (experts): fewer are left to share or reduce it."""
 
     @property
     def stored_bytes(self) -> float:
@@ -115,7 +119,9 @@ class Block:
     """Collectives that must finish before the block's forward (parameter gathering)."""
     gather_backward: list[Op] = field(default_factory=list)
     reduce: list[Op] = field(default_factory=list)
-    """Collectives issued after the block's backward (gradient reduction)."""
+    """Collectives issued after the block's backward (gradient reduction), and copies of the reduced gradient."""
+    store: list[Op] = field(default_factory=list)
+    """Copies to another memory issued after the block's forward (offloaded activations)."""
 
     @property
     def saved_bytes(self) -> float:
@@ -128,6 +134,17 @@ class Block:
         self.backward = [op for op in self.backward if op.name not in names]
         kept = {k: replace(s, users=s.users - names) for k, s in self.saved.items()}
         self.saved = {k: s for k, s in kept.items() if s.users}
+
+
+@dataclass(slots=True, frozen=True)
+class Pipeline:
+    """How the blocks are cut into stages: ``degree`` ranks hold ``chunks`` stages each and follow ``schedule``."""
+
+    degree: int
+    schedule: str
+    chunks: int = 1
+    send: Op | None = None
+    """What passes between neighbouring stages for every micro-batch and direction."""
 
 
 @dataclass(slots=True)
@@ -157,6 +174,24 @@ class Graph:
     """Whether gradient buffers stay allocated from step to step (bucketed reduction)."""
     keep_gathered: bool = False
     """Whether gathered parameters stay until the block's backward."""
+    residual: float = 0.0
+    """Bytes of the residual stream of one micro-batch on this rank: what a layer receives, and a stage sends on."""
+    overlap_reduce: bool = True
+    """Whether gradients are reduced while backward still runs."""
+    low_weights: bool = False
+    """Whether weights rest in the compute dtype beside a wide master copy among the optimizer's states."""
+    pipeline: Pipeline | None = None
+    """None: every rank runs all blocks."""
+    after_update: list[Op] = field(default_factory=list)
+    """Collectives and copies after the optimizer's operators (new weights handed round)."""
+    host_states: bool = False
+    """Whether the optimizer's states, master weights included, live and are updated in host memory or on disk."""
+    delayed_update: bool = False
+    """Whether the host's update runs beside the next step."""
+    host_parameters: bool = False
+    """Whether parameters rest in host memory or on disk between uses."""
+    host_activations: bool = False
+    """Whether saved activations leave the device until their backward."""
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
     closing: list[Callable[[Graph], None]] = field(default_factory=list)
@@ -182,8 +217,25 @@ class Graph:
         return [(p, b.repeat) for b in self.blocks for p in b.params]
 
     @property
+    def stages(self) -> int:
+        """Ranks that a micro-batch passes through one after the other."""
+        return self.pipeline.degree if self.pipeline else 1
+
+    def stage_blocks(self, stage: int, of: int) -> list[Block]:
+        """The blocks of part ``stage`` of ``of``: an even cut of the layers; embedding first, head last."""
+        found: list[Block] = []
+        for b in self.blocks:
+            if b.name.startswith(("layers", "encoder")):
+                n = b.repeat * (stage + 1) // of - b.repeat * stage // of
+                if n:
+                    found.append(b if n == b.repeat else replace(b, repeat=n))
+            elif stage == (of - 1 if b.name == "head" else 0):
+                found.append(b)
+        return found
+
+    @property
     def flops(self) -> float:
-        """Matrix-multiply FLOPs of one micro-batch, recomputation included."""
+        """Matrix-multiply FLOPs of one micro-batch, recomputation included, over all stages."""
         return sum(b.repeat * (sum(o.flops for o in b.forward) + sum(o.flops for o in b.backward)) for b in self.blocks)
 
     @property

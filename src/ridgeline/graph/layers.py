@@ -100,7 +100,7 @@ class Builder:
         """RMSNorm or LayerNorm over ``size``: keeps its input and one (two) statistics per row."""
         rows = self.tokens if rows is None else rows
         self.param(f"{name}.weight", (size,))
-        if self.spec.norm == "layernorm" and module == "norm":
+        if self.spec.norm == "layernorm" and self.spec.norm_bias and module == "norm":
             self.param(f"{name}.bias", (size,))
         n = rows * size
         self.pointwise(name, module, "norm", n, n, 2 * n, n)
@@ -108,9 +108,11 @@ class Builder:
         self.save(f"{name}.stats", rows * (2 if self.spec.norm == "layernorm" else 1), [f"{name}.bwd"], 4.0)
 
     def residual(self, name: str) -> None:
-        """x + f(x). Autograd adds the two gradient paths in backward."""
+        """x + f(x). Autograd adds the two gradient paths in backward; dropout on f(x) keeps a mask of one byte."""
         n = self.tokens * self.spec.hidden_size
         self.pointwise(name, "residual", "residual", 2 * n, n, 2 * n, n)
+        if self.spec.dropout:
+            self.save(f"{name}.mask", n, [f"{name}.bwd"], 1.0)
 
     # ---- modules ------------------------------------------------------------------------------------------------
 
@@ -157,6 +159,9 @@ class Builder:
             self.save(f"{prefix}.k", kv_elements, [f"{prefix}.scores.dq"])
             self.save(f"{prefix}.v", kv_elements, [f"{prefix}.values.dprobs"])
             self.save(f"{prefix}.probs", scores, [f"{prefix}.values.dv", f"{prefix}.softmax.bwd"])
+            if s.dropout:  # its mask, and the probabilities that are left (arXiv:2205.05198, section 4.1)
+                self.save(f"{prefix}.probs.mask", scores, [f"{prefix}.softmax.bwd"], 1.0)
+                self.save(f"{prefix}.probs.dropped", scores, [f"{prefix}.values.dv"])
         self.linear(f"{prefix}.o_proj", m, t, h, q, f"{prefix}.context", bias=s.out_bias)
         self.block.workspace = max(self.block.workspace, 2 * scores * w)
         self.block.backward_workspace = max(self.block.backward_workspace, 2 * scores * w)

@@ -24,6 +24,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
+from ridgeline.techniques.registry import require_runnable
 from ridgeline.train.launch import Job, JobFailed, run_job
 
 
@@ -47,12 +48,13 @@ def order(plans: list[str], repeats: int) -> list[CellRef]:
 
 
 def require_local(e: Experiment) -> None:
-    """Measuring needs the hardware: only ``local`` devices can run. Raises :class:`Incompatible` otherwise."""
+    """Measuring needs the hardware, and techniques with a real side: only ``local`` devices can run. Raises :class:`Incompatible` otherwise."""
     if e.cluster.device.name != "local" or e.cluster.nodes > 1:
         raise Incompatible(
             f"{e.cluster.label} is not this machine, so it cannot be measured here",
             'use on = "local" (or "2xlocal" for two processes); `ridgeline predict` answers for other hardware',
         )
+    require_runnable(e)
 
 
 def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None) -> Ablation:

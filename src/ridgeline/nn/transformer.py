@@ -115,6 +115,11 @@ class Transformer(nn.Module):
                 f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
                 "run a decoder (llama, mistral, qwen2, qwen3, mixtral, gpt2, opt) or an encoder (bert)",
             )
+        if spec.position == "alibi" or spec.dropout or not spec.norm_bias:
+            raise UserError(
+                f"model {spec.name!r} has ALiBi, dropout or a norm without bias: it can be predicted, not run",
+                "run a model with dropout = 0, norm_bias = true and position rope or learned",
+            )
         self.spec = spec
         self.embed: Embedding | None = Embedding(spec)
         self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.num_layers)})

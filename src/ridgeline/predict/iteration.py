@@ -21,6 +21,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Technique
 from ridgeline.techniques.flash_attention import FlashAttention
+from ridgeline.techniques.registry import in_order
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
         12288, 16384, 32768, 65536, 131072)  # fmt: skip
@@ -66,7 +67,7 @@ class Iterations:
         self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, contexts: tuple[int, int]
     ) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
-        self.made = made if any(isinstance(t, FlashAttention) for t in made) else [FlashAttention(), *made]
+        self.made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
         low, high = max(1, contexts[0]), max(2, contexts[1])
         self.contexts = (low, max(high, low + 64))
         self._graphs: dict[int, Graph] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.graph.graph import Block, Graph
+from ridgeline.predict.schedule import in_flight
 
 
 @dataclass(slots=True)
@@ -38,12 +39,31 @@ def _full_gradients(b: Block) -> float:
 
 
 def training_peak(g: Graph) -> Peak:
-    """The peak of one training step in steady state (optimizer states exist)."""
-    stored = sum(p.stored_bytes * n for p, n in g.params)
-    states = sum(p.numel * g.optimizer_bytes / p.state_shards * n for p, n in g.params if p.trainable)
-    all_gradients = sum(_gradients(b) * b.repeat for b in g.blocks)
-    sharded = any(p.shards > 1 for p, _ in g.params)
-    accumulated = g.accumulation > 1 or g.gradients_resident
+    """The peak of one training step in steady state (optimizer states exist), on the rank that needs most."""
+    if g.pipeline is None:
+        return _rank_peak(g, g.blocks, 1.0, g.accumulation > 1)
+    pipe = g.pipeline
+    best = Peak({}, "")
+    for rank in sorted({0, 1, pipe.degree - 1}):
+        blocks = [b for i in range(rank, pipe.degree * pipe.chunks, pipe.degree)
+                  for b in g.stage_blocks(i, pipe.degree * pipe.chunks)]  # fmt: skip
+        held = in_flight(pipe.schedule, rank, pipe.degree, g.accumulation, pipe.chunks)
+        peak = _rank_peak(g, blocks, held, True)
+        if peak.total > best.total:
+            best = Peak(peak.categories, f"{peak.instant}, stage {rank}")
+    return best
+
+
+def _rank_peak(g: Graph, blocks: list[Block], held: float, accumulates: bool) -> Peak:
+    """The peak of a rank that runs ``blocks`` and holds the activations of ``held`` micro-batches of them."""
+    stored = 0.0 if g.host_parameters else sum(p.stored_bytes * b.repeat for b in blocks for p in b.params)
+    states = 0.0
+    if not g.host_states:
+        elements = sum(p.numel / p.state_shards * b.repeat for b in blocks for p in b.params if p.trainable)
+        states = elements * g.optimizer_bytes
+    all_gradients = 0.0 if g.host_states else sum(_gradients(b) * b.repeat for b in blocks)
+    sharded = any(p.shards > 1 for b in blocks for p in b.params)
+    accumulated = (accumulates or g.gradients_resident) and not g.host_states
 
     best = Peak({}, "")
 
@@ -60,36 +80,43 @@ def training_peak(g: Graph) -> Peak:
         if sum(at.values()) > best.total:
             best = Peak({k: v for k, v in at.items() if v}, instant)
 
-    # Forward: walk the blocks, letting saved activations and kept working copies pile up.
+    def kept(b: Block) -> float:
+        """Saved bytes of one repeat that stay on the device."""
+        return 0.0 if g.host_activations and b.name.startswith(("layers", "encoder")) else b.saved_bytes
+
+    # Forward: walk the blocks, letting saved activations and kept working copies pile up on those of the micro-batches
+    # that are already in flight.
     base_gradients = all_gradients if accumulated else 0.0
-    saved = gathered = 0.0
-    for b in g.blocks:
+    saved = (held - 1) * sum(kept(b) * b.repeat for b in blocks if b.name != "head")
+    moving = 2 * max((b.saved_bytes for b in blocks), default=0.0) if g.host_activations else 0.0
+    gathered = 0.0
+    for b in blocks:
         keep = g.keep_gathered or not sharded or not b.name.startswith(("layers", "encoder"))
         work = _working(b)
         for_block = work if keep else 2 * work  # this block's and the prefetched next one's
         for first in {0, b.repeat - 1}:
-            piled = saved + b.saved_bytes * (first + 1)
-            held = gathered + (work * (first + 1) if keep else for_block)
-            consider(f"forward of {b.name}", held, base_gradients, piled, b.workspace + b.recomputed)
-        saved += b.saved_bytes * b.repeat
+            piled = saved + kept(b) * (first + 1) + moving
+            during = gathered + (work * (first + 1) if keep else for_block)
+            consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
+        saved += kept(b) * b.repeat
         gathered += work * b.repeat if keep else 0.0
 
     # Backward: in reverse, activations go and gradients come.
     gradients = base_gradients
-    for b in reversed(g.blocks):
+    for b in reversed(blocks):
         keep = g.keep_gathered or not sharded or not b.name.startswith(("layers", "encoder"))
         work = _working(b)
-        grad = 0.0 if accumulated else _gradients(b)
+        grad = 0.0 if accumulated or g.host_states else _gradients(b)
         for done in {0, b.repeat - 1}:
-            left = saved - b.saved_bytes * done
-            held = gathered - (work * done if keep else 0.0) + (0.0 if keep else 2 * work)
+            left = saved - kept(b) * done + moving
+            during = gathered - (work * done if keep else 0.0) + (0.0 if keep else 2 * work)
             now = gradients + grad * done
             full = _full_gradients(b)
-            consider(f"backward of {b.name}", held, now, left, b.recomputed + b.backward_workspace)
-            tail = left - b.saved_bytes
+            consider(f"backward of {b.name}", during, now, left, b.recomputed + b.backward_workspace)
+            tail = left - kept(b)
             # Reduction copies the unreduced gradients into one flat buffer.
-            consider(f"end of backward of {b.name}", held, now + grad, tail, 2 * full)
-        saved -= b.saved_bytes * b.repeat
+            consider(f"end of backward of {b.name}", during, now + grad, tail, 2 * full)
+        saved -= kept(b) * b.repeat
         gathered -= work * b.repeat if keep else 0.0
         gradients += grad * b.repeat
     consider("optimizer step", 0.0, all_gradients, 0.0, 0.0)

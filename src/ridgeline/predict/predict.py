@@ -6,8 +6,8 @@ from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.inference import predict_generation
 from ridgeline.predict.serving import predict_serving
-from ridgeline.predict.step import Event, simulate
-from ridgeline.predict.training import predict_training, update_ops
+from ridgeline.predict.step import Event
+from ridgeline.predict.training import predict_training, timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.techniques.registry import check, normalise
@@ -28,11 +28,12 @@ def predict_trace(e: Experiment) -> list[Event]:
     """The events of one predicted training step, for a Chrome trace beside the measured one."""
     e = normalise(e)
     g = rewritten(training_graph(e), e, check(e))
-    return simulate(g, rank_cluster(e), update_ops(g, e)).events
+    return timed(g, update_ops(g, e), rank_cluster(e), record=True)[0].events
 
 
 def training_flops(e: Experiment) -> tuple[float, float, str]:
     """Matrix-multiply FLOPs of one step on one rank: (without recomputation, executed, compute dtype)."""
     e = normalise(e)
     g = rewritten(training_graph(e), e, check(e))
-    return g.model_flops * g.accumulation, g.flops * g.accumulation, g.dtype
+    each = g.accumulation / g.stages
+    return g.model_flops * each, g.flops * each, g.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from functools import cached_property
 from typing import Any
 
@@ -50,10 +51,13 @@ class Experiment(BaseModel):
     @property
     def data_parallel(self) -> int:
         """Ranks left for data parallelism after the model-parallel axes."""
-        n = 1
-        for degree in self.parallel.values():
-            n *= degree
-        return max(1, self.world // n)
+        return max(1, self.world // math.prod(self.parallel.values()))
+
+    def stride(self, axis: str) -> int:
+        """Distance, in ranks, between neighbours along a mesh axis; inside out: tp, cp, dp (with ep), pp."""
+        inside = {"tp": [], "cp": ["tp"]}.get(axis, ["tp", "cp"])
+        n = math.prod(self.parallel.get(name, 1) for name in inside)
+        return n * self.data_parallel if axis == "pp" else n
 
     @property
     def training(self) -> Training:

@@ -73,6 +73,10 @@ class ModelSpec(BaseModel):
     max_positions: int
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
+    norm_bias: bool = True
+    """Whether a LayerNorm has a bias (MPT's have none)."""
+    dropout: float = 0.0
+    """Dropout rate on attention probabilities and on what each sub-layer adds to the residual stream (spec only)."""
     activation: Activation = "silu"
     gated: bool = True
     """Whether the MLP has a gate projection (SwiGLU and kin)."""
@@ -121,6 +125,8 @@ class ModelSpec(BaseModel):
                 raise ValueError(f"{field} {getattr(self, field)} is not at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} is not in [0, 1)")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
         return self
@@ -249,7 +255,7 @@ class ModelSpec(BaseModel):
 
     def _norm(self, name: str, size: int, block: str) -> Iterator[Parameter]:
         yield Parameter(f"{name}.weight", (size,), block)
-        if self.norm == "layernorm":
+        if self.norm == "layernorm" and self.norm_bias:
             yield Parameter(f"{name}.bias", (size,), block)
 
     # ---- from Hugging Face --------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class Card:
     """Techniques that must be on with it in training (the support matrix adds them)."""
     runs: bool = True
     """Whether it has a real side; False: it can be predicted, not yet run."""
+    needs_model: Mapping[str, Any] = field(default_factory=dict)
+    """ModelSpec fields that the generic tests and the support matrix must set for it (a mixture of experts)."""
 
 
 class Technique(BaseModel):
@@ -78,6 +80,11 @@ class Technique(BaseModel):
             return values
         lists = {k for k, f in cls.model_fields.items() if get_origin(f.annotation) in (tuple, list)}
         return {k: (v,) if k in lists and isinstance(v, (str, int, float)) else v for k, v in values.items()}
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be run with these options."""
+        return self.card.runs
 
     def axes(self) -> dict[str, int]:
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""

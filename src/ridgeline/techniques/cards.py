@@ -35,6 +35,7 @@ def card(cls: type[Technique]) -> dict[str, Any]:
         "claim": c.claim,
         "min_ranks": c.min_ranks,
         "requires": list(c.requires),
+        "runs": c.runs,
         "options": options,
     }
 
@@ -57,6 +58,7 @@ def card_table(c: dict[str, Any]) -> str:
         f"  place     {c['taxonomy']}, phase {c['phase']}",
         f"  tasks     {', '.join(c['tasks'])}",
         f"  contract  {_contract(c)}",
+        *([] if c["runs"] else ["  state     can be predicted, not yet run"]),
         "",
         "  options" if c["options"] else "  no options",
     ]

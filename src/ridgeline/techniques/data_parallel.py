@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.mesh import reductions
 
 if TYPE_CHECKING:
     from ridgeline.train.build import TrainBuild
@@ -32,6 +33,13 @@ class DataParallel(Technique):
 
     bucket_mb: float = Field(default=25.0, gt=0)
     """Gradients are reduced in buckets of this many MiB."""
+    overlap: bool = True
+    """Reduce while backward still runs; false: after it, as Megatron-LM did before 2022."""
+
+    @property
+    def runs(self) -> bool:
+        """Reduction after backward is not run yet."""
+        return self.overlap
 
     def check(self, e: Experiment) -> None:
         """Needs several ranks, and nothing else that splits the batch."""
@@ -48,16 +56,12 @@ class DataParallel(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Insert one gradient all-reduce per block, overlapping with the rest of backward."""
-        ranks = e.data_parallel
+        ranks, stride = e.data_parallel, e.stride("dp")
+        g.overlap_reduce = self.overlap
         g.gradients_resident = True  # gradients are views of the reduction buckets
 
         def reduce(b: Block) -> None:
-            grads = sum(p.numel * p.grad_bytes for p in b.params if p.trainable)
-            if grads:
-                b.reduce.append(
-                    Op("all_reduce", "communication", "all_reduce", "backward", bytes=grads, link_bytes=grads,
-                       ranks=ranks, axis="dp")
-                )  # fmt: skip
+            b.reduce += reductions(b, "all_reduce", ranks, stride)
 
         return g.each_block(reduce)
 

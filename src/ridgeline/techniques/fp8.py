@@ -1,63 +1,84 @@
-"""FP8 inference: 8-bit floating-point weights and activations in the linear layers."""
+"""FP8: the layers' matrix multiplications in 8-bit floating point, in training and inference."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
-if TYPE_CHECKING:
-    from ridgeline.train.build import Build
-
 
 class FP8(Technique):
-    """Store the blocks' linear layers as fp8 (E4M3) and multiply them with fp8 activations, scaled as they come.
+    """Run the linear layers of the blocks in fp8, over 16-bit activations elsewhere; inference also stores them so.
 
-    A device without fp8 units keeps the small weights and multiplies in 16 bits.
+    At inference a device without fp8 units keeps the small weights and multiplies in 16 bits.
     """
 
     card: ClassVar[Card] = Card(
         name="fp8",
-        title="FP8 weights and activations",
+        title="FP8 linear layers",
         paper="arXiv:2209.05433",
-        taxonomy="inference/compression/quantization",
-        tasks=frozenset({"generate", "serve"}),
+        taxonomy="hardware/precision/fp8",
+        tasks=frozenset({"pretrain", "finetune", "generate", "serve"}),
         lossless=False,
-        claim="matches 16-bit results over CNNs, RNNs and Transformers without changing hyper-parameters",
-        tolerance=0.02,
-        quality="perplexity within 2 % of the 16-bit model",
+        claim="GPT models up to 175B trained to the loss of 16-bit training with unchanged hyperparameters",
+        tolerance=0.05,
+        quality="training loss within 5 % of 16-bit training after the same tokens; perplexity within 2 %",
+        requires=("mixed_precision",),
         runs=False,
     )
-    phase: ClassVar[Phase] = "adapt"
-    order: ClassVar[int] = 1
+    phase: ClassVar[Phase] = "compile"
+    order: ClassVar[int] = 2
 
     def check(self, e: Experiment) -> None:
-        """One weight format at a time."""
-        self.needs(not e.plan.has("rtn"), "rtn already stores the weights as integers", "keep one of them")
+        """Training needs 16-bit arithmetic around it and a GPU that multiplies in fp8; inference one weight format."""
+        if not e.is_training:
+            self.needs(not e.plan.has("rtn"), "rtn already stores the weights as integers", "keep one of them")
+            return
+        self.needs(e.plan.has("mixed_precision"), "the rest of the model runs in 16 bits, which is not on",
+                   "add mixed_precision")  # fmt: skip
+        device = e.cluster.device
+        self.needs(device.kind != "gpu" or "fp8" in device.peak_flops, f"{device.name} has no fp8 arithmetic",
+                   "use a device of the Hopper, Ada or later generations, or drop fp8")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights and inputs of the projections take one byte; products run at the fp8 rate where there is one."""
+        """Reprice the linear layers; operands are one byte wide, results two."""
+        if e.is_training:
+            return g.each_block(_lower, layers_only=True)
         compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
-        return g.each_block(lambda b: _shrink(b, compute), layers_only=True)
-
-    def build(self, run: Build) -> None:
-        """Predicted only."""
-        self.needs(False, "can be predicted, not yet run", "use `ridgeline predict`, or rtn, which runs")
+        return g.each_block(lambda b: _store(b, compute), layers_only=True)
 
 
-def _shrink(b: Block, compute: str) -> None:
-    wide = {p.name: p.bytes_per_element for p in b.params if "_proj" in p.name and not p.name.endswith(".bias")}
+def _linear(op: Op) -> bool:
+    return op.kind == "gemm" and op.param.endswith(("_proj.weight", "_proj"))
+
+
+def _lower(b: Block) -> None:
+    """Training: products in fp8 over weights that stay wide."""
+
+    def lower(op: Op) -> Op:
+        return replace(op, dtype="fp8", bytes=op.bytes * 2 / 3) if _linear(op) else op
+
+    b.forward = [lower(op) for op in b.forward]
+    b.backward = [lower(op) for op in b.backward]
+
+
+def _store(b: Block, compute: str) -> None:
+    """Inference: weights of one byte, unless another technique already stores fewer."""
+    wide = {p.name: p.bytes_per_element for p in b.params
+            if p.name.endswith(("_proj.weight", "_proj")) and p.bytes_per_element > 1}  # fmt: skip
     for p in b.params:
         if p.name in wide:
             p.bytes_per_element, p.dtype, p.trainable = 1.0, "fp8", False
-    b.forward = [_narrow(o, wide[o.param], compute) if o.kind == "gemm" and o.param in wide else o for o in b.forward]
+    b.forward = [_narrow(o, wide[o.param], compute) if _linear(o) and o.param in wide else o for o in b.forward]
 
 
 def _narrow(op: Op, width: float, compute: str) -> Op:
     rows, out, inner = op.shape[-3:]
-    saved = op.bytes - rows * out * width  # operands; the result stays wide
-    operands = saved / width if compute else saved - (saved - rows * inner * width) * (1 - 1 / width)
-    return replace(op, bytes=rows * out * width + operands, dtype=compute or op.dtype)
+    operands = op.bytes - rows * out * width  # the result stays wide
+    inputs = 0.0 if compute else rows * inner * width  # without fp8 units only the weights are narrow
+    return replace(
+        op, bytes=rows * out * width + inputs + (operands - inputs) / width, dtype=compute or op.dtype
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 from typing import Literal
 
@@ -14,7 +15,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Pretrain
 from ridgeline.techniques.base import Technique
-from ridgeline.techniques.registry import check, normalise, registry
+from ridgeline.techniques.registry import check, make, normalise, registry, techniques
 
 TINY = ModelSpec(
     name="matrix-tiny",
@@ -41,6 +42,8 @@ class Pair(BaseModel):
     task: str = ""
     plan: list[str] = []
     ranks: int = 1
+    runs: bool = True
+    """False: the pair can be predicted, not yet run."""
 
 
 def pair_experiment(*names: str) -> Experiment:
@@ -54,14 +57,19 @@ def pair_experiment(*names: str) -> Experiment:
         for t in chosen:
             wanted.update(dict.fromkeys(t.card.requires))
     calls = tuple(Call(name=n, options=dict(registry()[n].card.example)) for n in wanted)
-    ranks = max(t.card.min_ranks for t in chosen)
+    made = [make(call) for call in calls]
+    degree = math.prod(d for t in made for d in t.axes().values())
+    ranks = degree * max((t.card.min_ranks for t in made if not t.axes()), default=1)
+    model = TINY
+    for t in chosen:
+        model = model.model_copy(update=dict(t.card.needs_model))
     workload: Pretrain | Generate
     if training:  # plain SGD: AdamW hides gradient-scale bugs
         workload = Pretrain(seq_len=16, batch_size=4, steps=5, optimizer="sgd", lr=0.5, warmup_steps=0)
     else:
         workload = Generate(prompt_len=8, output_len=4, batch_size=2)
     return Experiment(
-        model=TINY, cluster=Cluster(device=CPU, devices_per_node=ranks), workload=workload, plan=Plan(calls=calls)
+        model=model, cluster=Cluster(device=CPU, devices_per_node=ranks), workload=workload, plan=Plan(calls=calls)
     )
 
 
@@ -73,7 +81,8 @@ def judge(*names: str) -> Pair:
         check(e)
     except Incompatible as refusal:
         return Pair(a=first, b=last, status="refused", reason=f"{refusal.what}; {refusal.fix}")
-    return Pair(a=first, b=last, status="works", task=e.task, plan=e.plan.strings(), ranks=e.world)
+    runs = all(t.runs for t in techniques(e.plan))
+    return Pair(a=first, b=last, status="works", task=e.task, plan=e.plan.strings(), ranks=e.world, runs=runs)
 
 
 def support_matrix(known: dict[str, type[Technique]] | None = None) -> list[Pair]:

@@ -17,7 +17,12 @@ _FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", 
 
 
 class MixedPrecision(Technique):
-    """Run matrix multiplications in bf16 under autocast; parameters, gradients and optimizer states stay fp32."""
+    """Multiply matrices in 16 bits.
+
+    With ``weights=fp32`` (autocast, FSDP) parameters, gradients and optimizer states stay fp32 and are cast on use. With
+    ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16 bits wide, gradients are accumulated in
+    fp32, and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW.
+    """
 
     card: ClassVar[Card] = Card(
         name="mixed_precision",
@@ -34,8 +39,15 @@ class MixedPrecision(Technique):
     order: ClassVar[int] = 1
     """After flash_attention, so that it reprices the fused operator."""
 
-    dtype: Literal["bf16"] = "bf16"
+    dtype: Literal["bf16", "fp16"] = "bf16"
     """Compute dtype of matrix multiplications."""
+    weights: Literal["fp32", "low"] = "fp32"
+    """How parameters rest: wide and cast on use, or in the compute dtype beside a master copy."""
+
+    @property
+    def runs(self) -> bool:
+        """Loss scaling (fp16) and separate master copies are not run yet."""
+        return self.dtype == "bf16" and self.weights == "fp32"
 
     def check(self, e: Experiment) -> None:
         """Needs fp32 master weights."""
@@ -44,6 +56,8 @@ class MixedPrecision(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Matrix multiplications and most activations halve; every weight is cast once per micro-batch."""
         g.dtype = self.dtype
+        if self.weights == "low":
+            return _all_low(g, self.dtype)
         # The residual stream stays wide, unless every sum of it goes through a norm, whose result is low.
         wide = ("embed.sum",) if e.model.post_norm else _FP32_SAVED
         return g.each_block(lambda b: _lower(b, self.dtype, wide))
@@ -55,8 +69,35 @@ class MixedPrecision(Technique):
         run.compute_dtype = {"bf16": torch.bfloat16}[self.dtype]
 
 
+def _all_low(g: Graph, dtype: str) -> Graph:
+    """Everything but the loss, the statistics and the dropout masks is 16 bits wide."""
+    g.low_weights = True
+    g.residual /= 2
+    g.optimizer_bytes += 4.0
+
+    def low(o: Op) -> Op:
+        if o.dtype != "fp32" or o.kind == "loss" or "dequantise" in o.name:
+            return o
+        return replace(o, dtype=dtype, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
+
+    for b in g.blocks:
+        b.forward = [low(o) for o in b.forward]
+        b.backward = [low(o) for o in b.backward]
+        for p in b.params:
+            if p.bytes_per_element == 4.0:
+                p.bytes_per_element = 2.0
+        for key, s in b.saved.items():
+            if not key.endswith((".stats", ".lse", ".mask")) and key != "logits":
+                b.saved[key] = replace(s, bytes=s.bytes / 2)
+        b.workspace /= 2
+        b.backward_workspace /= 2
+    return g
+
+
 def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     def low(o: Op) -> Op:
+        if o.axis and o.axis != "dp":  # partial sums of matrix products travel in the dtype they come out in
+            return replace(o, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
         if o.kind in _MATMUL or (o.kind in ("rope", "activation", "softmax", "mask", "copy") and o.dtype == "fp32"):
             return replace(o, dtype=dtype, bytes=o.bytes / 2)
         return o
@@ -75,7 +116,7 @@ def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     b.forward = casts + b.forward
     kept = {}
     for key, saved in b.saved.items():
-        wide = key in wide_saved or key.endswith((".stats", ".lse", ".routing"))
+        wide = key in wide_saved or key.endswith((".stats", ".lse", ".routing", ".mask"))
         kept[key] = saved if wide else replace(saved, bytes=saved.bytes / 2)
     for key in [k for k in kept if k.endswith(".probs")]:  # softmax in fp32, and its low-precision copy
         kept[key] = replace(kept[key], bytes=3 * kept[key].bytes)

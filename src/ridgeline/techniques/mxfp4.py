@@ -36,7 +36,7 @@ class MXFP4(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 2
-    """After fp8, which it overrides where both are on."""
+    """Before anything divides the weights; fp8 leaves what it stored."""
 
     layers: Literal["experts", "all"] = "experts"
     """Which linear layers: the experts of a mixture, or every projection of the blocks."""

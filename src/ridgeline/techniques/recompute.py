@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, Saved
-from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -53,12 +52,11 @@ class Recompute(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Forward operators move into the backward phase too; saved activations shrink to the block's input."""
-        kept = e.model.hidden_size * g.tokens * DTYPE_BYTES[e.dtype]
-        g.closing.append(lambda graph: self._drop(graph, kept))
+        g.closing.append(self._drop)
         return g
 
-    def _drop(self, g: Graph, kept: float) -> None:
-        """Rebuild the chosen layers; ``kept`` are the bytes of one layer's input, which stays."""
+    def _drop(self, g: Graph) -> None:
+        """Rebuild the chosen layers; the input of each stays."""
         blocks: list[Block] = []
         passed: dict[str, int] = {}
         for block in g.blocks:
@@ -77,7 +75,7 @@ class Recompute(Technique):
                     blocks.append(rest)
                 if chosen:
                     block.repeat = chosen
-                    _full(block, kept)
+                    _full(block, g.residual)
                     blocks.append(block)
         g.blocks = blocks
 
@@ -99,7 +97,10 @@ class Recompute(Technique):
 
 
 def _again(ops: list[Op]) -> list[Op]:
-    return [replace(o, name=f"{o.name}.again", direction="backward", recompute=True) for o in ops]
+    return [
+        replace(o, name=f"{o.name}.again", direction="backward", recompute=True, behind=o.behind and f"{o.behind}.again")
+        for o in ops
+    ]
 
 
 def _full(b: Block, kept: float) -> None:
@@ -122,6 +123,7 @@ def _selective(b: Block) -> None:
         # The product with the values reads the last tensor to be rebuilt, and is not run again.
         core = {f"{prefix}.{part}" for part in ("scores", "mask", "softmax")}
         again = _again([o for o in b.forward if o.name in core])
-        probs = b.saved.pop(f"{prefix}.probs", None)
-        b.recomputed += probs.bytes if probs else 0.0
+        for name in ("probs", "probs.mask", "probs.dropped"):
+            dropped = b.saved.pop(f"{prefix}.{name}", None)
+            b.recomputed += dropped.bytes if dropped else 0.0
         b.backward = again + b.backward

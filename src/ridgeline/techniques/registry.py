@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.techniques.base import PHASES, Technique
 
-_NOT_TECHNIQUES = {"base", "cards", "matrix", "registry"}
+_NOT_TECHNIQUES = {"base", "cards", "matrix", "mesh", "registry"}
 
 
 @lru_cache(maxsize=1)
@@ -55,7 +56,11 @@ def make(call: Call) -> Technique:
 
 def techniques(plan: Plan) -> list[Technique]:
     """The plan's technique objects in canonical (phase) order."""
-    made = [make(call) for call in plan.calls]
+    return in_order([make(call) for call in plan.calls])
+
+
+def in_order(made: list[Technique]) -> list[Technique]:
+    """Techniques in the one order in which they apply."""
     return sorted(made, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 
@@ -65,12 +70,13 @@ def normalise(e: Experiment) -> Experiment:
     Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
     """
     made = techniques(e.plan)
-    if e.is_training and e.world > 1 and not any(t.splits_batch for t in made):
-        made.append(make(Call(name="data_parallel")))
-        made.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
     axes: dict[str, int] = {}
     for t in made:
         axes.update(t.axes())
+    split = e.model_copy(update={"parallel": axes})
+    if e.is_training and split.data_parallel > 1 and not any(t.splits_batch for t in made):
+        made.append(make(Call(name="data_parallel")))
+        made.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
     calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in made)
     return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
 
@@ -92,12 +98,30 @@ def check(e: Experiment) -> list[Technique]:
     return made
 
 
+def require_runnable(e: Experiment) -> None:
+    """Raise :class:`Incompatible` when a technique of the plan has no real side yet."""
+    for t in techniques(e.plan):
+        if not t.runs:
+            options = "" if not t.card.runs else " with these options"
+            raise Incompatible(
+                f"{t.card.name} can be predicted{options}, not yet run",
+                "use `ridgeline predict`, or remove it from the plan",
+            )
+
+
 def _check_workload(e: Experiment) -> None:
     m, w = e.model, e.workload
+    degree = math.prod(e.parallel.values())
+    if e.world % degree:
+        axes = " × ".join(f"{k} {v}" for k, v in e.parallel.items())
+        raise Incompatible(
+            f"{e.world} devices do not split into groups of {degree} ({axes})",
+            f"use a multiple of {degree} devices, or smaller degrees",
+        )
     if e.task in ("generate", "serve") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
     length = getattr(w, "seq_len", 0) or getattr(w, "prompt_len", 0) + getattr(w, "output_len", 0)
-    if m.position != "relative" and length > m.max_positions:
+    if m.position not in ("relative", "alibi") and length > m.max_positions:
         raise Incompatible(
             f"sequence of {length} tokens is longer than the {m.max_positions} positions of {m.name}",
             f"use at most {m.max_positions} tokens, or a model with more positions",

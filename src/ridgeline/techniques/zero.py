@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.mesh import reductions
 
 if TYPE_CHECKING:
     from ridgeline.train.build import TrainBuild
@@ -37,6 +41,13 @@ class Zero(Technique):
 
     stage: Literal[1, 2, 3] = 2
     """1: optimizer states; 2: gradients too; 3: parameters too."""
+    degree: int = Field(default=0, ge=0)
+    """Ranks that share one copy; 0: all. Fewer is hybrid sharding: shards inside a node, copies across nodes."""
+
+    @property
+    def runs(self) -> bool:
+        """Hybrid sharding is not run yet."""
+        return self.degree == 0
 
     def check(self, e: Experiment) -> None:
         """Needs several data-parallel ranks."""
@@ -45,44 +56,81 @@ class Zero(Technique):
             f"stage {self.stage} shards over data-parallel ranks, but there is only 1 process",
             f"run on several, e.g. --on 2x{e.cluster.device.name}, or drop zero",
         )
+        self.needs(
+            not self.degree or (self.degree > 1 and e.data_parallel % self.degree == 0),
+            f"{e.data_parallel} data-parallel ranks do not form groups of {self.degree}",
+            f"use a degree of at least 2 that divides {e.data_parallel}, or 0 for all",
+        )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Shard the states; gather parameters around each block; reduce-scatter gradients after it."""
-        ranks = e.data_parallel
+        ranks, stride = self.degree or e.data_parallel, e.stride("dp")
+        copies = e.data_parallel // ranks
         low = g.dtype if g.dtype in ("bf16", "fp16") else None
-        g.keep_gathered = self.stage < 3
-        g.reduce_every_micro_batch = self.stage >= 2
-
-        def shard(b: Block) -> None:
-            gather = 0.0
-            grads = 0.0
-            for p in b.params:
-                width = 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
-                p.shards = p.state_shards = p.grad_shards = ranks
-                p.working_bytes = width
-                gather += p.numel * width
-                if p.trainable:
-                    grads += p.numel * p.grad_bytes
-            if not gather:
-                return
-            unshard = Op("all_gather", "communication", "all_gather", "forward", bytes=gather, link_bytes=gather,
-                         ranks=ranks, axis="dp")  # fmt: skip
-            b.gather_forward.append(unshard)
-            if self.stage == 3 and b.name.startswith(("layers", "encoder")):
-                b.gather_backward.append(unshard)
-            if grads:
-                b.reduce.append(
-                    Op("reduce_scatter", "communication", "reduce_scatter", "backward", bytes=grads, link_bytes=grads,
-                       ranks=ranks, axis="dp")
-                )  # fmt: skip
-
-        g.each_block(shard)
+        if g.low_weights or g.pipeline:
+            self._shard_lazily(g, ranks, stride)
+        else:
+            self._shard_fully(g, ranks, stride)
+        if copies > 1:  # each shard's gradient is then averaged over the copies
+            for b in g.blocks:
+                b.reduce += [
+                    replace(o, name="all_reduce", kind="all_reduce", bytes=o.bytes / o.ranks,
+                            link_bytes=o.link_bytes / o.ranks, ranks=copies, stride=stride * ranks)
+                    for o in b.reduce if o.kind == "reduce_scatter"
+                ]  # fmt: skip
         if low:  # parameters arrive already cast
             for b in g.blocks:
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantise" in o.name]
-        largest = max((sum(p.numel * p.working_bytes for p in b.params) for b in g.blocks), default=0.0)
-        g.buffers += largest
+        if self.stage == 3 or not (g.low_weights or g.pipeline):
+            g.buffers += max((sum(p.numel * p.working_bytes for p in b.params) for b in g.blocks), default=0.0)
         return g
+
+    def _shard_fully(self, g: Graph, ranks: int, stride: int) -> None:
+        """``fully_shard``: shards at rest in every stage, gathered at least once per micro-batch."""
+        low = g.dtype in ("bf16", "fp16")
+        g.keep_gathered = self.stage < 3
+        g.reduce_every_micro_batch = self.stage >= 2
+        for b in g.blocks:
+            for p in b.params:
+                share = max(1, ranks // p.spread)
+                p.working_bytes = 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
+                p.shards = p.state_shards = p.grad_shards = share
+            self._gather(b, ranks, stride)
+            b.reduce += reductions(b, "reduce_scatter", ranks, stride)
+
+    def _shard_lazily(self, g: Graph, ranks: int, stride: int) -> None:
+        """DeepSpeed's and Megatron's way: only what the stage names is divided; stages 1 and 2 hand the new weights
+        round once, after the update."""
+        g.reduce_every_micro_batch = self.stage >= 2 and not g.pipeline
+        for b in g.blocks:
+            for p in b.params:
+                share = max(1, ranks // p.spread)
+                p.state_shards = share
+                p.grad_shards = share if self.stage >= 2 else 1
+                if self.stage == 3:
+                    p.shards, p.working_bytes = share, p.bytes_per_element
+            if self.stage == 3:
+                self._gather(b, ranks, stride)
+            b.reduce += reductions(b, "reduce_scatter", ranks, stride)
+        if self.stage < 3:
+            size = sum(p.numel * p.bytes_per_element * n for p, n in g.params if p.trainable) / g.stages
+            g.after_update.append(
+                Op("all_gather", "communication", "all_gather", "update", bytes=size, link_bytes=size, ranks=ranks,
+                   axis="dp", stride=stride)
+            )  # fmt: skip
+
+    def _gather(self, b: Block, ranks: int, stride: int) -> None:
+        """The gathers around a block; experts divided over ranks are gathered over fewer."""
+        sizes: dict[int, float] = {}
+        for p in b.params:
+            sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.working_bytes
+        for spread, size in sizes.items():
+            if ranks // spread > 1:
+                unshard = Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
+                             ranks=ranks // spread, axis="dp", stride=stride * spread)  # fmt: skip
+                b.gather_forward.append(unshard)
+                if self.stage == 3 and b.name.startswith(("layers", "encoder")):
+                    b.gather_backward.append(unshard)
 
     def build(self, run: TrainBuild) -> None:
         """``fully_shard`` each block, then the rest; sums instead of averages; reduce late in stage 1."""

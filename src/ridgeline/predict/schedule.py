@@ -1,0 +1,181 @@
+"""Pipeline schedules as lists of actions, and their timing.
+
+A *virtual stage* is one consecutive part of the model; with c chunks on each of p ranks there are c·p of them, and rank
+r holds r, r + p, r + 2p, … Every rank works off its list in order; a forward waits for the virtual stage before it, a
+backward for the one after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "W"]
+"""Forward; backward (of the inputs only, where W follows); gradients of the weights."""
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one virtual stage."""
+
+    kind: Kind
+    stage: int
+    micro: int
+
+
+@dataclass(slots=True, frozen=True)
+class Timeline:
+    """What a schedule takes."""
+
+    seconds: float
+    """Until the last action ends."""
+    ends: tuple[float, ...]
+    """When each rank's last action ends."""
+    busy: tuple[float, ...]
+    """Seconds in which each rank works."""
+    starts: tuple[tuple[tuple[Action, float], ...], ...] = ()
+    """Per rank, every action with its start; empty where the steady state was extrapolated."""
+
+
+@lru_cache(maxsize=4096)
+def actions(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1) -> tuple[Action, ...]:
+    """The actions of one rank, in order.
+
+    gpipe: arXiv:1811.06965; 1f1b and interleaved: arXiv:2104.04473, figure 4; zero_bubble: ZB-H1 of arXiv:2401.10241,
+    where rank r runs r weight gradients late, so that all ranks hold as much as the first one does under 1f1b.
+    """
+    if schedule == "interleaved":
+        return _interleaved(rank, ranks, micros, chunks)
+    if schedule == "gpipe":
+        forward = [Action("F", rank, i) for i in range(micros)]
+        return (*forward, *(Action("B", rank, i) for i in range(micros)))
+    out: list[Action] = []
+    split = schedule == "zero_bubble"
+    warm = min(micros, ranks - rank - 1)
+    out += [Action("F", rank, i) for i in range(warm)]
+    for i in range(micros):
+        if warm + i < micros:
+            out.append(Action("F", rank, warm + i))
+        out.append(Action("B", rank, i))
+        if split and i >= rank:
+            out.append(Action("W", rank, i - rank))
+    if split:
+        out += [Action("W", rank, i) for i in range(max(0, micros - rank), micros)]
+    return tuple(out)
+
+
+def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> tuple[Action, ...]:
+    total, group = micros * chunks, ranks * chunks
+
+    def at(k: int, backward: bool) -> Action:
+        chunk = k % group // ranks
+        micro = k // group * ranks + k % ranks
+        if backward:
+            return Action("B", (chunks - 1 - chunk) * ranks + rank, micro)
+        return Action("F", chunk * ranks + rank, micro)
+
+    warm = min(total, (ranks - rank - 1) * 2 + (chunks - 1) * ranks)
+    out = [at(k, False) for k in range(warm)]
+    for k in range(total):
+        if warm + k < total:
+            out.append(at(warm + k, False))
+        out.append(at(k, True))
+    return tuple(out)
+
+
+def in_flight(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1) -> float:
+    """Micro-batches whose activations a rank holds at most, in units of all its chunks."""
+    if schedule != "gpipe":  # what is in flight no longer grows once the pipeline is full
+        micros = min(micros, 2 * ranks)
+    held = most = 0
+    for action in actions(schedule, rank, ranks, micros, chunks):
+        held += {"F": 1, "B": -1, "W": 0}[action.kind]
+        most = max(most, held)
+    return most / chunks
+
+
+def run(
+    schedule: str,
+    ranks: int,
+    micros: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    weight: tuple[float, ...] = (),
+    send: float = 0.0,
+    chunks: int = 1,
+    exact: bool = False,
+) -> Timeline:
+    """Time a schedule from each virtual stage's seconds of forward, backward and (zero_bubble) weight gradients.
+
+    ``send`` seconds pass between neighbouring ranks. Many micro-batches are not played one by one: once the pipeline is
+    full the time is affine in their number, so two shorter runs give it (``exact`` plays all).
+    """
+    step = ranks if schedule == "interleaved" else 1
+    first = 2 * ranks
+    if exact or micros <= first + step:
+        return _play(schedule, ranks, micros, forward, backward, weight, send, chunks)
+    first += (micros - first) % step
+    a = _play(schedule, ranks, first, forward, backward, weight, send, chunks)
+    b = _play(schedule, ranks, first + step, forward, backward, weight, send, chunks)
+    more = (micros - first) / step
+
+    def beyond(x: float, y: float) -> float:
+        return x + (y - x) * more
+
+    return Timeline(
+        beyond(a.seconds, b.seconds),
+        tuple(map(beyond, a.ends, b.ends)),
+        tuple(map(beyond, a.busy, b.busy)),
+    )
+
+
+def _play(
+    schedule: str,
+    ranks: int,
+    micros: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    weight: tuple[float, ...],
+    send: float,
+    chunks: int,
+) -> Timeline:
+    last = ranks * chunks - 1
+    plans = [actions(schedule, r, ranks, micros, chunks) for r in range(ranks)]
+    at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    starts: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
+    done: tuple[list[list[float]], list[list[float]]] = (
+        [[-1.0] * micros for _ in range(last + 1)],
+        [[-1.0] * micros for _ in range(last + 1)],
+    )
+    waiting = deque(range(ranks))
+    while waiting:
+        r = waiting.popleft()
+        plan = plans[r]
+        while at[r] < len(plan):
+            action = plan[at[r]]
+            kind, stage, micro = action
+            begin, own = clock[r], done[0 if kind == "F" else 1][stage]
+            if kind == "F":
+                need = done[0][stage - 1][micro] if stage else 0.0
+                took = forward[stage]
+            elif kind == "B":
+                need = done[1][stage + 1][micro] if stage < last else done[0][stage][micro]
+                took = backward[stage]
+            else:
+                need, took = 0.0, weight[stage]
+            if need < 0:
+                break
+            if kind != "W" and (stage if kind == "F" else stage < last):
+                need += send
+            begin = max(begin, need)
+            clock[r] = begin + took
+            busy[r] += took
+            starts[r].append((action, begin))
+            if kind != "W":
+                own[micro] = clock[r]
+                neighbour = (r + 1) % ranks if kind == "F" else (r - 1) % ranks
+                if neighbour != r:
+                    waiting.append(neighbour)
+            at[r] += 1
+    return Timeline(max(clock), tuple(clock), tuple(busy), tuple(tuple(s) for s in starts))

@@ -1,0 +1,56 @@
+"""What the parallel techniques share: dividing operators over ranks, and the collectives that reduce gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ridgeline.graph.graph import Block, Op, Saved
+
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Linear layers whose outputs tensor parallelism divides (Megatron's column-parallel layers)."""
+ROW = ("o_proj", "down_proj")
+"""Linear layers whose inputs it divides, so that their outputs are partial sums."""
+ATTENTION_CORE = ("scores", "mask", "softmax", "values", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq",
+                  "scores.dk", "q_rope", "k_rope", "q_rope.bwd", "k_rope.bwd")  # fmt: skip
+
+
+def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:
+    """A GEMM op with its dimensions (as of ``op.shape``) divided; FLOPs and bytes follow."""
+    rows, cols, inner = op.shape
+    small = (max(1, rows // m), max(1, cols // n), max(1, inner // k))
+    whole = rows * inner + rows * cols + cols * inner
+    part = small[0] * small[2] + small[0] * small[1] + small[1] * small[2]
+    return replace(op, flops=op.flops / (m * n * k), bytes=op.bytes * part / whole, shape=small)
+
+
+def split_bytes(op: Op, by: float) -> Op:
+    """An elementwise op over ``by`` times fewer elements."""
+    return replace(op, flops=op.flops / by, bytes=op.bytes / by)
+
+
+def split_saved(b: Block, names: Iterable[str], by: float) -> None:
+    """Divide some of the saved activations of a block."""
+    for name in names:
+        if name in b.saved:
+            old = b.saved[name]
+            b.saved[name] = Saved(old.bytes / by, old.users)
+
+
+def reductions(b: Block, kind: str, ranks: int, stride: int = 1) -> list[Op]:
+    """Gradient reductions of a block over ``ranks`` data-parallel ranks; experts are reduced over fewer."""
+    sizes: dict[int, float] = {}
+    for p in b.params:
+        if p.trainable:
+            sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.grad_bytes
+    return [
+        Op(kind, "communication", kind, "backward", bytes=size, link_bytes=size, ranks=max(1, ranks // spread),
+           axis="dp", stride=stride * spread)
+        for spread, size in sizes.items()
+        if ranks // spread > 1
+    ]  # fmt: skip
+
+
+def host_copy(name: str, kind: str, size: float, direction: str) -> Op:
+    """A copy between the device and its host's memory or disk: kind d2h, h2d, disk_read or disk_write."""
+    return Op(name, "communication", kind, direction, bytes=size, link_bytes=size, axis="host")

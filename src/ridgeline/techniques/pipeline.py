@@ -1,0 +1,81 @@
+"""Pipeline parallelism: consecutive layers on consecutive ranks, micro-batches streaming through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Graph, Op, Pipeline
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Card, Phase, Technique
+
+
+class PipelineParallel(Technique):
+    """Cut the layers into stages; the schedule decides the order of forward and backward passes on each.
+
+    gpipe runs all forwards, then all backwards; 1f1b alternates them, so that a stage holds at most as many micro-
+    batches as there are stages after it; interleaved gives each rank several thinner stages (arXiv:2104.04473, section
+    2.2); zero_bubble delays weight gradients into the gaps (arXiv:2401.10241, ZB-H1).
+    """
+
+    card: ClassVar[Card] = Card(
+        name="pipeline",
+        title="Pipeline parallelism",
+        paper="arXiv:1811.06965",
+        taxonomy="training/distributed/pipeline",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="almost linear speed-up with the number of stages when micro-batches are many times as many",
+        min_ranks=2,
+        example={"degree": 2},
+        runs=False,
+    )
+    phase: ClassVar[Phase] = "split"
+
+    degree: int = Field(default=2, ge=2)
+    """Stages, one a rank."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the forward and backward passes."""
+    chunks: int = Field(default=1, ge=1)
+    """Thinner stages on each rank (schedule interleaved)."""
+
+    def axes(self) -> dict[str, int]:
+        """The outermost mesh axis."""
+        return {"pp": self.degree}
+
+    def check(self, e: Experiment) -> None:
+        """Layers must reach for all stages; chunks belong to the interleaved schedule."""
+        stages = self.degree * self.chunks
+        layers = e.model.num_layers + e.model.encoder_layers
+        self.needs(layers >= stages, f"{layers} layers do not fill {stages} stages", f"use at most {layers} stages")
+        if self.schedule == "interleaved":
+            self.needs(self.chunks > 1, "schedule interleaved with one chunk is 1f1b", "set chunks=2, or use 1f1b")
+            self.needs(
+                e.accumulation % self.degree == 0,
+                f"the interleaved schedule needs micro-batches ({e.accumulation}) in groups of its {self.degree} stages",
+                f"use a batch_size that gives a multiple of {self.degree} micro-batches, or schedule=1f1b",
+            )
+        else:
+            self.needs(self.chunks == 1, f"schedule {self.schedule} has one stage a rank, not {self.chunks} chunks",
+                       "use schedule=interleaved, or drop chunks")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Tell the step how to cut; a tied head has its own copy of the embedding on the last stage."""
+        pipe = Pipeline(self.degree, self.schedule, self.chunks)
+        g.pipeline = pipe
+        # Tensor-parallel ranks hold the same stream and each send a part of it (arXiv:2104.04473, section 4.1).
+        whole = 1 if e.plan.has("sequence_parallel") else e.parallel.get("tp", 1)
+
+        def connect(graph: Graph) -> None:
+            size = graph.residual / whole
+            send = Op("send", "communication", "p2p", bytes=size, link_bytes=size, ranks=2, axis="pp",
+                      stride=e.stride("pp"))  # fmt: skip
+            graph.pipeline = replace(pipe, send=send)
+
+        g.closing.append(connect)
+        if e.model.tie_embeddings:
+            table = next(p for p in g.blocks[0].params if p.name == "embed.tokens.weight")
+            g.blocks[-1].params.append(replace(table))
+        return g

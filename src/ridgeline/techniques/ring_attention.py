@@ -1,0 +1,110 @@
+"""Ring attention: the sequence divided over ranks, keys and values passed round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.mesh import split_bytes, split_gemm, split_saved
+
+_QUERY_SIDE = {"scores": 1, "values": 1, "values.dprobs": 1, "values.dv": 3, "scores.dq": 1, "scores.dk": 3}
+"""Where the query length stands in a batched product's (batch, m, n, k)."""
+
+
+class RingAttention(Technique):
+    """Each rank keeps its part of every sequence; keys and values travel round while attention runs (Liu et al. 2023).
+
+    Parts are dealt in zigzag (the first with the last), so that causal masking leaves all ranks the same work.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="ring_attention",
+        title="Ring attention (context parallelism)",
+        paper="arXiv:2310.01889",
+        taxonomy="training/distributed/ring_attention",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="sequences as many times longer as there are devices, with communication behind computation",
+        min_ranks=2,
+        example={"degree": 2},
+        runs=False,
+    )
+    phase: ClassVar[Phase] = "sequence"
+
+    degree: int = Field(default=2, ge=2)
+    """Ranks that share a sequence."""
+
+    def axes(self) -> dict[str, int]:
+        """The mesh axis next to tensor parallelism."""
+        return {"cp": self.degree}
+
+    def check(self, e: Experiment) -> None:
+        """Zigzag halves must divide the sequence."""
+        length = e.training.seq_len
+        self.needs(
+            length % (2 * self.degree) == 0,
+            f"seq_len {length} does not cut into 2 × {self.degree} zigzag parts",
+            f"use a multiple of {2 * self.degree}",
+        )
+        self.needs(not e.model.is_encoder_decoder, "cross-attention is not passed round", "use a decoder")
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Divide the tokens; exchange keys and values beside the attention core."""
+        c = self.degree
+        parameters = {p.name: p.numel for b in g.blocks for p in b.params}
+        kv = min(e.parallel.get("tp", 1), e.model.num_kv_heads)
+        pair = 2.0 * g.tokens * e.model.kv_size / kv * DTYPE_BYTES[g.dtype]
+        for b in g.blocks:
+            b.forward = [_divide(op, c, parameters) for op in b.forward]
+            b.backward = [_divide(op, c, parameters) for op in b.backward]
+            split_saved(b, list(b.saved), c)
+            b.workspace /= c
+            b.backward_workspace /= c
+        g.tokens //= c
+        g.length //= c
+        g.residual /= c
+        stride = e.stride("cp")
+        g.closing.insert(0, lambda graph: _exchange(graph, pair, c, stride))
+        return g
+
+
+def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
+    if op.axis:
+        return replace(op, bytes=op.bytes / c, link_bytes=op.link_bytes / c)
+    if op.kind == "gemm":
+        return split_gemm(op, **{"k" if op.name.endswith(".dw") else "m": c})
+    if op.kind == "cast":
+        return op
+    if op.kind == "bmm":
+        at = _QUERY_SIDE[op.name.partition(".")[2]]
+        shape = tuple(d // c if i == at else d for i, d in enumerate(op.shape))
+        return replace(split_bytes(op, c), shape=shape)
+    if op.name.endswith(".dw") and op.param in parameters:  # an embedding's gradient: the table, and the tokens' rows
+        return op
+    return split_bytes(op, c)
+
+
+def _exchange(g: Graph, pair: float, c: int, stride: int) -> None:
+    """Keys and values round the ring in forward; once more, and their gradients back, in backward."""
+
+    def ring(name: str, kind: str, direction: str, behind: Op) -> Op:
+        return Op(name, "communication", kind, direction, bytes=pair, link_bytes=pair, ranks=c, axis="cp",
+                  stride=stride, behind=behind.name)  # fmt: skip
+
+    def pass_round(b: Block) -> None:
+        core = next((o for o in b.forward if o.name in ("attention.flash", "attention.scores")), None)
+        if core is None:
+            return
+        b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "all_gather", "forward", core))
+        back = next((o for o in b.backward if o.name in ("attention.flash.bwd", "attention.scores.dk")), None)
+        if back is not None:
+            b.backward.append(ring("attention.exchange_again", "all_gather", "backward", back))
+            b.backward.append(ring("attention.exchange_grads", "reduce_scatter", "backward", back))
+
+    g.each_block(pass_round, layers_only=True)

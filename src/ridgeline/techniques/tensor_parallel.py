@@ -1,0 +1,172 @@
+"""Tensor parallelism: the matrices of every layer divided over the ranks of a group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, Param
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.mesh import ATTENTION_CORE, COLUMN, ROW, split_bytes, split_gemm, split_saved
+
+_DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
+            "k_norm.stats")  # fmt: skip
+
+
+class TensorParallel(Technique):
+    """Divide attention heads, MLP columns and the vocabulary over ``degree`` ranks (Megatron-LM).
+
+    Query, key, value, gate and up projections are cut by output, output and down projections by input, so one
+    all-reduce of the residual stream per sub-layer and direction is all the communication. With more ranks than
+    key/value heads each rank keeps a whole head, so some heads are held several times.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="tensor_parallel",
+        title="Tensor parallelism",
+        paper="arXiv:1909.08053",
+        taxonomy="training/distributed/tensor_parallel",
+        tasks=frozenset({"pretrain", "finetune", "generate", "serve"}),
+        lossless=True,
+        claim="8.3B parameters on 512 V100 at 15.1 PFLOP/s, 76 % of the single-GPU rate per GPU",
+        min_ranks=2,
+        example={"degree": 2},
+        runs=False,
+    )
+    phase: ClassVar[Phase] = "tensor"
+
+    degree: int = Field(default=8, ge=2)
+    """Ranks that share every layer."""
+
+    def axes(self) -> dict[str, int]:
+        """The innermost mesh axis."""
+        return {"tp": self.degree}
+
+    def check(self, e: Experiment) -> None:
+        """Heads and MLP width must divide."""
+        for what, size in (("attention heads", e.model.num_heads), ("MLP columns", e.model.intermediate_size)):
+            self.needs(
+                size % self.degree == 0,
+                f"{size} {what} of {e.model.name} do not divide over {self.degree} ranks",
+                f"use a degree that divides {size}",
+            )
+        kv = e.model.num_kv_heads
+        self.needs(
+            kv % self.degree == 0 or self.degree % kv == 0,
+            f"{kv} key/value heads neither divide over {self.degree} ranks nor repeat evenly on them",
+            f"use a degree that divides {kv} or is a multiple of it",
+        )
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Divide shapes, parameters and saved activations; insert all-reduces where partial sums arise."""
+        t = self.degree
+        kv = min(t, e.model.num_kv_heads)
+        g.kv_cache /= kv
+        for b in g.blocks:
+            b.forward = [_divide(op, t, kv) for op in b.forward]
+            b.backward = [_divide(op, t, kv) for op in b.backward]
+            for p in b.params:
+                _divide_param(p, t, kv)
+            b.forward, b.backward = _reduced(b, t, g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype])
+            _divide_saved(b, t, kv)
+            b.workspace /= t
+            b.backward_workspace /= t
+        return g
+
+
+def _leaf(name: str) -> tuple[str, str]:
+    """("attention.q_proj.lora_a.dx") → ("q_proj", "lora_a.dx")."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part in COLUMN or part in ROW), -1)
+    return (parts[at], ".".join(parts[at + 1 :])) if at >= 0 else ("", name)
+
+
+def _divide(op: Op, t: int, kv: int) -> Op:
+    layer, tail = _leaf(op.name)
+    if layer:
+        by = kv if layer in ("k_proj", "v_proj") else t
+        return _divide_linear(op, layer in COLUMN, tail, by)
+    suffix = op.name.partition(".")[2]
+    if op.module == "attention" and suffix in ATTENTION_CORE:
+        by = kv if suffix.startswith("k_rope") else t
+        shape = (op.shape[0] // t, *op.shape[1:]) if op.shape else ()
+        return replace(split_bytes(op, by), shape=shape)
+    if suffix in ("q_norm", "k_norm", "q_norm.bwd", "k_norm.bwd"):
+        return split_bytes(op, t if suffix[0] == "q" else kv)
+    if suffix in ("act", "act.bwd") and op.module == "mlp":
+        return split_bytes(op, t)
+    if op.name.startswith("head.out"):
+        return _divide_linear(op, True, op.name.removeprefix("head.out").removeprefix("."), t)
+    if op.kind == "loss" or op.name in ("embed.tokens", "embed.tokens.dw"):
+        return split_bytes(op, t)
+    return op
+
+
+_SIDES = {  # the dimension of an operator's (m, n, k) that a layer's output (True) or input (False) is
+    True: {"": "n", "dx": "k", "dw": "m"},
+    False: {"": "k", "dx": "n", "dw": "n"},
+}
+
+
+def _divide_linear(op: Op, column: bool, tail: str, by: int) -> Op:
+    """The operators of one linear layer and of its adapter, cut along the output (column) or the input (row)."""
+    part = tail.rpartition(".")[2]
+    if op.kind == "gemm":
+        if tail.startswith("lora_a" if column else "lora_b"):
+            return op  # the side that touches the undivided stream is held whole
+        return split_gemm(op, **{_SIDES[column][part if part in ("dx", "dw") else ""]: by})
+    whole = ("accumulate",) if column else ("db", "lora_add", "bwd")
+    return op if part in whole else split_bytes(op, by)
+
+
+def _divide_param(p: Param, t: int, kv: int) -> None:
+    layer, tail = _leaf(p.name)
+    by = 1
+    if layer:
+        column = layer in COLUMN
+        by = kv if layer in ("k_proj", "v_proj") else t
+        if tail == ("lora_a" if column else "lora_b") or (tail == "bias" and not column):
+            by = 1
+    elif p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
+        by = t
+    p.numel /= by
+
+
+def _divide_saved(b: Block, t: int, kv: int) -> None:
+    for prefix in ("attention", "cross_attention"):
+        for name in _DIVIDED:
+            split_saved(b, [f"{prefix}.{name}"], kv if name in ("k", "v", "k_raw", "k_norm.stats") else t)
+    split_saved(b, ["mlp.up", "mlp.gate", "mlp.inner", "logits"], t)
+
+
+def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
+    """The block's operators with an all-reduce wherever the ranks hold partial sums of the residual stream."""
+
+    def reduce(name: str, direction: str, size: float = stream) -> Op:
+        return Op(name, "communication", "all_reduce", direction, bytes=size, link_bytes=size, ranks=t, axis="tp")
+
+    forward: list[Op] = []
+    for op in b.forward:
+        forward.append(op)
+        layer = op.name.rpartition(".")[2]
+        if op.kind == "gemm" and layer == "o_proj":
+            forward.append(reduce(f"{op.name.rpartition('.')[0]}.reduce", "forward"))
+        elif op.name in ("mlp.down_proj", "mlp.combine"):  # experts' outputs are summed once, when combined
+            forward.append(reduce("mlp.reduce", "forward"))
+        elif op.name == "embed.tokens":
+            forward.append(reduce("embed.reduce", "forward"))
+    if any(op.kind == "loss" for op in b.forward):  # the row maxima, sums and targets of a divided vocabulary
+        rows = b.saved["logits"].bytes * t / 4 / next(op.shape[1] * t for op in forward if op.name == "head.out")
+        forward.append(reduce("loss.reduce", "forward", 12 * rows))
+    backward = list(b.backward)
+    for names, label in ((("q_proj", "k_proj", "v_proj"), "attention"), (("gate_proj", "up_proj"), "mlp"),
+                         (("out",), "head")):  # fmt: skip
+        last = max((i for i, op in enumerate(backward) if op.name.endswith(tuple(f".{n}.dx" for n in names))),
+                   default=-1)  # fmt: skip
+        if last >= 0:
+            backward.insert(last + 1, reduce(f"{label}.input.reduce", "backward"))
+    return forward, backward
