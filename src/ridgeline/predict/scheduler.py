@@ -82,7 +82,6 @@ class Outcome:
     preemptions: int = 0
     iterations: int = 0
     busy_s: float = 0.0
-    queued_tokens_s: float = 0.0
     rejected: int = 0
 
 
@@ -111,9 +110,8 @@ class Simulation:
         self.upcoming = 0
         self.due: list[tuple[float, int]] = []
         if concurrency is not None:
-            for i in range(min(concurrency, n)):
-                heappush(self.due, (requests[i].arrival, i))
-            self.upcoming = min(concurrency, n)
+            for _ in range(concurrency):
+                self._follow(0.0)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -148,19 +146,27 @@ class Simulation:
                 i = self.upcoming
                 at = self.requests[i].arrival
                 self.upcoming += 1
-            r = self.requests[i]
             self.out.arrival[i] = at
-            if r.prompt + r.output + self.limits.overhead_tokens > self.limits.cache_tokens:
-                self.out.rejected += 1
-                self._follow(at)
-            else:
-                self.waiting.append(Job(i, at, r.prompt, r.output))
+            if self.closed or not self._reject(i):
+                self.waiting.append(Job(i, at, self.requests[i].prompt, self.requests[i].output))
+
+    def _reject(self, i: int) -> bool:
+        """Whether the request could never fit the cache."""
+        r = self.requests[i]
+        if r.prompt + r.output + self.limits.overhead_tokens <= self.limits.cache_tokens:
+            return False
+        self.out.rejected += 1
+        return True
 
     def _follow(self, at: float) -> None:
-        """A client of a closed loop sends its next request."""
-        if self.closed and self.upcoming < len(self.requests):
-            heappush(self.due, (at, self.upcoming))
+        """A client of a closed loop sends its next request, and the one after if that is refused."""
+        while self.closed and self.upcoming < len(self.requests):
+            i = self.upcoming
             self.upcoming += 1
+            if not self._reject(i):
+                heappush(self.due, (at, i))
+                return
+            self.out.arrival[i] = at
 
     # ---- scheduling ----------------------------------------------------------------------------------------------
 
