@@ -46,13 +46,20 @@ Data = Annotated[str | None, typer.Option("--data", help="Text: a file, a direct
 def predict(
     model: Annotated[str, typer.Argument(help="Model: catalogue name, config.json, checkpoint directory, or a TOML.")],
     on: On = "local",
-    task: Annotated[str, typer.Option(help="pretrain, finetune or generate.")] = "pretrain",
+    task: Annotated[str, typer.Option(help="pretrain, finetune, generate or serve.")] = "pretrain",
     with_: With = None,
     seq_len: Annotated[str | None, typer.Option(help="Tokens per sequence (training); 4k is 4096.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per step over all devices.")] = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Sequences per device and forward pass.")] = None,
-    prompt_len: Annotated[str | None, typer.Option(help="Prompt tokens (generate).")] = None,
-    output_len: Annotated[str | None, typer.Option(help="Tokens to generate (generate).")] = None,
+    prompt_len: Annotated[str | None, typer.Option(help="Prompt tokens (generate; mean in serve).")] = None,
+    output_len: Annotated[str | None, typer.Option(help="Tokens to generate (generate; mean in serve).")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second (serve).")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Clients of a closed loop (serve).")] = None,
+    arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many requests (serve).")] = None,
+    engine: Annotated[str | None, typer.Option(help="Serving software: vllm, vllm-2023, trtllm.")] = None,
+    slo_ttft: Annotated[float | None, typer.Option(help="Seconds allowed to the first token (serve).")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Seconds allowed per further token (serve).")] = None,
     dtype: Annotated[str | None, typer.Option(help="Storage dtype of the weights: fp32, bf16, fp16.")] = None,
     plan: PlanName = None,
     trace: Annotated[Path | None, typer.Option(help="Also write the predicted step as a Chrome trace.")] = None,
@@ -67,6 +74,8 @@ def predict(
         e = _load(model, plan, [])
     else:
         given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "dtype": dtype}
+        given |= {"rate": rate, "concurrency": concurrency, "requests": requests, "engine": engine}
+        given |= {"slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "trace": str(arrivals) if arrivals else None}
         given |= {k: _length(k, v) for k, v in
                   (("seq_len", seq_len), ("prompt_len", prompt_len), ("output_len", output_len))}  # fmt: skip
         workload = {"kind": task, **{k: v for k, v in given.items() if v is not None}}

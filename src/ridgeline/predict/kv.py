@@ -9,7 +9,6 @@ from ridgeline.predict.engine import Engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.memory import Peak
 from ridgeline.spec.device import DTYPE_BYTES
-from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 
 BLOCK = 16
@@ -22,9 +21,11 @@ class Room(NamedTuple):
     """The cache of one device."""
 
     tokens: int
-    """Cached tokens that fit, over all sequences."""
+    """Cached tokens that fit, over all sequences; 0 when the weights alone do not."""
     bytes_per_token: float
     peak: Peak
+    said: str
+    """The sum in words."""
 
 
 def bytes_per_token(e: Experiment) -> float:
@@ -37,10 +38,7 @@ def bytes_per_token(e: Experiment) -> float:
 
 
 def room(e: Experiment, surface: Iterations, engine: Engine, largest: int) -> Room:
-    """What is left for the cache. ``largest``: tokens of the largest iteration.
-
-    Raises :class:`Incompatible` when the weights alone do not fit.
-    """
+    """What is left for the cache. ``largest``: tokens of the largest iteration."""
     device = surface.cluster.device
     g = surface.graph(1, 1, 1)
     weights = sum(p.stored_bytes * n for p, n in g.params)
@@ -53,14 +51,13 @@ def room(e: Experiment, surface: Iterations, engine: Engine, largest: int) -> Ro
         {"parameters": weights, "kv_cache": max(0.0, left), "activations": work, "buffers": pool},
         "the largest iteration",
     )
-    if left < each:
-        raise Incompatible(
-            f"the weights of {e.model.name} take {weights / 1e9:.1f} GB per device, with workspace"
-            f" {(weights + work + pool) / 1e9:.1f} GB of the {usable / 1e9:.1f} GB that {engine.name} may use"
-            f" on {device.name}",
-            "use more devices (tensor_parallel), or smaller weights (fp8, mxfp4)",
-        )
-    return Room(int(left / each), each, peak)
+    tokens = max(0, int(left / each))
+    said = (
+        f"the weights of {e.model.name} take {weights / 1e9:.1f} GB per device, with workspace"
+        f" {(weights + work + pool) / 1e9:.1f} GB of the {usable / 1e9:.1f} GB that {engine.name} may use on"
+        f" {device.name}: room for {tokens} cached tokens"
+    )
+    return Room(tokens, each, peak, said)
 
 
 def workspace(g: Graph) -> float:

@@ -12,7 +12,7 @@ from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.kv import Room, room
 from ridgeline.predict.scheduler import Limits, Outcome, Simulation
 from ridgeline.predict.step import breakdown
-from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Serve
@@ -31,16 +31,11 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
     cluster = rank_cluster(e)
     engine = find_engine(w.engine, cluster.device)
     asked = _share(requests(w), e.data_parallel, w)
-    longest = max(r.prompt + r.output for r in asked)
-    surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), longest))
+    lengths = [r.prompt + r.output for r in asked]
+    surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
     limits, space = limits_of(w, engine, surface, asked)
-    if longest + limits.overhead_tokens > limits.cache_tokens and all(
-        r.prompt + r.output + limits.overhead_tokens > limits.cache_tokens for r in asked
-    ):
-        raise Incompatible(
-            f"the cache holds {limits.cache_tokens} tokens per device, no request ({longest} tokens) fits",
-            "use more devices, smaller weights (fp8, mxfp4) or kv_quant",
-        )
+    if min(lengths) + limits.overhead_tokens > limits.cache_tokens:
+        return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
     outcome = Simulation(surface, limits, asked, _clients(w, e.data_parallel)).run()
     metrics = serving_metrics(outcome, w, e, source_of(cluster))
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
@@ -52,6 +47,14 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
     result.breakdown = breakdown(g, cluster, [])
     for row in result.breakdown:
         row.phase = "decode" if row.phase == "forward" else row.phase
+    return result
+
+
+def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Result:
+    """The Result of an engine that cannot hold one request."""
+    result = assemble(e, {}, space.peak, cluster)
+    result.status, result.notes = "infeasible", []
+    result.reason = f"{reason}; use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
     return result
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
-
-if TYPE_CHECKING:
-    from ridgeline.train.build import Build
 
 
 class KVQuant(Technique):
@@ -41,10 +38,6 @@ class KVQuant(Technique):
         ratio = DTYPE_BYTES[self.dtype] / DTYPE_BYTES[e.dtype]
         g.kv_cache *= ratio
         return g.each_block(lambda b: _narrow(b, ratio), layers_only=True)
-
-    def build(self, run: Build) -> None:
-        """Predicted only."""
-        self.needs(False, "can be predicted, not yet run", "remove it from the plan")
 
 
 def _narrow(b: Block, ratio: float) -> None:

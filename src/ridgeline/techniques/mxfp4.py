@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
-
-if TYPE_CHECKING:
-    from ridgeline.train.build import Build
 
 BITS = 4 + 8 / 32
 """Bits of one weight: 4, and its share of the block's 8-bit scale."""
@@ -33,6 +30,7 @@ class MXFP4(Technique):
         tolerance=0.05,
         quality="perplexity within 5 % of the 16-bit model",
         runs=False,
+        needs_model={"num_experts": 4, "experts_per_token": 2},
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 2
@@ -51,10 +49,6 @@ class MXFP4(Technique):
         """The chosen weights take 4.25 bits; everything else stays."""
         part = ".experts." if self.layers == "experts" else "_proj"
         return g.each_block(lambda b: _shrink(b, part), layers_only=True)
-
-    def build(self, run: Build) -> None:
-        """Predicted only."""
-        self.needs(False, "can be predicted, not yet run", "use `ridgeline predict`, or rtn:bits=4, which runs")
 
 
 def _shrink(b: Block, part: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 from ridgeline import catalog
@@ -13,7 +12,6 @@ from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.scheduler import Simulation
 from ridgeline.predict.serving import limits_of
 from ridgeline.predict.arrivals import requests
-from ridgeline.spec.device import Device
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -78,16 +76,6 @@ def experiment(row: Row) -> Experiment:
     )
 
 
-@lru_cache(maxsize=64)
-def _surface(model: ModelSpec, device: Device, world: int, plan: Plan, engine: str, longest: int) -> Iterations:
-    """Rows that differ only in lengths and clients share one cost surface."""
-    e = normalise(
-        Experiment(model=model, cluster=cluster_of(device, world), workload=Serve(engine=engine), plan=plan)
-    )
-    cluster = rank_cluster(e)
-    return Iterations(e, check(e), cluster, find_engine(engine, device), (256, longest))
-
-
 def steady(e: Experiment) -> tuple[float, float]:
     """Mean (time to the first token, time per further token) over the requests of a closed loop."""
     w = e.workload
@@ -95,11 +83,41 @@ def steady(e: Experiment) -> tuple[float, float]:
     surface = Iterations(e, check(e), rank_cluster(e), find_engine(w.engine, e.cluster.device),
                          (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
     asked = requests(w)
-    limits, _ = limits_of(w, surface.engine, surface, asked)
+    limits, space = limits_of(w, surface.engine, surface, asked)
+    if w.prompt_len + w.output_len + limits.overhead_tokens > limits.cache_tokens:
+        raise UserError(f"{space.said}, no request fits", "use more devices")
     o = Simulation(surface, limits, asked, w.concurrency).run()
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
-    if not served:
-        raise UserError(f"no request of {w.prompt_len + w.output_len} tokens fits the cache", "use more devices")
     ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
     tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)
     return ttft, tpot
+
+
+def cases(row: Row) -> list[Case]:
+    """Mean time to the first token and per further token of one row."""
+    e = experiment(row)
+    w = e.workload
+    assert isinstance(w, Serve)
+    ttft, tpot = steady(e)
+    m, device = e.model, e.cluster.device
+    lengths = f"input {row.text('input_len')} output {row.text('output_len')} concurrency {w.concurrency}"
+    label = f"{m.name} {w.engine} {row.text('precision', 'bf16')} tp{row.text('tp')} {lengths}"
+    group = f"{device.name} {m.name} {w.engine}"
+    # The trivial baseline: prefill at peak, and the active weights streamed once per token, plus a constant.
+    flops = 2.0 * m.num_active_parameters * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
+    stream = m.num_active_parameters / (e.world * device.memory_bandwidth)
+    clients = float(w.concurrency or 1)
+    same = (m.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
+    out = []
+    for name, predicted, terms in (
+        ("ttft_s", ttft, (flops, 1.0)),
+        ("tpot_s", tpot, (stream, flops * clients / w.output_len, 1.0)),
+    ):
+        if row.has(name):
+            out.append(
+                Case(f"{group} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted, label=label,
+                     terms=terms, rivals=same if name == "tpot_s" else None, line=row.line)
+            )  # fmt: skip
+    if not out:
+        raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")
+    return out
