@@ -7,6 +7,7 @@ from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, 
 from ridgeline.predict.engine import Engine, engine_of, fuse
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.kernel import peak_flops
+from ridgeline.predict.kv import BLOCK, room
 from ridgeline.predict.memory import inference_peak
 from ridgeline.predict.step import breakdown, simulate
 from ridgeline.spec.device import Cluster
@@ -27,10 +28,11 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
     steps = decode.decode_steps
     if engine is None:
         first, each = _plain(prefill, decode, e, made, cluster)
+        waves = 1
     else:
         prefill, decode = fuse(prefill), fuse(decode)
-        first, each = engine_times(e, made, cluster, engine, w)
-    total = first + steps * each
+        first, each, waves = engine_times(e, made, cluster, engine, w)
+    total = waves * (first + steps * each)
     produced = e.batch_size * (steps + 1)
     peak = inference_peak(prefill, decode)
     source = source_of(cluster)
@@ -72,18 +74,22 @@ def _plain(
 
 def engine_times(
     e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, w: Generate
-) -> tuple[float, float]:
-    """(mean seconds to the first token, mean seconds per further token) of a batch that starts together.
+) -> tuple[float, float, int]:
+    """(mean seconds to the first token, mean seconds per further token, waves) of a batch that starts together.
 
     Prompts fill iterations up to the engine's token budget; decoding starts when all are through. Decode iterations are
-    linear in the cached tokens, so their mean is the one at the mean context.
+    linear in the cached tokens, so their mean is the one at the mean context. Where the cache is too small for all, the
+    batch runs in waves, and the times are those of the first.
     """
-    batch, last = e.micro_batch_size, w.prompt_len + w.output_len
+    last = w.prompt_len + w.output_len
     surface = Iterations(e, made, cluster, engine, (w.prompt_len, last))
+    space = room(e, surface, engine, e.micro_batch_size * w.prompt_len)
+    batch = max(1, min(e.micro_batch_size, space.tokens // (w.prompt_len + BLOCK)))
+    waves = -(-e.micro_batch_size // batch)
     per = max(1, engine.max_num_batched_tokens // w.prompt_len)
     now, firsts = engine.request_s, 0.0
     for start in range(0, batch, per):
         n = min(per, batch - start)
         now += surface.mixed([(w.prompt_len, 0)] * n, 0, 0)
         firsts += n * now
-    return firsts / batch, surface.mixed([], batch, round(batch * (w.prompt_len + w.output_len / 2)))
+    return firsts / batch, surface.mixed([], batch, round(batch * (w.prompt_len + w.output_len / 2))), waves

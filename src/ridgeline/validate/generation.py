@@ -60,7 +60,7 @@ def cases(row: Row) -> list[Case]:
     w = e.workload
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
-    ttft, tpot = engine_times(e, check(e), cluster, find_engine(w.engine, cluster.device), w)
+    ttft, tpot, _ = engine_times(e, check(e), cluster, find_engine(w.engine, cluster.device), w)
     where = f"{e.model.name} tp{row.text('tp')} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
     shared: dict[str, Any] = {"label": where, "line": row.line}
     m, device = e.model, e.cluster.device
