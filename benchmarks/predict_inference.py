@@ -56,7 +56,9 @@ def table(title, errors, skipped):
             "bias": statistics.median(values),
         }
         rows.append(row)
-        print(f"{regime:58} {quantity:8} {row['n']:4} {row['mean_ape']:7.1%} {row['median_ape']:7.1%} {row['bias']:+7.1%}")
+        print(
+            f"{regime:58} {quantity:8} {row['n']:4} {row['mean_ape']:7.1%} {row['median_ape']:7.1%} {row['bias']:+7.1%}"
+        )
     return rows
 
 

@@ -73,7 +73,7 @@ def predict(
     if model.endswith(".toml"):
         e = _load(model, plan, [])
     else:
-        given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "dtype": dtype}
+        given: dict[str, Any] = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "dtype": dtype}
         given |= {"rate": rate, "concurrency": concurrency, "requests": requests, "engine": engine}
         given |= {"slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "trace": str(arrivals) if arrivals else None}
         given |= {k: _length(k, v) for k, v in

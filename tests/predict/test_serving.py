@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_smaller_weights_decode_faster():
 def test_arrivals_have_the_asked_rate_and_burstiness():
     for burstiness in (0.5, 1.0, 4.0):
         asked = requests(Serve(rate=10.0, requests=5000, burstiness=burstiness, length_cv=0.5))
-        gaps = [b.arrival - a.arrival for a, b in zip(asked, asked[1:], strict=False)]
+        gaps = [b.arrival - a.arrival for a, b in pairwise(asked)]
         mean = sum(gaps) / len(gaps)
         cv = math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps)) / mean
         assert mean == pytest.approx(0.1, rel=0.06)
@@ -93,7 +94,9 @@ def test_arrivals_have_the_asked_rate_and_burstiness():
         assert sum(r.prompt for r in asked) / 5000 == pytest.approx(512, rel=0.05)
 
 
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.9799600,7,5\n"
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.9799600,7,5\n"
+)
 MOONCAKE = '{"timestamp": 3000, "input_length": 7, "output_length": 5, "hash_ids": [1]}\n' \
            '{"timestamp": 1000, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n'  # fmt: skip
 

@@ -42,7 +42,7 @@ def test_what_is_not_published_is_left_out():
     assert [c.quantity for c in generation.cases(row(GENERATION, ttft_s=""))] == ["tpot_s"]
     with pytest.raises(BadCell, match="empty"):
         generation.cases(row(GENERATION, ttft_s="?", tpot_s=""))
-    with pytest.raises(BadCell, match="'tpot_s'.*'fast' is not a number"):
+    with pytest.raises(BadCell, match=r"'tpot_s'.*'fast' is not a number"):
         serving.cases(row(SERVING, tpot_s="fast"))
     assert serving.cases(row(SERVING, pp="", ep="", precision=""))
 

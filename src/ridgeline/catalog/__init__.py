@@ -125,7 +125,9 @@ def _resolve_model(name: str) -> str | None:
     return _model_aliases_to_names().get(low) or _model_stems().get(_stem(low))
 
 
-_VARIANT = re.compile(r"[-_](hf|instruct|chat|it|base|fp8|fp4|nvfp4|mxfp4|bf16|awq|gptq|int4|int8|dynamic|2507|v\d\.\d)$")
+_VARIANT = re.compile(
+    r"[-_](hf|instruct|chat|it|base|fp8|fp4|nvfp4|mxfp4|bf16|awq|gptq|int4|int8|dynamic|2507|v\d\.\d)$"
+)
 
 
 def _stem(name: str) -> str:

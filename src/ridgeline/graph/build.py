@@ -46,7 +46,7 @@ def decode_graph(e: Experiment, context: int | None = None) -> Graph:
 
 
 def tokens_graph(m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str) -> Graph:
-    """A forward pass of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens, with one row of logits each.
+    """A forward pass of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens, one row of logits each.
 
     What a serving engine's iteration is made of: prefill chunks (q_len > 1) and decode steps (q_len = 1). Layers with a
     sliding window attend to at most the window.

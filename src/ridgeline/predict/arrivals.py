@@ -71,7 +71,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
                 if limit and len(found) >= limit:
                     break
     except OSError as e:
-        raise UserError(f"cannot read trace {path}: {e.strerror or e}", "give a .csv or .jsonl file, or its .gz") from None
+        raise UserError(
+            f"cannot read trace {path}: {e.strerror or e}", "give a .csv or .jsonl file, or its .gz"
+        ) from None
     except (KeyError, ValueError, TypeError) as e:
         raise UserError(
             f"trace {path} has a line that is no request: {e}",

@@ -15,8 +15,8 @@ BLOCK = 16
 """Tokens of one block of the cache; half of one per sequence is empty on average."""
 WORKSPACE = 1.4
 """Bytes that the largest iteration takes, relative to its largest operator and the residual stream: the operators' own
-buffers and the allocator's fragments. With it, an engine profiled for 64 prompts of 512 tokens of llama2-70b on two A100
-has room for as few of them as was measured (open data, one configuration)."""
+buffers and the allocator's fragments. With it, an engine profiled for 64 prompts of 512 tokens of llama2-70b on two
+A100 has room for as few of them as was measured (open data, one configuration)."""
 GRAPH_POOL = 1.0e9
 """Bytes of captured CUDA graphs and their static buffers (order of magnitude, vLLM's start-up log)."""
 

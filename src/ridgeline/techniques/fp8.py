@@ -79,6 +79,4 @@ def _narrow(op: Op, width: float, compute: str) -> Op:
     rows, out, inner = op.shape[-3:]
     operands = op.bytes - rows * out * width  # the result stays wide
     inputs = 0.0 if compute else rows * inner * width  # without fp8 units only the weights are narrow
-    return replace(
-        op, bytes=rows * out * width + inputs + (operands - inputs) / width, dtype=compute or op.dtype
-    )
+    return replace(op, bytes=rows * out * width + inputs + (operands - inputs) / width, dtype=compute or op.dtype)

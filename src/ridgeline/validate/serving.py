@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from ridgeline import catalog
+from ridgeline.predict.arrivals import requests
 from ridgeline.predict.common import rank_cluster
 from ridgeline.predict.engine import find_engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.scheduler import Simulation
 from ridgeline.predict.serving import limits_of
-from ridgeline.predict.arrivals import requests
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -32,8 +32,8 @@ WAVES = 10
 def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
     """Workload fields of the load generator usually behind a backend's rows.
 
-    vLLM's draws lengths evenly between 0.8 and 1 of the stated ones; TensorRT-LLM's rows have exact lengths, and engines
-    configured for one prompt beside the decoding batch (as aiconfigurator generates them).
+    vLLM's draws lengths evenly between 0.8 and 1 of the stated ones; TensorRT-LLM's rows have exact lengths, and
+    engines configured for one prompt beside the decoding batch (as aiconfigurator generates them).
     """
     if backend == "trtllm":
         return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": prompt + clients}
