@@ -14,13 +14,17 @@ from ridgeline.predict.scheduler import Limits, Simulation
 class Toy:
     """Iteration costs in closed form, so that both simulations ask for the same numbers."""
 
-    host_s = 0.011
+    def __init__(self, host=0.0):
+        self.host = host
 
     def decode(self, n):
         return 0.004 + 0.0003 * n, 1e-6
 
     def between(self, n):
         return 0.001 + 1e-5 * n
+
+    def floor(self, n):
+        return self.host * (1 + 0.01 * n)
 
     def mixed(self, prompts, n, cached):
         new = sum(q for q, _ in prompts)
@@ -114,7 +118,7 @@ def step_by_step(costs, lim, asked, clients=None):
         else:
             a, b = costs.decode(len(batch))
             gpu = a + b * cached
-            seconds = (gpu if lim.graphs else max(gpu, costs.host_s)) + costs.between(len(batch))
+            seconds = max(gpu, costs.floor(len(batch))) + costs.between(len(batch))
         now += seconds
         seen = now - seconds if lim.overlap else now
         for s in sorted(batch, key=lambda s: s["i"]):
@@ -169,7 +173,6 @@ def limits(case):
         chunked=mode in ("vllm", "eager", "overlap"),
         mixes=mode != "separate",
         reserves=mode == "reserves",
-        graphs=mode != "eager",
         overlap=mode == "overlap",
         request_s=0.003 if mode == "reserves" else 0.0,
     )
@@ -183,8 +186,9 @@ def test_events_equal_steps(case):
     if case["clients"]:
         asked = [r._replace(arrival=0.0) for r in asked]
     lim = limits(case)
-    got = Simulation(Toy(), lim, asked, case["clients"]).run()
-    arrival, first, finish = step_by_step(Toy(), lim, asked, case["clients"])
+    costs = Toy(0.0055 if case["mode"] == "eager" else 0.0)
+    got = Simulation(costs, lim, asked, case["clients"]).run()
+    arrival, first, finish = step_by_step(costs, lim, asked, case["clients"])
     for mine, theirs in ((got.arrival, arrival), (got.first, first), (got.finish, finish)):
         assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-9, nan_ok=True)
 

@@ -1,9 +1,9 @@
 """Inference engines: what the serving software adds to the operators, as a few named constants.
 
-Host time follows one rule. An iteration replayed as a CUDA graph costs the GPU's time; an eager one costs the larger of
-the GPU's time and the host's dispatch of its operators (the two run ahead of each other). What the engine does between
-iterations (schedule, sample, detokenise) is added to both. Seconds are of a host of 2020 (Zen 2, as in a DGX A100);
-newer hosts are faster by ``HOST_SPEED``.
+Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does while
+the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it and the
+dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with the
+iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); newer hosts are faster by ``HOST_SPEED``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ class Engine:
     dispatch_s: float
     """Host seconds to issue one operator of an eager iteration."""
     iteration_s: float
-    """Seconds between iterations that nothing hides (scheduler, sampler, input tensors)."""
+    """Seconds between iterations that nothing hides."""
+    schedule_s: float
+    """Seconds to compose an iteration and hand out its tokens: hidden behind the GPU where the engine overlaps them."""
     sequence_s: float
-    """Further seconds between iterations per running sequence."""
+    """The same per running sequence."""
+    prefill_s: float
+    """Seconds that an iteration with prompts takes beyond the GPU's and the dispatch: its inputs, and no graph."""
     request_s: float
     """Seconds a request spends outside iterations (HTTP, tokeniser, queues), all in its time to the first token."""
     max_num_seqs: int
@@ -57,18 +61,18 @@ ENGINES: dict[str, Engine] = {
     for e in (
         Engine(
             "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
-            dispatch_s=32e-6, iteration_s=9e-3, sequence_s=0.25e-3, request_s=25e-3,
+            dispatch_s=37e-6, iteration_s=9e-3, schedule_s=0.0, sequence_s=0.25e-3, prefill_s=0.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, one_shot=False,
             spill_tokens=2560, spill_s=90e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
         ),
         Engine(
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
-            dispatch_s=8e-6, iteration_s=1.0e-3, sequence_s=10e-6, request_s=15e-3,
+            dispatch_s=8e-6, iteration_s=1.0e-3, schedule_s=0.6e-3, sequence_s=10e-6, prefill_s=5e-3, request_s=10e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
         ),
         Engine(
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
-            dispatch_s=30e-6, iteration_s=1.0e-3, sequence_s=10e-6, request_s=110e-3,
+            dispatch_s=0.0, iteration_s=1.0e-3, schedule_s=8e-3, sequence_s=74e-6, prefill_s=18e-3, request_s=60e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
             source="fitted to serving on H100",
         ),
@@ -92,7 +96,9 @@ def find_engine(name: str, device: Device) -> Engine:
         engine,
         dispatch_s=engine.dispatch_s * speed,
         iteration_s=engine.iteration_s * speed,
+        schedule_s=engine.schedule_s * speed,
         sequence_s=engine.sequence_s * speed,
+        prefill_s=engine.prefill_s * speed,
         request_s=engine.request_s * speed,
         spill_s=engine.spill_s * speed,
     )

@@ -78,7 +78,7 @@ class Iterations:
         self._chunk = Table(lambda q: self._attention(1, q, q))
         self._behind = Table(lambda q: self._attention(1, q, q + self.contexts[1]))
         ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
-        self.host_s = engine.dispatch_s * sum(n * r for n, r in ops)
+        self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
         """Host seconds to issue the operators of one eager iteration."""
         self._decode: dict[int, tuple[float, float]] = {}
 
@@ -121,8 +121,15 @@ class Iterations:
         return found
 
     def between(self, n: int) -> float:
-        """Seconds that the engine takes between iterations with ``n`` sequences."""
-        return self.engine.iteration_s + self.engine.sequence_s * n
+        """Seconds added to an iteration with ``n`` sequences, while the GPU waits."""
+        e = self.engine
+        return e.iteration_s if e.overlap else e.iteration_s + e.schedule_s + e.sequence_s * n
+
+    def floor(self, n: int, eager: bool = False) -> float:
+        """Host seconds of an iteration with ``n`` sequences that run beside the GPU: it takes at least that long."""
+        e = self.engine
+        hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
+        return hidden + (self.dispatch_s if eager or not e.graphs else 0.0)
 
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int) -> float:
         """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences.
@@ -133,14 +140,15 @@ class Iterations:
         if not new:
             a, b = self.decode(n)
             gpu = a + b * cached
-            return (gpu if self.engine.graphs else max(gpu, self.host_s)) + self.between(n)
+            return max(gpu, self.floor(n)) + self.between(n)
         rows = n + len(prompts)
         gpu = self.body(n + new) + self.head(rows) + sum(self.prompt_attention(q, before) for q, before in prompts)
         if n:
             a, b = self.decode(n)
             gpu += a + b * cached - self.body(n) - self.head(n)
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
-        return max(gpu, self.host_s) + over * self.engine.spill_s + self.between(rows)
+        extra = self.engine.prefill_s + over * self.engine.spill_s
+        return max(gpu, self.floor(rows, eager=True)) + extra + self.between(rows)
 
 
 def one_shot(op: Op, cluster: Cluster) -> float:
@@ -151,6 +159,7 @@ def one_shot(op: Op, cluster: Cluster) -> float:
     link, n, device = cluster.device.link, op.ranks, cluster.device
     if op.kind != "all_reduce" or link is None or n < 2 or n > cluster.devices_per_node:
         return float("inf")
-    once = 2 * link.latency + (n - 1) * op.link_bytes / link.bandwidth
-    twice = 4 * link.latency + 2 * (n - 1) / n * op.link_bytes / (link.bandwidth * 0.8)
-    return device.launch_latency + min(once, twice)
+    once = link.latency + (n - 1) * op.link_bytes / link.bandwidth
+    twice = 3 * link.latency + 2 * (n - 1) / n * op.link_bytes / (link.bandwidth * 0.8)
+    barrier = n / 2 * link.latency  # every rank signals and awaits its peers
+    return device.launch_latency + barrier + min(once, twice)

@@ -21,13 +21,14 @@ from ridgeline.predict.arrivals import Request
 class Costs(Protocol):
     """What the scheduler asks of the cost surface (:class:`ridgeline.predict.iteration.Iterations`)."""
 
-    host_s: float
-
     def decode(self, n: int) -> tuple[float, float]:
         """(a, b) of a decode iteration's GPU seconds a + b · cached tokens."""
 
     def between(self, n: int) -> float:
-        """Seconds between iterations."""
+        """Seconds added to an iteration."""
+
+    def floor(self, n: int) -> float:
+        """Least GPU seconds of a decode iteration: what the host does meanwhile."""
 
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int) -> float:
         """Seconds of an iteration with prompt chunks."""
@@ -43,7 +44,6 @@ class Limits:
     chunked: bool = True
     mixes: bool = True
     reserves: bool = False
-    graphs: bool = True
     overlap: bool = False
     """Whether an iteration is composed while the one before it runs: what arrives meanwhile waits one longer."""
     request_s: float = 0.0
@@ -234,7 +234,7 @@ class Simulation:
             room = lim.cache_tokens - lim.overhead_tokens * n - self.cached - self.held
             k = max(1, min(k, room // n))
         a, b = self.costs.decode(n)
-        between, host = self.costs.between(n), 0.0 if lim.graphs else self.costs.host_s
+        between, host = self.costs.between(n), self.costs.floor(n)
         first = a + b * self.cached
         if host > first:  # the host is the slower of the two until the cache has grown
             grow = math.ceil((host - first) / (b * n)) if b else k
