@@ -13,6 +13,7 @@ device reads that device's file only, looking up a model reads the model files o
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -122,10 +123,37 @@ def _resolve_model(name: str) -> str | None:
     low = name.strip().lower()
     if low in _model_index():
         return low
-    for key, alias in _model_aliases().items():
-        if low == key:
-            return next(n for n, e in _model_index().items() if alias in e.aliases)
-    return None
+    return _model_aliases_to_names().get(low) or _model_stems().get(_stem(low))
+
+
+_VARIANT = re.compile(
+    r"[-_](hf|instruct|chat|it|base|fp8|fp4|nvfp4|mxfp4|bf16|awq|gptq|int4|int8|dynamic|2507|v\d\.\d)$"
+)
+
+
+def _stem(name: str) -> str:
+    """A hub id without its organisation and without what names a variant of the same architecture."""
+    organisation, slash, rest = name.partition("/")
+    stem = rest if slash and organisation.strip(".~") and "/" not in rest else name
+    while (short := _VARIANT.sub("", stem)) != stem:
+        stem = short
+    return stem.removeprefix("meta-")
+
+
+@cache
+def _model_stems() -> dict[str, str]:
+    """Stem of every name and hub id → catalogue name; the first model of a stem has it."""
+    stems: dict[str, str] = {}
+    for name, e in _model_index().items():
+        for known in (name, *e.aliases):
+            stems.setdefault(_stem(known.lower()), name)
+    return stems
+
+
+@cache
+def _model_aliases_to_names() -> dict[str, str]:
+    """Lower-case hub id → catalogue name."""
+    return {a.lower(): n for n, e in _model_index().items() for a in e.aliases}
 
 
 @cache

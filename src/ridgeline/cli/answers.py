@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ridgeline.cli.base import Json, On, PlanName, With, app, load, predicted_trace, say, store
-from ridgeline.spec.errors import UserError
+from ridgeline.cli.workload import Given, workload_options
 
 if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
@@ -19,27 +19,18 @@ if TYPE_CHECKING:
 
 
 Model = Annotated[str, typer.Argument(help="Model: catalogue name, config.json, checkpoint directory, or a TOML.")]
-Task = Annotated[str, typer.Option(help="pretrain, finetune or generate.")]
-SeqLen = Annotated[str | None, typer.Option(help="Tokens per sequence (training); 4k is 4096.")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences per step over all devices.")]
-MicroBatch = Annotated[int | None, typer.Option(help="Sequences per device and forward pass.")]
-PromptLen = Annotated[str | None, typer.Option(help="Prompt tokens (generate).")]
-OutputLen = Annotated[str | None, typer.Option(help="Tokens to generate (generate).")]
-DType = Annotated[str | None, typer.Option(help="Storage dtype of the weights: fp32, bf16, fp16.")]
+Task = Annotated[str, typer.Option(help="pretrain, finetune, generate or serve.")]
 
 
 @app.command()
+@workload_options
 def predict(
     model: Model,
     on: On = "local",
     task: Task = "pretrain",
     with_: With = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    micro_batch_size: MicroBatch = None,
-    prompt_len: PromptLen = None,
-    output_len: OutputLen = None,
-    dtype: DType = None,
+    *,
+    given: Given,
     plan: PlanName = None,
     trace: Annotated[Path | None, typer.Option(help="Also write the predicted step as a Chrome trace.")] = None,
     save: Annotated[bool, typer.Option(help="Keep the result in the store.")] = False,
@@ -48,7 +39,7 @@ def predict(
     """What will this plan give on that hardware? Exit code 1 when it does not fit."""
     from ridgeline.predict import predict as run
 
-    e = _experiment(model, on, with_, plan, _workload(model, task, locals()))
+    e = _experiment(model, on, with_, plan, _workload(model, task, given))
     result = run(e)
     if trace:
         predicted_trace(e, trace)
@@ -58,17 +49,14 @@ def predict(
 
 
 @app.command()
+@workload_options
 def explain(
     model: Model,
     on: On = "local",
     task: Task = "pretrain",
     with_: With = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    micro_batch_size: MicroBatch = None,
-    prompt_len: PromptLen = None,
-    output_len: OutputLen = None,
-    dtype: DType = None,
+    *,
+    given: Given,
     plan: PlanName = None,
     json: Json = False,
 ) -> None:
@@ -78,7 +66,7 @@ def explain(
     from ridgeline.predict.explain import explain as run
     from ridgeline.report.explanation import as_dict, print_explanation
 
-    found = run(_experiment(model, on, with_, plan, _workload(model, task, locals())))
+    found = run(_experiment(model, on, with_, plan, _workload(model, task, given)))
     print(js.dumps(as_dict(found))) if json else print_explanation(found)
 
 
@@ -91,13 +79,9 @@ def _experiment(model: str, on: str, with_: list[str] | None, plan: str | None, 
     return experiments.make(model, on, workload, with_ or [])
 
 
-_LENGTHS = ("seq_len", "prompt_len", "output_len")
-_WORKLOAD = (*_LENGTHS, "batch_size", "micro_batch_size", "dtype")
-
-
-def _workload(model: str, task: str, given: dict[str, Any]) -> dict[str, Any]:
+def _workload(model: str, task: str, given: Given) -> Given:
     """The workload's fields among a command's options; training defaults to 2048 tokens where the model has them."""
-    fields = {k: _length(k, given[k]) if k in _LENGTHS else given[k] for k in _WORKLOAD if given.get(k) is not None}
+    fields = {k: v for k, v in given.items() if v is not None}
     if task in ("pretrain", "finetune") and "seq_len" not in fields and not model.endswith(".toml"):
         from ridgeline import catalog
 
@@ -119,17 +103,6 @@ def probe(
         device, file = run(max_ranks=ranks, quick=quick, progress=status.message)
     say(f"profile kept in {file}")
     print(device.model_dump_json(indent=2)) if json else device_table(device)
-
-
-def _length(name: str, text: str | None) -> int | None:
-    from ridgeline.spec.plan import scalar
-
-    if text is None:
-        return None
-    value = scalar(text)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"--{name.replace('_', '-')} {text!r} is not a whole number", "write 4096 or 4k")
-    return value
 
 
 def _show(result: Result, json: bool, save: bool) -> None:
@@ -173,6 +146,7 @@ def validate(
 
 
 @app.command()
+@workload_options
 def plan(
     model: Annotated[str, typer.Argument(help="Model: catalogue name, config.json or checkpoint directory.")],
     on: On = "local",
@@ -181,12 +155,8 @@ def plan(
     slo: Annotated[list[str] | None, typer.Option(help="A limit: METRIC=VALUE, e.g. tpot_s=50ms. Repeatable.")] = None,
     allow: Annotated[list[str] | None, typer.Option(help="Only these techniques. Repeatable.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="Never this technique. Repeatable.")] = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    micro_batch_size: MicroBatch = None,
-    prompt_len: PromptLen = None,
-    output_len: OutputLen = None,
-    dtype: DType = None,
+    *,
+    given: Given,
     out: Annotated[Path | None, typer.Option(help="Directory for the plans as files (default runs/plan-…).")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that search.")] = 2,
     json: Json = False,
@@ -201,13 +171,13 @@ def plan(
     from ridgeline.search.why import closest_miss, relaxations, why_not
 
     cluster = catalog.cluster(on)
-    fields = _workload(model, task, locals())
+    fields = _workload(model, task, given)
     if task in ("pretrain", "finetune"):  # throughput needs one batch size for all layouts
         fields.setdefault("batch_size", 4 * cluster.size)
     e = experiments.make(model, on, fields, [])
     question = Question(
         e.model, e.cluster, e.workload, goal, parse_slo(slo or []), frozenset(allow or ()), frozenset(forbid or ()),
-        free_batch=task == "generate" and batch_size is None, free_micro_batch=micro_batch_size is None,
+        free_batch=task == "generate" and "batch_size" not in fields, free_micro_batch="micro_batch_size" not in fields,
     )  # fmt: skip
     with console.StepBar(f"planning {e.model.name} on {cluster.label}", 0) as bar:
         answer = search(question, workers, lambda at, of: bar.progress.update(bar.task, completed=at, total=of))

@@ -68,16 +68,35 @@ class Builder:
         touched = experts * (1 - (1 - 1 / experts) ** rows) if experts > 1 else 1.0  # expected distinct experts
         traffic = (rows * k + rows * n + n * k * touched) * self.width
         self.block.forward.append(
-            Op(name, module, "gemm", flops=flops, bytes=traffic, dtype=self.dtype, shape=(rows, n, k), param=weight,
-               experts=touched)
+            Op(
+                name,
+                module,
+                "gemm",
+                flops=flops,
+                bytes=traffic,
+                dtype=self.dtype,
+                shape=(rows, n, k),
+                param=weight,
+                experts=touched,
+            )
         )
         if not self.training:
             return
         # The weight gradients of several experts are as many products, each as deep as its expert has rows.
         deep = (round(n * touched), k, max(1, round(rows / touched))) if experts > 1 else (n, k, rows)
         grads = [
-            Op(f"{name}.dx", module, "gemm", "backward", flops, traffic, self.dtype, (rows, k, n), weight,
-               experts=touched),
+            Op(
+                f"{name}.dx",
+                module,
+                "gemm",
+                "backward",
+                flops,
+                traffic,
+                self.dtype,
+                (rows, k, n),
+                weight,
+                experts=touched,
+            ),
             Op(f"{name}.dw", module, "gemm", "backward", flops, traffic, self.dtype, deep, weight, experts=touched),
         ]
         earlier = self.block.saved.get(source)
@@ -132,6 +151,8 @@ class Builder:
         if s.qk_norm:
             self.norm(f"{prefix}.q_norm", f"{prefix}.q_raw", d, t * s.num_heads, m)
             self.norm(f"{prefix}.k_norm", f"{prefix}.k_raw", d, t * s.num_kv_heads, m)
+        if s.attention_sinks:
+            self.param(f"{prefix}.sinks", (s.num_heads,))
         if s.position == "rope":
             for part, n in (("q", t * q), ("k", t * kv)):
                 self.pointwise(f"{prefix}.{part}_rope", m, "rope", n, n, n, n)
@@ -196,6 +217,9 @@ class Builder:
         self._activation(prefix, rows * f)
         self.linear(f"{experts}.down_proj", "mlp", rows, h, f, f"{prefix}.inner",
                     weight=f"{experts}.down_proj", experts=e)  # fmt: skip
+        if s.moe_bias:
+            self.param(f"{prefix}.router.bias", (e,))
+            self.param(f"{experts}.bias", (e, (2 if s.gated else 1) * f + h))
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
         self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
 

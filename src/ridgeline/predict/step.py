@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.predict.collective import collective_time
 from ridgeline.predict.host import COPIES, host_time
-from ridgeline.predict.kernel import op_time, roof_seconds
+from ridgeline.predict.kernel import Timed, op_time, roof_seconds
 from ridgeline.predict.machine import machine
 from ridgeline.predict.pace import ALONE, Pace
 from ridgeline.predict.schedule import run as run_schedule
