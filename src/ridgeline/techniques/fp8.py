@@ -38,14 +38,24 @@ class FP8(Technique):
                    "use a device of the Hopper, Ada or later generations, or drop fp8")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Reprice the linear layers; operands are one byte wide, results two."""
-
-        def lower(op: Op) -> Op:
-            linear = op.kind == "gemm" and op.param.endswith(("_proj.weight", "_proj"))
-            return replace(op, dtype="fp8", bytes=op.bytes * 2 / 3) if linear else op
+        """Reprice the linear layers: operands one byte wide, results two; both operands are quantised before."""
 
         def each(b: Block) -> None:
-            b.forward = [lower(op) for op in b.forward]
-            b.backward = [lower(op) for op in b.backward]
+            b.forward = [new for op in b.forward for new in _lowered(op)]
+            b.backward = [new for op in b.backward for new in _lowered(op)]
 
         return g.each_block(each, layers_only=True)
+
+
+def _lowered(op: Op) -> list[Op]:
+    """The operator in fp8 behind the quantisation of what is new to it: inputs and weights in forward, the gradient of
+    the result in backward (which both backward products read)."""
+    if op.kind != "gemm" or not op.param.endswith(("_proj.weight", "_proj")):
+        return [op]
+    m, n, k = op.shape
+    low = replace(op, dtype="fp8", bytes=op.bytes * 2 / 3)
+    new = {"dx": m * k, "dw": 0}.get(op.name.rpartition(".")[2], m * k + n * k * op.experts)
+    if not new:
+        return [low]
+    quantise = Op(f"{op.name}.quantise", op.module, "quantise", op.direction, 0, 3.0 * new, "fp8", recompute=op.recompute)
+    return [quantise, low]
