@@ -96,7 +96,9 @@ def test_eight_devices_scale_almost_linearly_on_nvlink_and_less_over_pcie():
 def test_nvlink_bridges_help_the_rtx_3090():
     """Reported: about 10 %. A bridge joins two cards; the ring then crosses PCIe half as often."""
     device = catalog.device("rtx3090")
-    bridged = device.model_copy(update={"link": device.link.model_copy(update={"bandwidth": 2 * device.link.bandwidth})})
+    bridged = device.model_copy(
+        update={"link": device.link.model_copy(update={"bandwidth": 2 * device.link.bandwidth})}
+    )
     plan = ["zero:stage=3", "recompute"]
     gain = rate(plan, "8xrtx3090", each=64, device=bridged) / rate(plan, "8xrtx3090", each=64)
     assert 1.03 < gain < 1.25

@@ -15,7 +15,6 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row
 from ridgeline.techniques.base import Technique
 
-
 COMMUNICATOR_BYTES = 0.25e9
 """Device memory of one communicator's channels (assumption)."""
 FRAGMENTATION = 0.03

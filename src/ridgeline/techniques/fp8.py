@@ -57,5 +57,7 @@ def _lowered(op: Op) -> list[Op]:
     new = {"dx": m * k, "dw": 0}.get(op.name.rpartition(".")[2], m * k + n * k * op.experts)
     if not new:
         return [low]
-    quantise = Op(f"{op.name}.quantise", op.module, "quantise", op.direction, 0, 3.0 * new, "fp8", recompute=op.recompute)
+    quantise = Op(
+        f"{op.name}.quantise", op.module, "quantise", op.direction, 0, 3.0 * new, "fp8", recompute=op.recompute
+    )
     return [quantise, low]
