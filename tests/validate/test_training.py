@@ -123,7 +123,8 @@ def test_bad_rows(changes, error, says):
 MEMORY = {
     "source": "test", "model": "megatron-22B", "mode": "none", "quantity": "activations_GiB", "value": "59.25",
     "num_procs": "8", "tensor_par": "8", "pipeline_par": "1", "data_par": "1", "batch_size": "4",
-    "microbatch_size": "4", "datatype": "float16", "activation_recompute": "none", "pipeline_interleaving": "1", "tensor_par_comm_type": "ar",
+    "microbatch_size": "4", "datatype": "float16", "activation_recompute": "none", "pipeline_interleaving": "1",
+    "tensor_par_comm_type": "ar",
 }  # fmt: skip
 
 
