@@ -14,6 +14,8 @@ EXACT = {
     "llama3.1-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "bloom-176b": 176_247_271_424,
     "gpt2": 124_439_808,
     "t5-11b": 11_307_321_344,
 }
@@ -35,7 +37,7 @@ def test_entry_is_complete(name):
     assert spec.name == name
     assert spec.source
     if spec.family != "t5":
-        assert spec.head_dim * spec.num_heads == spec.hidden_size or spec.family == "qwen3"
+        assert spec.head_dim * spec.num_heads == spec.hidden_size or spec.family.startswith(("qwen3", "gpt_oss"))
 
 
 def test_exact_counts_are_held_exactly():
@@ -54,6 +56,9 @@ def test_size_of_the_catalogue():
 def test_active_parameters_of_a_mixture():
     assert catalog.model("mixtral-8x7b").num_active_parameters == pytest.approx(12.9e9, rel=0.01)  # arXiv:2401.04088
     assert catalog.model("mixtral-8x22b").num_active_parameters == pytest.approx(39e9, rel=0.01)
+    assert catalog.model("qwen3-235b-a22b").num_active_parameters == pytest.approx(22e9, rel=0.01)  # arXiv:2505.09388
+    assert catalog.model("gpt-oss-120b").num_active_parameters == pytest.approx(5.13e9 + 0.58e9, rel=0.01)
+    # arXiv:2508.10925 counts 5.13e9 without the embedding, which is 0.58e9.
 
 
 def test_counts_agree_with_transformers():
@@ -112,6 +117,9 @@ def test_hub_ids_are_aliases():
     assert catalog.model("qwen/qwen3-32b").name == "qwen3-32b"
     assert catalog.model("meta-llama/Llama-3.1-70B").name == "llama3.1-70b"
     assert catalog.model("mistralai/Mixtral-8x7B-v0.1").name == "mixtral-8x7b"
+    for variant in ("Qwen/Qwen3-235B-A22B-FP8", "Qwen/Qwen3-235B-A22B-Instruct-2507", "some-org/qwen3-235b-a22b-awq"):
+        assert catalog.model(variant).name == "qwen3-235b-a22b"
+    assert catalog.model("nvidia/Llama-3.1-8B-Instruct-FP8").name == "llama3.1-8b"
     assert catalog.model_aliases("gpt2") == ("openai-community/gpt2",)
 
 

@@ -13,6 +13,7 @@ device reads that device's file only, looking up a model reads the model files o
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -122,10 +123,37 @@ def _resolve_model(name: str) -> str | None:
     low = name.strip().lower()
     if low in _model_index():
         return low
-    for key, alias in _model_aliases().items():
-        if low == key:
-            return next(n for n, e in _model_index().items() if alias in e.aliases)
-    return None
+    return _model_aliases_to_names().get(low) or _model_stems().get(_stem(low))
+
+
+_VARIANT = re.compile(
+    r"[-_](hf|instruct|chat|it|base|fp8|fp4|nvfp4|mxfp4|bf16|awq|gptq|int4|int8|dynamic|2507|v\d\.\d)$"
+)
+
+
+def _stem(name: str) -> str:
+    """A hub id without its organisation and without what names a variant of the same architecture."""
+    organisation, slash, rest = name.partition("/")
+    stem = rest if slash and organisation.strip(".~") and "/" not in rest else name
+    while (short := _VARIANT.sub("", stem)) != stem:
+        stem = short
+    return stem.removeprefix("meta-")
+
+
+@cache
+def _model_stems() -> dict[str, str]:
+    """Stem of every name and hub id → catalogue name; the first model of a stem has it."""
+    stems: dict[str, str] = {}
+    for name, e in _model_index().items():
+        for known in (name, *e.aliases):
+            stems.setdefault(_stem(known.lower()), name)
+    return stems
+
+
+@cache
+def _model_aliases_to_names() -> dict[str, str]:
+    """Lower-case hub id → catalogue name."""
+    return {a.lower(): n for n, e in _model_index().items() for a in e.aliases}
 
 
 @cache
@@ -176,6 +204,8 @@ def devices() -> list[str]:
 def device(name: str) -> Device:
     """The device called ``name``: a catalogue name, an alias, the path of a device TOML file, or ``local``.
 
+    A profile that `ridgeline calibrate` kept under the same name goes before the catalogue's own entry.
+
     Raises :class:`UserError` for an unknown name (with the nearest ones), an unusable file, or a ``local`` that was
     never probed.
     """
@@ -183,11 +213,19 @@ def device(name: str) -> Device:
     if low == "local":
         return local_device()
     key = DEVICE_ALIASES.get(low, low)
+    own = profile_path(key)
+    if own.is_file():
+        return _profile(own, own.stat().st_mtime_ns)
     if key in devices():
         return _catalogue_device(key)
     if name.endswith(".toml") or name.startswith((".", "~", "/")):
         return _read_device(Path(name).expanduser())
-    raise unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+    error = unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+    raise UserError(
+        error.what,
+        f"{error.fix} Or describe it in a TOML file and give its path: `ridgeline devices {devices()[0]} --toml` prints"
+        " one to start from (peak_flops per dtype, memory_bytes and memory_bandwidth are enough)",
+    )
 
 
 def cluster(text: str) -> Cluster:
@@ -254,12 +292,22 @@ def architecture(name: str) -> Efficiency:
     return validate(Efficiency, document, file.name)
 
 
-# ---- this machine -----------------------------------------------------------------------------------------------
+# ---- profiles: this machine, and calibrated devices -------------------------------------------------------------
+
+
+def profile_path(name: str) -> Path:
+    """Where a measured profile lies: ``devices/NAME.toml`` in :func:`ridgeline.paths.config_dir`."""
+    return config_dir() / "devices" / f"{name}.toml"
+
+
+@cache
+def _profile(path: Path, modified: int) -> Device:
+    return _read_device(path)
 
 
 def local_device_path() -> Path:
-    """Where this machine's profile lies: ``devices/local.toml`` in :func:`ridgeline.paths.config_dir`."""
-    return config_dir() / "devices" / "local.toml"
+    """Where this machine's profile lies."""
+    return profile_path("local")
 
 
 class NoProfile(UserError):
@@ -291,17 +339,22 @@ def allow_unprobed() -> None:
     _unprobed[:] = [host]
 
 
-def save_local_device(device: Device) -> Path:
-    """Write ``device`` as this machine's profile, replacing an earlier one in one step, and return the file's path."""
-    import tempfile
-
+def device_toml(device: Device) -> str:
+    """The device as a TOML file that :func:`device` reads."""
     import tomli_w
 
-    path = local_device_path()
-    text = "# Written by `ridgeline probe`; SI units.\n" + tomli_w.dumps(device.model_dump(exclude_none=True))
+    return tomli_w.dumps(device.model_dump(exclude_none=True, exclude_defaults=True))
+
+
+def save_device(device: Device, by: str = "calibrate") -> Path:
+    """Keep ``device`` as the profile of its name, replacing an earlier one in one step, and return the file's path."""
+    import tempfile
+
+    path = profile_path(device.name)
+    text = f"# Written by `ridgeline {by}`; SI units.\n" + device_toml(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".local-", suffix=".toml")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{device.name}-", suffix=".toml")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as f:
                 f.write(text)

@@ -45,28 +45,46 @@ def decode_graph(e: Experiment, context: int | None = None) -> Graph:
     return g
 
 
+def tokens_graph(m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str) -> Graph:
+    """A forward pass of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens, one row of logits each.
+
+    What a serving engine's iteration is made of: prefill chunks (q_len > 1) and decode steps (q_len = 1). Layers with a
+    sliding window attend to at most the window.
+    """
+    return _graph(m, batch, q_len, kv_len, dtype, training=False, last_only=True, windows=True)
+
+
 def kv_cache_bytes(m: ModelSpec, batch: int, length: int, dtype: str) -> float:
     """Bytes of keys and values of ``batch`` sequences of ``length`` tokens over all decoder layers."""
     return 2.0 * m.num_layers * m.kv_size * batch * length * DTYPE_BYTES[dtype]
 
 
 def _graph(
-    m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str, *, training: bool, last_only: bool = False
-) -> Graph:
-    def builder(name: str, repeat: int = 1) -> Builder:
-        return Builder(m, batch, q_len, kv_len, dtype, training, Block(name, repeat, [], [], [], {}))
+    m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str, *, training: bool, last_only: bool = False,
+    windows: bool = False,
+) -> Graph:  # fmt: skip
+    def builder(name: str, repeat: int = 1, windowed: bool = False) -> Builder:
+        b, q, kv = _windowed(m, batch, q_len, kv_len) if windowed else (batch, q_len, kv_len)
+        return Builder(m, b, q, kv, dtype, training, Block(name, repeat, [], [], [], {}))
 
     blocks = [_embed(builder("embed"))]
     for stack, count in (("encoder", m.encoder_layers), ("layers", m.num_layers)):
-        kinds = [m.is_moe_layer(i) for i in range(count)]
-        for moe in (False, True):
-            if moe in kinds:
-                blocks.append(_layer(builder(stack, kinds.count(moe)), moe, stack))
+        kinds = [(m.is_moe_layer(i), windows and m.is_windowed_layer(i)) for i in range(count)]
+        for kind in sorted(set(kinds)):
+            blocks.append(_layer(builder(stack, kinds.count(kind), kind[1]), kind[0], stack))
     blocks.append(_head(builder("head"), last_only))
     g = Graph(blocks, tokens=batch * q_len, length=q_len, dtype=dtype)
     if m.position == "rope":
         g.buffers += 2.0 * m.max_positions * m.head_dim * 4  # cos and sin tables
     return g
+
+
+def _windowed(m: ModelSpec, batch: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
+    """(sequences, queries, keys) of attention within a window w: w queries see 2 w keys, and so many such pieces."""
+    w = m.sliding_window or kv_len
+    if q_len <= w:
+        return batch, q_len, min(kv_len, w + q_len - 1)
+    return batch * -(-q_len // w), w, min(kv_len, 2 * w)
 
 
 def _embed(b: Builder) -> Block:

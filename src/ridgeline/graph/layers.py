@@ -151,6 +151,8 @@ class Builder:
         if s.qk_norm:
             self.norm(f"{prefix}.q_norm", f"{prefix}.q_raw", d, t * s.num_heads, m)
             self.norm(f"{prefix}.k_norm", f"{prefix}.k_raw", d, t * s.num_kv_heads, m)
+        if s.attention_sinks:
+            self.param(f"{prefix}.sinks", (s.num_heads,))
         if s.position == "rope":
             for part, n in (("q", t * q), ("k", t * kv)):
                 self.pointwise(f"{prefix}.{part}_rope", m, "rope", n, n, n, n)
@@ -216,6 +218,9 @@ class Builder:
         self._activation(prefix, rows * f)
         self.linear(f"{experts}.down_proj", "mlp", rows, h, f, f"{prefix}.inner",
                     weight=f"{experts}.down_proj", experts=e)  # fmt: skip
+        if s.moe_bias:
+            self.param(f"{prefix}.router.bias", (e,))
+            self.param(f"{experts}.bias", (e, (2 if s.gated else 1) * f + h))
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
         self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
 

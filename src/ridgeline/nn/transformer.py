@@ -96,17 +96,21 @@ class MLMHead(nn.Module):
         return logits
 
 
+SPEC_ONLY = frozenset({"t5", "qwen3_moe", "gpt_oss", "bloom"})
+"""Families that are predicted, not run."""
+
+
 class Transformer(nn.Module):
     """The model that ``spec`` describes; parameters are named and shaped as :meth:`ModelSpec.parameters` lists them.
 
     The constructor leaves weights uninitialised: use :func:`ridgeline.nn.build`, ``materialise``, ``init_weights`` or
     ``load_checkpoint``. ``embed``, ``norm`` and ``head`` may be set to None and layers deleted, which is how a pipeline
-    stage is cut out. Raises :class:`UserError` for a family that exists as a spec only (encoder-decoder models).
+    stage is cut out. Raises :class:`UserError` for a family that exists as a spec only.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        if spec.is_encoder_decoder or spec.position == "relative":
+        if spec.family in SPEC_ONLY or spec.is_encoder_decoder or spec.position in ("relative", "alibi"):
             raise UserError(
                 f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
                 "run a decoder (llama, mistral, qwen2, qwen3, mixtral, gpt2, opt) or an encoder (bert)",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.inference import predict_generation
+from ridgeline.predict.serving import predict_serving
 from ridgeline.predict.step import Event
 from ridgeline.predict.training import predict_training, timed, update_ops
-from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.techniques.registry import check, normalise
@@ -21,9 +21,7 @@ def predict(e: Experiment) -> Result:
         return predict_training(e, made)
     if e.task == "generate":
         return predict_generation(e, made)
-    raise UserError(
-        f"task {e.task!r} is not predicted yet", "use --task generate for a fixed batch, or pretrain/finetune"
-    )
+    return predict_serving(e, made)
 
 
 def predict_trace(e: Experiment) -> list[Event]:

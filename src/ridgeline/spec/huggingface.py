@@ -104,6 +104,56 @@ def _mixtral(c: Config) -> Config:
     return {**_llama_like(c), "sliding_window": c.get("sliding_window"), **moe}
 
 
+def _qwen3_moe(c: Config) -> Config:
+    """Every layer a mixture, as in the published models; a dense layer among them is not supported."""
+    if c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1:
+        raise UserError("qwen3_moe with dense layers between the mixtures is not supported")
+    experts = c["num_experts"] if "num_experts" in c else c["num_local_experts"]  # transformers 5 renamed it
+    moe = {"num_experts": experts, "experts_per_token": c["num_experts_per_tok"]}
+    return {**_qwen3(c), "intermediate_size": c["moe_intermediate_size"], **moe}
+
+
+def _gpt_oss(c: Config) -> Config:
+    """gpt-oss (arXiv:2508.10925). Its YaRN-scaled rotary embedding changes no size and is left out."""
+    kinds = c.get("layer_types") or ["sliding_attention", "full_attention"]
+    moe = {"num_experts": c["num_local_experts"], "experts_per_token": c["num_experts_per_tok"], "moe_bias": True}
+    plain = {k: v for k, v in c.items() if k not in ("rope_scaling", "rope_parameters")}
+    return {
+        **_llama_like({"rope_theta": 150000.0, **plain}),
+        "qkv_bias": True,
+        "out_bias": True,
+        "sliding_window": c.get("sliding_window"),
+        "window_every": 2 if "full_attention" in kinds else 1,
+        "attention_sinks": True,
+        **moe,
+    }
+
+
+def _bloom(c: Config) -> Config:
+    h, heads = c["hidden_size"], c.get("n_head") or c["num_attention_heads"]
+    return {
+        "family": "bloom",
+        "vocab_size": c["vocab_size"],
+        "hidden_size": h,
+        "num_layers": c.get("n_layer") or c["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": h // heads,
+        "intermediate_size": 4 * h,
+        "max_positions": c.get("seq_length", 2048),
+        "norm": "layernorm",
+        "norm_eps": c.get("layer_norm_epsilon", 1e-5),
+        "activation": "gelu_tanh",
+        "gated": False,
+        "position": "alibi",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "embedding_norm": True,
+        "tie_embeddings": True,
+    }
+
+
 def _gpt2(c: Config) -> Config:
     h, heads = c["n_embd"], c["n_head"]
     return {
@@ -225,7 +275,10 @@ READERS: dict[str, Callable[[Config], Config]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
+    "bloom": _bloom,
     "gpt2": _gpt2,
     "opt": _opt,
     "bert": _bert,

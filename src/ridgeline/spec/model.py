@@ -23,7 +23,7 @@ Head = Literal["lm", "mlm"]
 
 
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
-          "max_positions", "moe_every")  # fmt: skip
+          "max_positions", "moe_every", "window_every")  # fmt: skip
 
 
 class Parameter(NamedTuple):
@@ -60,7 +60,7 @@ class ModelSpec(BaseModel):
 
     name: str = "custom"
     family: str
-    """llama, mistral, qwen2, qwen3, mixtral, gpt2, opt, bert or t5."""
+    """llama, mistral, qwen2, qwen3, mixtral, gpt2, opt, bert; spec only: qwen3_moe, gpt_oss, bloom, t5."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -100,10 +100,16 @@ class ModelSpec(BaseModel):
     final_norm: bool = True
     head: Head = "lm"
     sliding_window: int | None = None
+    window_every: int = 1
+    """Every how many-th layer has the sliding window (1: all; 2: layers 0, 2, 4, … as in gpt-oss)."""
+    attention_sinks: bool = False
+    """One learned logit per head that takes attention away from the tokens (gpt-oss)."""
     num_experts: int = 0
     experts_per_token: int = 0
     normalize_router: bool = True
     """Whether the chosen experts' weights are renormalised to sum to one (Mixtral)."""
+    moe_bias: bool = False
+    """Biases on the router and on every expert (gpt-oss)."""
     moe_every: int = 1
     """Every how many-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
     encoder_layers: int = 0
@@ -145,6 +151,15 @@ class ModelSpec(BaseModel):
     def is_moe_layer(self, index: int) -> bool:
         """Whether layer ``index`` is a mixture of experts."""
         return bool(self.num_experts) and index % self.moe_every == self.moe_every - 1
+
+    def is_windowed_layer(self, index: int) -> bool:
+        """Whether layer ``index`` attends to at most ``sliding_window`` tokens."""
+        return self.sliding_window is not None and index % self.window_every == 0
+
+    @property
+    def windowed_layers(self) -> int:
+        """Layers whose attention sees at most ``sliding_window`` tokens."""
+        return sum(self.is_windowed_layer(i) for i in range(self.num_layers))
 
     @cached_property
     def num_parameters(self) -> int:
@@ -210,6 +225,10 @@ class ModelSpec(BaseModel):
                 yield Parameter(f"{block}.mlp.experts.gate_proj", (e, f, h), block)
             yield Parameter(f"{block}.mlp.experts.up_proj", (e, f, h), block)
             yield Parameter(f"{block}.mlp.experts.down_proj", (e, h, f), block)
+            if self.moe_bias:
+                yield Parameter(f"{block}.mlp.router.bias", (e,), block)
+                wide = (2 if self.gated else 1) * f + h
+                yield Parameter(f"{block}.mlp.experts.bias", (e, wide), block)
         else:
             if self.gated:
                 yield from self._linear(f"{block}.mlp.gate_proj", f, h, self.mlp_bias, block)
@@ -225,6 +244,8 @@ class ModelSpec(BaseModel):
         if self.qk_norm:
             yield Parameter(f"{prefix}.q_norm.weight", (self.head_dim,), block)
             yield Parameter(f"{prefix}.k_norm.weight", (self.head_dim,), block)
+        if self.attention_sinks:
+            yield Parameter(f"{prefix}.sinks", (self.num_heads,), block)
 
     @staticmethod
     def _linear(name: str, out: int, in_: int, bias: bool, block: str) -> Iterator[Parameter]:

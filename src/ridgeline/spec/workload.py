@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Workload(BaseModel):
@@ -62,22 +62,50 @@ class Generate(_Workload):
     batch_size: int = Field(default=1, ge=1)
     prompt_len: int = Field(default=512, ge=1)
     output_len: int = Field(default=128, ge=1)
+    engine: str = ""
+    """Serving software whose host time is included (vllm, vllm-2023, trtllm); empty: the plain torch twin."""
     seed: int = 0
     checkpoint: str | None = None
 
 
 class Serve(_Workload):
-    """Requests arriving over time (predicted and measured by the serving engine)."""
+    """Requests to a serving engine: at a rate, in a closed loop of fixed concurrency, or from a trace (predicted)."""
 
     kind: Literal["serve"] = "serve"
-    rate: float = Field(default=1.0, gt=0)
-    """Mean arrivals per second."""
-    arrival: str = "poisson"
+    rate: float | None = Field(default=None, gt=0)
+    """Mean arrivals per second; None: 1, or as the trace or the closed loop has it."""
+    burstiness: float = Field(default=1.0, gt=0)
+    """Shape of the gamma-distributed gaps between arrivals: 1 is a Poisson process, less is burstier."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Closed loop: this many clients, each of which sends its next request when the last one is answered."""
+    trace: str | None = None
+    """File of recorded arrivals and lengths (Azure CSV or Mooncake JSON lines, also gzipped)."""
     prompt_len: int = Field(default=512, ge=1)
+    """Mean prompt tokens."""
     output_len: int = Field(default=128, ge=1)
-    requests: int = Field(default=100, ge=1)
+    """Mean generated tokens."""
+    length_cv: float = Field(default=0.0, ge=0, le=4)
+    """Coefficient of variation of both lengths; 0: all equal."""
+    requests: int | None = Field(default=None, ge=1)
+    """How many; None: 1000, or the whole trace."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Most sequences in one iteration; None: the engine's default."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one iteration; None: the engine's default."""
+    slo_ttft: float | None = Field(default=None, gt=0)
+    """Seconds to the first token that a good request stays within."""
+    slo_tpot: float | None = Field(default=None, gt=0)
+    """Mean seconds per further token that a good request stays within."""
+    engine: str = "vllm"
+    """Serving software: vllm, vllm-2023, trtllm."""
     seed: int = 0
     checkpoint: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Serve:
+        if self.concurrency is not None and (self.rate is not None or self.trace is not None):
+            raise ValueError("concurrency closes the loop: give no rate and no trace with it")
+        return self
 
 
 Workload = Annotated[Pretrain | FineTune | Generate | Serve, Field(discriminator="kind")]

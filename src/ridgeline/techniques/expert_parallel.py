@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.base import Card, Phase, Technique, degrees
 
 
 class ExpertParallel(Technique):
@@ -36,6 +36,11 @@ class ExpertParallel(Technique):
 
     degree: int = Field(default=2, ge=2)
     """Data-parallel ranks that share the experts."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Powers of two that divide the experts; nothing without experts."""
+        return [cls(degree=n) for n in degrees(e, e.model.num_experts, (e.model.num_experts,))]
 
     def check(self, e: Experiment) -> None:
         """Needs experts that divide, and data-parallel ranks."""

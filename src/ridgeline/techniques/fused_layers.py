@@ -33,6 +33,11 @@ class FusedLayers(Technique):
     loss: bool = True
     """Cross-entropy that reads the logits in the compute dtype and leaves their gradient in place."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """All fusions at once."""
+        return [cls()]
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Fewer operators and fewer bytes; the same FLOPs."""
         if self.projections:

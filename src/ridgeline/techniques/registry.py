@@ -56,7 +56,11 @@ def make(call: Call) -> Technique:
 
 def techniques(plan: Plan) -> list[Technique]:
     """The plan's technique objects in canonical (phase) order."""
-    made = [make(call) for call in plan.calls]
+    return in_order([make(call) for call in plan.calls])
+
+
+def in_order(made: list[Technique]) -> list[Technique]:
+    """Techniques in the one order in which they apply."""
     return sorted(made, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 

@@ -49,6 +49,16 @@ class Zero(Technique):
         """Hybrid sharding is not run yet."""
         return self.degree is None
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Every stage over all data-parallel ranks, and over one node of them."""
+        out: list[Technique] = []
+        for stage in (1, 2, 3):
+            out.append(cls(stage=stage))
+            if e.cluster.nodes > 1:
+                out.append(cls(stage=stage, degree=e.cluster.devices_per_node))
+        return out
+
     def check(self, e: Experiment) -> None:
         """Needs several data-parallel ranks."""
         self.needs(

@@ -1,0 +1,106 @@
+"""Requests and when they come: a renewal process, a closed loop, or a recorded trace."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.workload import Serve
+
+
+class Request(NamedTuple):
+    """One request: seconds of arrival, prompt tokens, tokens to generate (at least one)."""
+
+    arrival: float
+    prompt: int
+    output: int
+
+
+def requests(w: Serve) -> list[Request]:
+    """The workload's requests in order of arrival; in a closed loop only the first ``concurrency`` times are final.
+
+    Raises :class:`UserError` for a trace that cannot be read.
+    """
+    rng = random.Random(w.seed)
+    if w.trace:
+        found = read_trace(Path(w.trace), w.requests)
+        scale = 1.0 if w.rate is None else _rate(found) / w.rate  # a given rate stretches the trace
+        return [Request(r.arrival * scale, r.prompt, r.output) for r in found]
+    count = w.requests or 1000
+    if w.concurrency is not None:
+        return [Request(0.0, *_lengths(w, rng)) for _ in range(count)]
+    now, out = 0.0, []
+    rate = w.rate or 1.0
+    for _ in range(count):
+        now += rng.gammavariate(w.burstiness, 1.0 / (w.burstiness * rate))
+        out.append(Request(now, *_lengths(w, rng)))
+    return out
+
+
+def _lengths(w: Serve, rng: random.Random) -> tuple[int, int]:
+    def draw(mean: int) -> int:
+        if not w.length_cv:
+            return mean
+        shape = w.length_cv**-2
+        return max(1, min(round(rng.gammavariate(shape, mean / shape)), 20 * mean))
+
+    return draw(w.prompt_len), draw(w.output_len)
+
+
+def _rate(found: list[Request]) -> float:
+    span = found[-1].arrival - found[0].arrival
+    return (len(found) - 1) / span if span > 0 else 1.0
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Request]:
+    """A trace file, gzipped or not: CSV with TIMESTAMP, ContextTokens, GeneratedTokens (AzurePublicDataset), or JSON
+    lines with timestamp (ms), input_length, output_length (Mooncake). Times are shifted to start at zero."""
+    try:
+        with _open(path) as f:
+            rows = _json_lines(f) if ".jsonl" in path.name else _csv_rows(f)
+            found = []
+            for r in rows:
+                found.append(r)
+                if limit and len(found) >= limit:
+                    break
+    except OSError as e:
+        raise UserError(
+            f"cannot read trace {path}: {e.strerror or e}", "give a .csv or .jsonl file, or its .gz"
+        ) from None
+    except (KeyError, ValueError, TypeError) as e:
+        raise UserError(
+            f"trace {path} has a line that is no request: {e}",
+            "CSV needs TIMESTAMP,ContextTokens,GeneratedTokens; JSON lines timestamp, input_length, output_length",
+        ) from None
+    if not found:
+        raise UserError(f"trace {path} holds no request", "give a file with at least one line after the header")
+    found.sort()
+    start = found[0].arrival
+    return [Request(r.arrival - start, r.prompt, r.output) for r in found]
+
+
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _csv_rows(f: IO[str]) -> Iterator[Request]:
+    for row in csv.DictReader(f):
+        stamp = row["TIMESTAMP"][:26]  # microseconds: Python reads no finer
+        at = datetime.fromisoformat(stamp).timestamp()
+        yield Request(at, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
+
+
+def _json_lines(f: IO[str]) -> Iterator[Request]:
+    for line in f:
+        if line.strip():
+            row = json.loads(line)
+            yield Request(row["timestamp"] / 1e3, max(1, int(row["input_length"])), max(1, int(row["output_length"])))

@@ -1,0 +1,163 @@
+"""Inference engines: what the serving software adds to the operators, as a few named constants.
+
+Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does while
+the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it and the
+dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with the
+iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); newer hosts are faster by ``HOST_SPEED``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.spec.device import Device
+from ridgeline.spec.errors import unknown
+from ridgeline.spec.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Constants of one serving engine and generation."""
+
+    name: str
+    title: str
+    graphs: bool
+    """Whether decode iterations are replayed as CUDA graphs."""
+    dispatch_s: float
+    """Host seconds to issue one operator of an eager iteration."""
+    iteration_s: float
+    """Seconds between iterations that nothing hides."""
+    schedule_s: float
+    """Seconds to compose an iteration and hand out its tokens: hidden behind the GPU where the engine overlaps them."""
+    sequence_s: float
+    """The same per running sequence."""
+    prefill_s: float
+    """Seconds that an iteration with prompts takes beyond the GPU's and the dispatch: its inputs, and no graph."""
+    request_s: float
+    """Seconds a request spends outside iterations (HTTP, tokeniser, queues), all in its time to the first token."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked: bool
+    """Whether a prompt may be cut over several iterations."""
+    mixes: bool = True
+    """Whether prompts and decode steps share an iteration (else prompts go first, and decoding waits)."""
+    reserves: bool = False
+    """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
+    overlap: bool = False
+    """Whether an iteration is composed while the one before it still runs."""
+    one_shot: bool = True
+    """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
+    memory_share: float = 0.9
+    """Share of device memory the engine takes."""
+    spill_tokens: int = 0
+    """Prompt tokens in one eager iteration beyond which each costs ``spill_s`` more; 0: never."""
+    spill_s: float = 0.0
+    source: str = ""
+
+
+ENGINES: dict[str, Engine] = {
+    e.name: e
+    for e in (
+        Engine(
+            "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
+            dispatch_s=37e-6, iteration_s=9e-3, schedule_s=0.0, sequence_s=0.25e-3, prefill_s=0.0, request_s=20e-3,
+            max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, one_shot=False,
+            spill_tokens=2560, spill_s=90e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
+        ),
+        Engine(
+            "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
+            dispatch_s=8e-6, iteration_s=1.0e-3, schedule_s=0.6e-3, sequence_s=10e-6, prefill_s=5e-3, request_s=10e-3,
+            max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
+        ),
+        Engine(
+            "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
+            dispatch_s=0.0, iteration_s=1.0e-3, schedule_s=8e-3, sequence_s=74e-6, prefill_s=18e-3, request_s=60e-3,
+            max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
+            source="fitted to serving on H100",
+        ),
+    )
+}  # fmt: skip
+ALIASES = {"sglang": "vllm", "tensorrt-llm": "trtllm", "tensorrt": "trtllm", "vllm-v1": "vllm"}
+"""Backends without constants of their own, and other spellings."""
+
+HOST_SPEED = {"hopper": 0.70, "blackwell": 0.60, "ada": 0.8, "cdna3": 0.75}
+"""Host seconds relative to a DGX A100's, by the device's architecture: servers come with the host of their year.
+Hopper: 31 ms / 52 ms per token and 95 ms / 185 ms to the first on the same software (arXiv:2311.18677, table 2)."""
+
+
+def find_engine(name: str, device: Device) -> Engine:
+    """The engine called ``name``, with its host seconds scaled to the device's usual host."""
+    key = ALIASES.get(name.strip().lower(), name.strip().lower())
+    if key not in ENGINES:
+        raise unknown("engine", name, [*ENGINES, *ALIASES])
+    engine, speed = ENGINES[key], HOST_SPEED.get(device.architecture.lower(), 1.0)
+    return replace(
+        engine,
+        dispatch_s=engine.dispatch_s * speed,
+        iteration_s=engine.iteration_s * speed,
+        schedule_s=engine.schedule_s * speed,
+        sequence_s=engine.sequence_s * speed,
+        prefill_s=engine.prefill_s * speed,
+        request_s=engine.request_s * speed,
+        spill_s=engine.spill_s * speed,
+    )
+
+
+def engine_of(e: Experiment) -> Engine | None:
+    """The engine of an inference experiment; None: the plain torch twin."""
+    name: str = getattr(e.workload, "engine", "")
+    return find_engine(name, e.cluster.device) if name else None
+
+
+_MERGED = (
+    ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+)
+_ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
+
+
+def fuse(g: Graph) -> Graph:
+    """The graph with the fusions that every engine makes.
+
+    Query, key and value in one product, gate and up in one, a residual addition with the norm after it, and the
+    rotations of queries and keys (with their norms) in one kernel that also writes the cache.
+    """
+    return g.each_block(_fuse, layers_only=True)
+
+
+def _fuse(b: Block) -> None:
+    ops = {o.name: o for o in b.forward}
+    for group in _MERGED:
+        if all(name in ops for name in group):
+            ops[group[0]] = _side_by_side([ops[name] for name in group])
+            for name in group[1:]:
+                del ops[name]
+    rotated = [ops.pop(name) for name in _ROTATED if name in ops]
+    if rotated:
+        one = replace(rotated[-1], name="attention.rope_and_cache", bytes=sum(o.bytes for o in rotated))
+        ops = _insert_before(ops, next(n for n in ops if n.startswith(("attention.flash", "attention.scores"))), one)
+    for residual, norm in (("attention_residual", "mlp_norm"), ("mlp_residual", "attention_norm")):
+        if residual in ops and norm in ops:
+            ops[residual] = replace(ops[residual], bytes=ops[residual].bytes * 4 / 3)
+            del ops[norm]
+    b.forward = list(ops.values())
+
+
+def _side_by_side(ops: list[Op]) -> Op:
+    """Products of one input with several weights as one product: the input is read once."""
+    rows, _, inner = ops[0].shape[-3:]
+    width = 1.0 if ops[0].dtype == "fp8" else 2.0
+    shape = (*ops[0].shape[:-3], rows, sum(o.shape[-2] for o in ops), inner)
+    traffic = sum(o.bytes for o in ops) - (len(ops) - 1) * rows * inner * width
+    return replace(ops[0], shape=shape, flops=sum(o.flops for o in ops), bytes=traffic)
+
+
+def _insert_before(ops: dict[str, Op], name: str, op: Op) -> dict[str, Op]:
+    out: dict[str, Op] = {}
+    for key, value in ops.items():
+        if key == name:
+            out[op.name] = op
+        out[key] = value
+    return out

@@ -1,0 +1,165 @@
+"""Iteration time of a serving engine, fast enough for millions of iterations: tables over the operator model.
+
+An iteration computes ``tokens`` rows in every linear layer, attention of each prompt chunk and of the decoding batch,
+and one row of logits per sequence. Each part is timed by the operator model on a sparse grid, when first needed, and
+interpolated linearly in between. Decode attention is linear in the cached tokens, so a run of decode iterations has a
+closed form.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ridgeline.graph import Graph, Op, tokens_graph
+from ridgeline.predict.collective import collective_time
+from ridgeline.predict.common import rewritten
+from ridgeline.predict.engine import Engine, fuse
+from ridgeline.predict.kernel import op_time
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Technique
+from ridgeline.techniques.flash_attention import FlashAttention
+from ridgeline.techniques.registry import in_order
+
+GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+        12288, 16384, 32768, 65536, 131072)  # fmt: skip
+ATTENTION = ("attention", "bmm", "softmax", "mask")
+
+
+@dataclass
+class Table:
+    """A function of a count, evaluated on ``GRID`` when first needed and interpolated linearly."""
+
+    exact: Callable[[int], float]
+    known: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, x: int) -> float:
+        """The value at ``x`` ≥ 1."""
+        value = self.known.get(x)
+        if value is None:
+            value = self.known[x] = self._between(x)
+        return value
+
+    def _node(self, x: int) -> float:
+        if x not in self.known:
+            self.known[x] = self.exact(x)
+        return self.known[x]
+
+    def _between(self, x: int) -> float:
+        i = bisect_right(GRID, x)
+        if i == len(GRID) or GRID[i - 1] == x:
+            return self.exact(x)
+        low, high = GRID[i - 1], GRID[i]
+        a, b = self._node(low), self._node(high)
+        return a + (b - a) * (x - low) / (high - low)
+
+
+class Iterations:
+    """The cost surface of one replica (``data_parallel`` of them share the arrivals).
+
+    ``contexts`` are the least and largest numbers of cached tokens a sequence will have, between which decode attention
+    is taken as linear.
+    """
+
+    def __init__(
+        self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, contexts: tuple[int, int]
+    ) -> None:
+        self.e, self.cluster, self.engine = e, cluster, engine
+        self.made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
+        low, high = max(1, contexts[0]), max(2, contexts[1])
+        self.contexts = (low, max(high, low + 64))
+        self._graphs: dict[int, Graph] = {}
+        self.body = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=False))
+        self.head = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=True))
+        self._short = Table(lambda b: self._attention(b, 1, self.contexts[0]))
+        self._long = Table(lambda b: self._attention(b, 1, self.contexts[1]))
+        self._chunk = Table(lambda q: self._attention(1, q, q))
+        self._behind = Table(lambda q: self._attention(1, q, q + self.contexts[1]))
+        ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
+        self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
+        """Host seconds to issue the operators of one eager iteration."""
+        self._decode: dict[int, tuple[float, float]] = {}
+
+    def graph(self, batch: int, q_len: int, kv_len: int) -> Graph:
+        """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
+        g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
+        return fuse(rewritten(g, self.e, self.made))
+
+    def seconds(self, op: Op) -> float:
+        """GPU seconds of one operator or collective."""
+        if not op.axis:
+            return op_time(op, self.cluster.device).seconds
+        ring = collective_time(op, self.cluster).seconds
+        return min(ring, one_shot(op, self.cluster)) if self.engine.one_shot else ring
+
+    def _sum(self, g: Graph, *, attention: bool, head: bool | None = None) -> float:
+        total = 0.0
+        for b in g.blocks:
+            if head is None or (b.name == "head") == head:
+                chosen = (o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention)
+                total += b.repeat * sum(self.seconds(o) for o in chosen)
+        return total
+
+    def _attention(self, batch: int, q_len: int, kv_len: int) -> float:
+        return self._sum(self.graph(batch, q_len, kv_len), attention=True)
+
+    def prompt_attention(self, q: int, before: int) -> float:
+        """Attention seconds of a prompt chunk of ``q`` tokens behind ``before`` that are cached already."""
+        own = self._chunk(q)
+        return own if not before else own + (self._behind(q) - own) * before / self.contexts[1]
+
+    def decode(self, n: int) -> tuple[float, float]:
+        """(a, b): GPU seconds of a decode iteration of ``n`` sequences with K cached tokens in all are a + b·K."""
+        found = self._decode.get(n)
+        if found is None:
+            low, high = self.contexts
+            short, long = self._short(n), self._long(n)
+            slope = max(0.0, (long - short) / (high - low))
+            found = self._decode[n] = (self.body(n) + self.head(n) + short - slope * low, slope / n)
+        return found
+
+    def between(self, n: int) -> float:
+        """Seconds added to an iteration with ``n`` sequences, while the GPU waits."""
+        e = self.engine
+        return e.iteration_s if e.overlap else e.iteration_s + e.schedule_s + e.sequence_s * n
+
+    def floor(self, n: int, eager: bool = False) -> float:
+        """Host seconds of an iteration with ``n`` sequences that run beside the GPU: it takes at least that long."""
+        e = self.engine
+        hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
+        return hidden + (self.dispatch_s if eager or not e.graphs else 0.0)
+
+    def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int) -> float:
+        """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences.
+
+        ``cached``: tokens that the decoding sequences have in the cache, in all.
+        """
+        new = sum(q for q, _ in prompts)
+        if not new:
+            a, b = self.decode(n)
+            gpu = a + b * cached
+            return max(gpu, self.floor(n)) + self.between(n)
+        rows = n + len(prompts)
+        gpu = self.body(n + new) + self.head(rows) + sum(self.prompt_attention(q, before) for q, before in prompts)
+        if n:
+            a, b = self.decode(n)
+            gpu += a + b * cached - self.body(n) - self.head(n)
+        over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
+        extra = self.engine.prefill_s + over * self.engine.spill_s
+        return max(gpu, self.floor(rows, eager=True)) + extra + self.between(rows)
+
+
+def one_shot(op: Op, cluster: Cluster) -> float:
+    """Seconds of an all-reduce as one kernel that reads its peers' buffers: all of them, or a share and a second pass.
+
+    Infinite where there is no direct link, across nodes, and for other collectives.
+    """
+    link, n, device = cluster.device.link, op.ranks, cluster.device
+    if op.kind != "all_reduce" or link is None or n < 2 or n > cluster.devices_per_node:
+        return float("inf")
+    once = link.latency + (n - 1) * op.link_bytes / link.bandwidth
+    twice = 3 * link.latency + 2 * (n - 1) / n * op.link_bytes / (link.bandwidth * 0.8)
+    barrier = n / 2 * link.latency  # every rank signals and awaits its peers
+    return device.launch_latency + barrier + min(once, twice)

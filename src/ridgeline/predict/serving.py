@@ -1,0 +1,143 @@
+"""Prediction of serving: the scheduler's simulation on the engine's predicted iteration times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ridgeline.predict.arrivals import Request, requests
+from ridgeline.predict.common import assemble, metric, rank_cluster, source_of
+from ridgeline.predict.engine import Engine, find_engine
+from ridgeline.predict.iteration import Iterations
+from ridgeline.predict.kv import Room, room
+from ridgeline.predict.scheduler import Limits, Outcome, Simulation
+from ridgeline.predict.step import breakdown
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Metric, Result
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.base import Technique
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def predict_serving(e: Experiment, made: list[Technique]) -> Result:
+    """The Result of a serving experiment, already normalised and checked.
+
+    ``data_parallel`` replicas take turns with the requests; one of them is simulated with its share.
+    """
+    w = e.workload
+    assert isinstance(w, Serve)
+    cluster = rank_cluster(e)
+    engine = find_engine(w.engine, cluster.device)
+    asked = _share(requests(w), e.data_parallel, w)
+    lengths = [r.prompt + r.output for r in asked]
+    surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
+    limits, space = limits_of(w, engine, surface, asked)
+    if min(lengths) + limits.overhead_tokens > limits.cache_tokens:
+        return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
+    outcome = Simulation(surface, limits, asked, _clients(w, e.data_parallel)).run()
+    metrics = serving_metrics(outcome, w, e, source_of(cluster))
+    metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
+    result = assemble(e, metrics, space.peak, cluster)
+    if outcome.rejected:
+        result.notes.append(f"{outcome.rejected} of {len(asked)} requests are longer than the cache and were rejected")
+    mean = max(1, round(metrics["batch_mean"].value))
+    g = surface.graph(mean, 1, max(1, w.prompt_len + w.output_len // 2))
+    result.breakdown = breakdown(g, cluster, [])
+    for row in result.breakdown:
+        row.phase = "decode" if row.phase == "forward" else row.phase
+    return result
+
+
+def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Result:
+    """The Result of an engine that cannot hold one request."""
+    result = assemble(e, {}, space.peak, cluster)
+    result.status, result.notes = "infeasible", []
+    result.reason = f"{reason}; use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
+    return result
+
+
+def limits_of(w: Serve, engine: Engine, surface: Iterations, asked: Sequence[Request]) -> tuple[Limits, Room]:
+    """The scheduler's limits: the engine's, as the workload overrides them, and the room for the cache."""
+    seqs = w.max_num_seqs or engine.max_num_seqs
+    tokens = w.max_num_batched_tokens or engine.max_num_batched_tokens
+    space = room(surface.e, surface, engine, min(tokens, max(r.prompt for r in asked) * seqs))
+    limits = Limits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        cache_tokens=space.tokens,
+        chunked=engine.chunked,
+        mixes=engine.mixes,
+        reserves=engine.reserves,
+        overlap=engine.overlap,
+        request_s=engine.request_s,
+    )
+    return limits, space
+
+
+def _share(asked: list[Request], replicas: int, w: Serve) -> list[Request]:
+    """What the first of several replicas gets, in turns."""
+    return asked if w.concurrency is not None else asked[::replicas]
+
+
+def _clients(w: Serve, replicas: int) -> int | None:
+    return None if w.concurrency is None else max(1, w.concurrency // replicas)
+
+
+def serving_metrics(o: Outcome, w: Serve, e: Experiment, source: str) -> dict[str, Metric]:
+    """Latencies (mean and percentiles), throughput and goodput of a simulated replica, times the replicas."""
+    served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
+    ttft = sorted(o.first[i] - o.arrival[i] for i in served)
+    e2e = sorted(o.finish[i] - o.arrival[i] for i in served)
+    several = [i for i in served if o.output[i] > 1]
+    pace = {i: (o.finish[i] - o.first[i]) / (o.output[i] - 1) for i in several}
+    span = max(o.finish[i] for i in served) - min(o.arrival[i] for i in served)
+    tokens = sum(o.output[i] for i in served)
+    n = e.data_parallel
+    metrics: dict[str, Metric] = {}
+    for name, values in (("ttft", ttft), ("tpot", sorted(pace.values())), ("e2e", e2e)):
+        if values:
+            metrics[f"{name}_s"] = metric(math.fsum(values) / len(values), "s", "lower", source)
+            for q in QUANTILES:
+                metrics[f"{name}_p{q * 100:.0f}_s"] = metric(percentile(values, q), "s", "lower", source)
+    if o.gaps:
+        for q, value in zip(QUANTILES, weighted_percentiles(o.gaps, QUANTILES), strict=True):
+            metrics[f"itl_p{q * 100:.0f}_s"] = metric(value, "s", "lower", source)
+    good = sum(
+        (w.slo_ttft is None or o.first[i] - o.arrival[i] <= w.slo_ttft)
+        and (w.slo_tpot is None or pace.get(i, 0.0) <= w.slo_tpot)
+        for i in served
+    )
+    metrics |= {
+        "requests_per_s": metric(n * len(served) / span, "requests/s", "higher", source),
+        "goodput_per_s": metric(n * good / span, "requests/s", "higher", "requests within slo_ttft and slo_tpot"),
+        "slo_share": metric(good / max(1, len(served) + o.rejected), "", "higher", "requests within both limits"),
+        "tokens_per_s": metric(n * tokens / span, "tokens/s", "higher", "generated tokens"),
+        "tokens_per_s_per_device": metric(n * tokens / span / e.world, "tokens/s", "higher", "generated tokens"),
+        "busy_share": metric(o.busy_s / span, "", "", "time with an iteration under way"),
+        "batch_mean": metric(tokens / max(1, o.iterations), "sequences", "", "tokens per iteration"),
+        "preemptions": metric(o.preemptions, "", "lower", source),
+    }
+    return metrics
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The value at share ``q`` of a sorted sample, interpolated linearly."""
+    at = q * (len(values) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (at - low)
+
+
+def weighted_percentiles(pairs: Sequence[tuple[float, int]], shares: Sequence[float]) -> list[float]:
+    """Percentiles of values that stand for several samples each."""
+    total = sum(n for _, n in pairs)
+    found: list[float] = []
+    seen, wanted = 0.0, list(shares)
+    for value, n in sorted(pairs):
+        seen += n
+        while wanted and seen >= wanted[0] * total:
+            found.append(value)
+            wanted.pop(0)
+    return found + [max(v for v, _ in pairs)] * len(wanted)

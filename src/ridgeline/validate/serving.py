@@ -1,0 +1,123 @@
+"""serving.csv: closed-loop serving at fixed concurrency, mean time to the first token and per further token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ridgeline import catalog
+from ridgeline.predict.arrivals import requests
+from ridgeline.predict.common import rank_cluster
+from ridgeline.predict.engine import find_engine
+from ridgeline.predict.iteration import Iterations
+from ridgeline.predict.scheduler import Simulation
+from ridgeline.predict.serving import limits_of
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import check, normalise
+from ridgeline.validate.case import Case
+from ridgeline.validate.generation import cluster_of, long_enough
+from ridgeline.validate.table import BadCell, Row
+
+NAME = "serving"
+REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "ttft_s", "tpot_s")
+
+WAVES = 10
+"""Requests per client: load generators of the field send ten, the first of which all come at once."""
+
+
+def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
+    """Workload fields of the load generator usually behind a backend's rows.
+
+    vLLM's draws lengths evenly between 0.8 and 1 of the stated ones; TensorRT-LLM's rows have exact lengths, and
+    engines configured for one prompt beside the decoding batch (as aiconfigurator generates them).
+    """
+    if backend == "trtllm":
+        return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": prompt + clients}
+    mean = {"prompt_len": max(1, round(0.9 * prompt)), "output_len": max(1, round(0.9 * output))}
+    return {**mean, "length_cv": 0.064}
+
+
+def plan_of(model: ModelSpec, precision: str, backend: str) -> list[str]:
+    """The techniques behind a precision's name. Raises :class:`UserError` for one that is not known."""
+    name = precision.lower().replace("-", "_")
+    if name in ("bf16", "fp16", "float16", "bfloat16", "auto"):
+        return []
+    if name in ("fp8", "fp8_block", "w8a8", "fp8_static"):
+        cache = ["kv_quant"] if backend == "trtllm" else []  # its fp8 checkpoints ask for an fp8 cache
+        return ["mxfp4", *cache] if model.family == "gpt_oss" else ["fp8", *cache]
+    if name in ("fp4", "mxfp4", "w4a16", "int4", "awq", "gptq", "w4a16_mxfp4", "nvfp4", "w4a8_mxfp4_mxfp8"):
+        return ["mxfp4"] if model.family == "gpt_oss" else ["mxfp4:layers=all"]
+    raise UserError(f"precision {precision!r} is not known", "use bf16, fp16, fp8 or fp4")
+
+
+def experiment(row: Row) -> Experiment:
+    """The row as an experiment. Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted."""
+    prompt, output, clients = row.count("input_len"), row.count("output_len"), row.count("concurrency")
+    tp = row.count("tp", 1)
+    if row.count("pp", 1) > 1:
+        raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")
+    model = catalog.model(row.text("model"))
+    backend = row.text("backend", "vllm").lower()
+    fields = harness(backend, prompt, output, clients)
+    workload = Serve(concurrency=clients, requests=WAVES * clients, engine=backend, **fields)
+    plan = plan_of(model, row.text("precision", "bf16"), backend)
+    plan += [f"tensor_parallel:degree={tp}"] if tp > 1 else []
+    return normalise(
+        Experiment(
+            model=long_enough(model, prompt + output),
+            cluster=cluster_of(catalog.device(row.text("device")), tp),
+            workload=workload,
+            plan=Plan.parse(plan),
+        )
+    )
+
+
+def steady(e: Experiment) -> tuple[float, float]:
+    """Mean (time to the first token, time per further token) over the requests of a closed loop."""
+    w = e.workload
+    assert isinstance(w, Serve)
+    surface = Iterations(e, check(e), rank_cluster(e), find_engine(w.engine, e.cluster.device),
+                         (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
+    asked = requests(w)
+    limits, space = limits_of(w, surface.engine, surface, asked)
+    if w.prompt_len + w.output_len + limits.overhead_tokens > limits.cache_tokens:
+        raise UserError(f"{space.said}, no request fits", "use more devices")
+    o = Simulation(surface, limits, asked, w.concurrency).run()
+    served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
+    ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
+    tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)
+    return ttft, tpot
+
+
+def cases(row: Row) -> list[Case]:
+    """Mean time to the first token and per further token of one row."""
+    e = experiment(row)
+    w = e.workload
+    assert isinstance(w, Serve)
+    ttft, tpot = steady(e)
+    m, device = e.model, e.cluster.device
+    lengths = f"input {row.text('input_len')} output {row.text('output_len')} concurrency {w.concurrency}"
+    label = f"{m.name} {w.engine} {row.text('precision', 'bf16')} tp{row.text('tp')} {lengths}"
+    group = f"{device.name} {m.name} {w.engine}"
+    # The trivial baseline: prefill at peak, and the active weights streamed once per token, plus a constant.
+    flops = 2.0 * m.num_active_parameters * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
+    stream = m.num_active_parameters / (e.world * device.memory_bandwidth)
+    clients = float(w.concurrency or 1)
+    same = (m.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
+    out = []
+    for name, predicted, terms in (
+        ("ttft_s", ttft, (flops, 1.0)),
+        ("tpot_s", tpot, (stream, flops * clients / w.output_len, 1.0)),
+    ):
+        if row.has(name):
+            out.append(
+                Case(f"{group} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted, label=label,
+                     terms=terms, rivals=same if name == "tpot_s" else None, line=row.line)
+            )  # fmt: skip
+    if not out:
+        raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")
+    return out

@@ -1,0 +1,107 @@
+"""What the serving papers found must come out of the predictor, in direction and rough size."""
+
+import pytest
+
+from ridgeline import experiments
+from ridgeline.predict import predict
+
+
+def serve(model, on, plan=(), **workload):
+    r = predict(experiments.make(model, on, {"kind": "serve", **workload}, list(plan)))
+    assert r.status == "ok", r.reason
+    return r
+
+
+def metric(result, name):
+    return result.metrics[name].value
+
+
+def closed(model, on, plan=(), concurrency=16, **workload):
+    fields = {"concurrency": concurrency, "requests": 6 * concurrency, "prompt_len": 512, "output_len": 256}
+    return serve(model, on, plan, **{**fields, **workload})
+
+
+def test_larger_batches_raise_throughput_and_latency():
+    """arXiv:2311.03687, section 6: throughput grows with the batch, and so does every request's latency."""
+    runs = [closed("llama2-7b", "a800-80g", concurrency=c) for c in (1, 8, 32, 128)]
+    for name in ("tokens_per_s", "tpot_s", "e2e_s"):
+        values = [metric(r, name) for r in runs]
+        assert values == sorted(values), name
+    assert metric(runs[2], "tokens_per_s") > 8 * metric(runs[0], "tokens_per_s")
+
+
+def test_without_peer_access_70b_serves_an_order_of_magnitude_slower_than_7b():
+    """arXiv:2311.03687, section 6.2: on RTX 4090 with P2P disabled Llama2-70B is about 13 times slower than 7B."""
+    eight = ["tensor_parallel:degree=8"]
+    small, large = (closed(m, "8xrtx4090", eight, concurrency=64, prompt_len=512, output_len=512)
+                    for m in ("llama2-7b", "llama2-70b"))  # fmt: skip
+    slower = metric(small, "tokens_per_s") / metric(large, "tokens_per_s")
+    assert 3 < slower < 25
+
+
+def test_nvlink_serves_faster_than_host_memory():
+    """The same model on a device with a link and on one without: the gap is more than the devices' bandwidths."""
+    plan = ["tensor_parallel:degree=8"]
+    linked, hosted = (closed("llama2-70b", f"8x{d}", plan, concurrency=64) for d in ("a800-80g", "rtx4090"))
+    assert metric(linked, "tokens_per_s") / metric(hosted, "tokens_per_s") > 1.5 * 2039 / 1008
+
+
+def test_prefill_is_bound_by_compute_and_decode_by_memory():
+    """Splitwise (arXiv:2311.18677): the phases want different hardware."""
+    workload = {"kind": "generate", "batch_size": 8, "prompt_len": 2048, "output_len": 64, "engine": "vllm"}
+    e = experiments.make("llama2-13b", "a100", workload, ["flash_attention"])
+    per = {"prefill": [0.0, 0.0], "decode": [0.0, 0.0]}
+    for row in predict(e).breakdown:
+        if row.phase in per:
+            per[row.phase][0] += row.flops / 312e12
+            per[row.phase][1] += row.bytes / 2039e9
+    assert per["prefill"][0] > 3 * per["prefill"][1]
+    assert per["decode"][1] > 3 * per["decode"][0]
+
+
+def test_chunked_prefill_bounds_the_gaps():
+    """Sarathi-Serve (arXiv:2403.02310): small chunks cut the tail of inter-token latency and cost some first-token
+    time."""
+    load = {"rate": 4.0, "requests": 300, "prompt_len": 3500, "output_len": 200, "length_cv": 0.3}
+    large = serve("llama3.1-8b", "a100", max_num_batched_tokens=16384, **load)
+    small = serve("llama3.1-8b", "a100", max_num_batched_tokens=512, **load)
+    assert metric(small, "itl_p99_s") < 0.5 * metric(large, "itl_p99_s")
+    assert metric(small, "ttft_p50_s") > metric(large, "ttft_p50_s")
+
+
+def test_continuous_batching_beats_batches_that_wait_for_the_longest():
+    """Orca (OSDI 2022): iteration-level scheduling raises throughput when lengths vary."""
+    many = closed("llama2-13b", "a100", concurrency=32, requests=320, length_cv=1.0)
+    workload = {"kind": "generate", "batch_size": 32, "prompt_len": 512, "output_len": 256, "engine": "vllm"}
+    e = experiments.make("llama2-13b", "a100", workload, [])
+    step = metric(predict(e), "tpot_s")
+    longest = 256 * 3.5  # of 32 exponential lengths the largest is about 4 times the mean
+    assert metric(many, "tokens_per_s") > 2 * 32 * 256 / (longest * step)
+
+
+def test_tensor_parallelism_pays_less_and_less():
+    """arXiv:2311.18677, figure 5: decode gains little from more GPUs once communication and the host dominate."""
+    times = []
+    for tp in (2, 4, 8):
+        workload = {"kind": "generate", "batch_size": 1, "prompt_len": 512, "output_len": 128, "engine": "vllm-2023"}
+        e = experiments.make("llama2-70b", f"{tp}xa100", workload, [f"tensor_parallel:degree={tp}"])
+        times.append(metric(predict(e), "tpot_s"))
+    assert times[0] > 1.15 * times[1]
+    assert times[1] == pytest.approx(times[2], rel=0.1), "flat: the host dispatches no faster"
+
+
+def test_cuda_graphs_pay_off_where_the_host_is_the_bottleneck():
+    workload = {"kind": "generate", "batch_size": 1, "prompt_len": 128, "output_len": 64}
+    plan = ["tensor_parallel:degree=8"]
+    eager, graphs = (
+        metric(predict(experiments.make("llama2-70b", "8xa100", {**workload, "engine": n}, plan)), "tpot_s")
+        for n in ("vllm-2023", "vllm")
+    )
+    assert eager > 1.8 * graphs
+
+
+def test_an_overloaded_engine_queues():
+    """Past saturation the time to the first token grows with the length of the run, and throughput stays."""
+    runs = [serve("llama2-7b", "a100", rate=r, requests=600) for r in (2.0, 60.0, 120.0)]
+    assert metric(runs[1], "ttft_p99_s") > 5 * metric(runs[0], "ttft_p99_s")
+    assert metric(runs[2], "tokens_per_s") == pytest.approx(metric(runs[1], "tokens_per_s"), rel=0.15)

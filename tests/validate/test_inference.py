@@ -1,0 +1,85 @@
+"""The inference schemas: a row becomes an experiment, its predictions are those of the predictor."""
+
+import pytest
+
+from ridgeline.predict import predict
+from ridgeline.spec.errors import UserError
+from ridgeline.validate import generation, serving
+from ridgeline.validate.table import BadCell, Row
+
+GENERATION = {"model": "llama2-7b", "device": "a100-80g-sxm", "tp": "1", "prompt_len": "512", "batch": "4",
+              "output_len": "128", "ttft_s": "0.1", "tpot_s": "0.02", "e2e_s": "", "source": "made up"}  # fmt: skip
+SERVING = {"model": "Qwen/Qwen3-32B", "device": "h100-sxm", "backend": "trtllm", "precision": "fp8", "tp": "2",
+           "pp": "1", "ep": "0", "input_len": "1024", "output_len": "128", "concurrency": "8", "ttft_s": "0.1",
+           "tpot_s": "0.02", "source": "made up"}  # fmt: skip
+
+
+def row(cells, **changes):
+    return Row(2, {**cells, **{k: str(v) for k, v in changes.items()}})
+
+
+def test_generation_cases_are_the_predictors():
+    got = {c.quantity: c for c in generation.cases(row(GENERATION))}
+    assert set(got) == {"ttft_s", "tpot_s"}
+    m = predict(generation.experiment(row(GENERATION))).metrics
+    for quantity, case in got.items():
+        assert case.predicted == pytest.approx(m[quantity].value)
+        assert case.group == f"a100-80g-sxm llama2-7b {quantity[:4]}"
+        assert case.line == 2
+        assert all(t >= 0 for t in case.terms)
+
+
+def test_serving_cases():
+    got = {c.quantity: c for c in serving.cases(row(SERVING))}
+    m = predict(serving.experiment(row(SERVING))).metrics
+    for quantity, case in got.items():
+        assert case.predicted == pytest.approx(m[quantity].value)
+    assert got["tpot_s"].rivals == serving.cases(row(SERVING, tp=4))[1].rivals
+    assert got["tpot_s"].rivals != serving.cases(row(SERVING, concurrency=16))[1].rivals
+
+
+def test_what_is_not_published_is_left_out():
+    assert [c.quantity for c in generation.cases(row(GENERATION, ttft_s=""))] == ["tpot_s"]
+    with pytest.raises(BadCell, match="empty"):
+        generation.cases(row(GENERATION, ttft_s="?", tpot_s=""))
+    with pytest.raises(BadCell, match=r"'tpot_s'.*'fast' is not a number"):
+        serving.cases(row(SERVING, tpot_s="fast"))
+    assert serving.cases(row(SERVING, pp="", ep="", precision=""))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "nobody/nothing-7b"}, "unknown model"),
+        ({"device": "h1000"}, "unknown device"),
+        ({"precision": "fp12"}, "precision 'fp12' is not known"),
+        ({"backend": "ollama"}, "unknown engine 'ollama'"),
+        ({"pp": 2}, "pipeline stages"),
+        ({"tp": 3}, "do not divide"),
+        ({"model": "meta-llama/Llama-3.1-405B", "tp": 1}, "no request fits"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(change, says):
+    with pytest.raises(UserError, match=says):
+        serving.cases(row(SERVING, **change))
+
+
+@pytest.mark.parametrize("device", ["l40s", "l4", "t4", "v100-16g-sxm", "b200", "h200-sxm", "h20", "rtx4090", "mi300x"])
+def test_every_device_has_an_answer(device):
+    model = "meta-llama/Llama-3.1-8B"
+    for case in serving.cases(row(SERVING, model=model, device=device, tp=4)):
+        assert 0 < case.predicted < 1000
+    for case in generation.cases(row(GENERATION, device=device, tp=4)):
+        assert 0 < case.predicted < 1000
+
+
+@pytest.mark.parametrize("model", ["openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B-FP8", "mistralai/Mixtral-8x7B-v0.1"])
+@pytest.mark.parametrize("precision", ["fp8", "fp4", "bf16"])
+def test_mixtures(model, precision):
+    for case in serving.cases(row(SERVING, model=model, precision=precision, backend="vllm", tp=8)):
+        assert 0 < case.predicted < 100
+
+
+def test_longer_than_the_model_is_still_judged():
+    """Benchmarks run past a model's positions; the time is what it is."""
+    assert generation.cases(row(GENERATION, prompt_len=8192))
