@@ -165,7 +165,8 @@ class Builder:
         fwd, bwd = self.block.forward, self.block.backward
         fwd.append(Op(f"{prefix}.scores", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=shape))
         fwd.append(Op(f"{prefix}.mask", m, "mask", bytes=2 * scores * w, dtype=self.dtype))
-        fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w, dtype=self.dtype))
+        drop = (2 * w + 1) * scores if s.dropout else 0.0  # probabilities read and written again, with their mask
+        fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w + drop, dtype=self.dtype))
         fwd.append(Op(f"{prefix}.values", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=(b * hq, sq, d, sk)))
         if self.training:
 
@@ -174,7 +175,7 @@ class Builder:
 
             bwd.append(product("values.dprobs", shape))
             bwd.append(product("values.dv", (b * hq, sk, d, sq)))
-            bwd.append(Op(f"{prefix}.softmax.bwd", m, "softmax", "backward", 0, 3 * scores * w, self.dtype))
+            bwd.append(Op(f"{prefix}.softmax.bwd", m, "softmax", "backward", 0, 3 * scores * w + drop, self.dtype))
             bwd.append(product("scores.dq", (b * hq, sq, d, sk)))
             bwd.append(product("scores.dk", (b * hq, sk, d, sq)))
             kv_elements = b * sk * kv

@@ -78,12 +78,12 @@ def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
         return op
     held = max(1, experts[op.param] // d)
     touched = held * (1 - (1 - 1 / held) ** rows)
+    shape = op.shape
     if op.name.endswith(".dw"):
         n, k = round(op.shape[0] / op.experts), op.shape[1]
         shape = (round(n * touched), k, max(1, round(rows / touched)))
     else:
-        n, k = op.shape[1], op.shape[2]
-        shape = op.shape
+        n, k = op.shape[1:]
     before, after = (rows * (n + k) + n * k * chosen for chosen in (op.experts, touched))
     return replace(op, bytes=op.bytes * after / before, shape=shape, experts=touched)
 

@@ -43,6 +43,7 @@ class FusedLayers(Technique):
         if self.projections:
             g.each_block(_merge_projections, layers_only=True)
         if self.elementwise:
+            g.fused = True
             g.each_block(_fuse_elementwise, layers_only=True)
         if self.loss:
             g.each_block(lambda b: _fuse_loss(b, 2.0 if g.dtype in ("bf16", "fp16") else 4.0))
