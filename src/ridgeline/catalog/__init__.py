@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
     from ridgeline.spec.device import Cluster, Device
+    from ridgeline.spec.efficiency import Efficiency
     from ridgeline.spec.model import ModelSpec
 
 DEVICE_ALIASES = {
@@ -250,6 +251,35 @@ def _read_device(path: Path) -> Device:
     except OSError as e:
         raise UserError(f"cannot read device file {path}: {e.strerror}", "give a device TOML file") from None
     return device_from({"name": path.stem, **parse(data, str(path))}, str(path))
+
+
+# ---- efficiency -------------------------------------------------------------------------------------------------
+
+
+def efficiency(device: Device) -> Efficiency:
+    """The constants of the device's architecture; generic ones where it has no file of its own."""
+    name = device.architecture.lower()
+    return architecture(name if name in architectures() else "generic")
+
+
+def architectures() -> list[str]:
+    """The architectures whose constants are known, and ``generic``."""
+    return [file.name.removesuffix(".toml") for file in _data_files("efficiency")]
+
+
+@cache
+def architecture(name: str) -> Efficiency:
+    """The constants of one architecture, such as ``ampere``. Raises :class:`UserError` for an unknown one."""
+    from ridgeline.catalog.toml import parse, validate
+    from ridgeline.spec.efficiency import Efficiency
+
+    if name not in architectures():
+        raise unknown("architecture", name, architectures())
+    file = files(__name__) / "efficiency" / f"{name}.toml"
+    document = parse(file.read_bytes(), file.name)
+    if "fitted_on" in document:
+        document["fitted_on"] = tuple(document["fitted_on"])
+    return validate(Efficiency, document, file.name)
 
 
 # ---- this machine -----------------------------------------------------------------------------------------------

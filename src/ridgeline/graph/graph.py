@@ -34,7 +34,7 @@ class Op:
     """Memory traffic: operands read once, results written once."""
     dtype: str = "fp32"
     shape: tuple[int, ...] = ()
-    """gemm: (m, n, k); bmm: (batch, m, n, k); attention: (batch, heads, q_len, kv_len, head_dim)."""
+    """gemm: (m, n, k); bmm: (batch, m, n, k); attention: (batch, heads, kv_heads, q_len, kv_len, head_dim)."""
     param: str = ""
     """The parameter whose gradient this operator computes (weight-gradient GEMMs), or that it multiplies by."""
     link_bytes: float = 0.0
@@ -51,6 +51,14 @@ class Op:
     """Whether it repeats forward work in the backward pass."""
     behind: str = ""
     """A collective inside a block: the operator of the block that it runs beside; empty: nothing runs meanwhile."""
+    experts: float = 1
+    """gemm: weight matrices that the rows are spread over in one grouped kernel (expected number, for routed rows)."""
+    weight_dtype: str = ""
+    """gemm: storage of weights that the kernel expands on the fly; empty: they are of ``dtype``."""
+    kv_dtype: str = ""
+    """attention: storage of keys and values; empty: they are of ``dtype``."""
+    kernel: str = ""
+    """attention: library of the fused kernel, flash (default) or trtllm."""
 
     @property
     def phase(self) -> str:

@@ -48,7 +48,10 @@ def order(plans: list[str], repeats: int) -> list[CellRef]:
 
 
 def require_local(e: Experiment) -> None:
-    """Measuring needs the hardware, and techniques with a real side: only ``local`` devices can run. Raises :class:`Incompatible` otherwise."""
+    """Measuring needs the hardware (only ``local`` devices can run) and techniques with a real side.
+
+    Raises :class:`Incompatible` otherwise.
+    """
     if e.cluster.device.name != "local" or e.cluster.nodes > 1:
         raise Incompatible(
             f"{e.cluster.label} is not this machine, so it cannot be measured here",

@@ -46,6 +46,8 @@ class Engine:
     """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
     overlap: bool = False
     """Whether an iteration is composed while the one before it still runs."""
+    kernel: str = ""
+    """Library of its attention kernels: flash, or trtllm."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     memory_share: float = 0.9
@@ -74,6 +76,7 @@ ENGINES: dict[str, Engine] = {
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
             dispatch_s=0.0, iteration_s=1.0e-3, schedule_s=8e-3, sequence_s=74e-6, prefill_s=18e-3, request_s=60e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
+            kernel="trtllm",
             source="fitted to serving on H100",
         ),
     )
@@ -118,13 +121,18 @@ _MERGED = (
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
-def fuse(g: Graph) -> Graph:
-    """The graph with the fusions that every engine makes.
+def fuse(g: Graph, kernel: str = "") -> Graph:
+    """The graph with the fusions that every engine makes, and attention by the library ``kernel``.
 
     Query, key and value in one product, gate and up in one, a residual addition with the norm after it, and the
     rotations of queries and keys (with their norms) in one kernel that also writes the cache.
     """
-    return g.each_block(_fuse, layers_only=True)
+
+    def each(b: Block) -> None:
+        _fuse(b)
+        b.forward = [replace(o, kernel=kernel) if o.kind == "attention" else o for o in b.forward]
+
+    return g.each_block(each, layers_only=True)
 
 
 def _fuse(b: Block) -> None:

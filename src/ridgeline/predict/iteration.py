@@ -85,7 +85,7 @@ class Iterations:
     def graph(self, batch: int, q_len: int, kv_len: int) -> Graph:
         """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
         g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
-        return fuse(rewritten(g, self.e, self.made))
+        return fuse(rewritten(g, self.e, self.made), self.engine.kernel)
 
     def seconds(self, op: Op) -> float:
         """GPU seconds of one operator or collective."""

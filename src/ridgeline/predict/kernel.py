@@ -1,15 +1,17 @@
-"""Operator time: roofline bound, corrected for tiles, waves, launch and measured rates.
+"""Operator time: a measured rate where there is one, else the model of the operator's kind on the device's datasheet.
 
-``seconds = latency + max(flops / flop_rate, bytes / byte_rate)`` with the rates of, in this order: the device's
-measured profile (``kind.direction.dtype``, then ``kind.dtype``), or class defaults applied to its datasheet.
+Matrix multiplications are in ``gemm.py``, fused attention in ``attention.py``, collectives in ``collective.py``;
+everything else moves bytes. On a CPU without measured rates a plain roofline answers.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from ridgeline.graph.graph import Op
+from ridgeline.predict.attention import attention_time
+from ridgeline.predict.gemm import constants, gemm_time, quantise_time
+from ridgeline.predict.machine import Machine, machine
 from ridgeline.spec.device import Device, Rate
 
 
@@ -19,21 +21,24 @@ class Timed(NamedTuple):
     seconds: float
     bound: str
     source: str
+    spread: float = 0.1
+    """Relative error that 68 % of such estimates stay within."""
 
 
-# Share of the datasheet's peak that well-tuned kernels of each kind reach on large shapes. First-order class defaults;
-# `probe` replaces them by measurements.
-_COMPUTE_SHARE = {
-    "gpu": {"gemm": 0.80, "bmm": 0.55, "attention": 0.55},
-    "cpu": {"gemm": 0.70, "bmm": 0.40, "attention": 0.35},
-}
-_MEMORY_SHARE = {"gpu": 0.85, "cpu": 0.70}
-_TILE = 128
+_CPU_SHARE = {"gemm": 0.70, "bmm": 0.40, "attention": 0.35}
+"""Share of a CPU's peak that well-tuned kernels reach on large shapes: class defaults, which `probe` replaces."""
+_CPU_MEMORY_SHARE = 0.70
+_CPU_SPREAD = 0.35
+_MEASURED_SPREAD = 0.08
+_DISK = (3.0e9, 1e-4)
+"""Bytes/s and seconds per request of an ordinary NVMe disk, where the device names none (assumption)."""
+_HOST = (12.0e9, 1e-5)
+"""Bytes/s and seconds per copy to host memory, where the device names no link (assumption)."""
 
 
 def peak_flops(device: Device, dtype: str) -> float:
-    """Dense peak of ``dtype``; a dtype without units of its own runs at the fp32 rate."""
-    return device.peak_flops.get(dtype) or device.peak_flops.get("fp32") or max(device.peak_flops.values())
+    """Dense peak of ``dtype``; one without units of its own runs at the rate of the next wider."""
+    return machine(device).peak(dtype)
 
 
 def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | None:
@@ -42,51 +47,70 @@ def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | N
     return rates.get(f"{kind}.{direction}.{dtype}") or rates.get(f"{kind}.{dtype}")
 
 
-def wave_efficiency(m: int, n: int, units: int) -> float:
-    """Share of useful work when an m × n output is cut into 128 × 128 tiles run in waves over ``units`` processors."""
-    if not units or not m or not n:
-        return 1.0
-    tiles = -(-m // _TILE) * -(-n // _TILE)
-    if tiles < units:  # split-K and smaller tiles recover some of a part-filled wave
-        return max(0.5, tiles / units) * min(1.0, (m * n) / (tiles * _TILE * _TILE) + 0.5)
-    waves = -(-tiles // units)
-    return (m * n) / (_TILE * _TILE) / (waves * units)
-
-
 def op_time(op: Op, device: Device) -> Timed:
-    """Seconds of one call of ``op`` on ``device`` (compute operators; collectives are in ``collective.py``)."""
-    rate = find_rate(device, op.kind, op.direction, op.dtype)
+    """Seconds of one call of ``op`` on ``device`` (compute operators and copies; no collectives)."""
+    rate = find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
         memory = op.bytes / rate.byte_rate if rate.byte_rate else 0.0
-        return _bounded(rate.latency + device.extra_latency, compute, memory, rate.source)
-    return _default(op, device)
+        return _bounded(rate.latency + device.extra_latency, compute, memory, rate.source, _MEASURED_SPREAD)
+    if op.kind in ("h2d", "d2h", "disk"):
+        return _copy(op, device)
+    m = machine(device)
+    if device.kind == "cpu":
+        share = _CPU_SHARE.get(op.kind, 0.3)
+        compute = op.flops / (m.peak(op.dtype) * share)
+        memory = op.bytes / (m.bandwidth * _CPU_MEMORY_SHARE)
+        return _bounded(device.launch_latency, compute, memory, "class default", _CPU_SPREAD)
+    return _modelled(op, m)
 
 
-@lru_cache(maxsize=65536)
-def _gpu_share(kind: str, shape: tuple[int, ...], units: int) -> float:
-    share = _COMPUTE_SHARE["gpu"].get(kind, 0.5)
-    if kind == "gemm" and len(shape) == 3:
-        m, n, k = shape
-        share *= max(0.05, wave_efficiency(m, n, units)) * k / (k + 128.0)
-    return share
+def _modelled(op: Op, m: Machine) -> Timed:
+    if op.kind == "gemm" and len(op.shape) == 3:
+        rows, n, k = op.shape
+        expanded = op.weight_dtype not in ("", op.dtype)
+        t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, expanded)
+        return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
+    if op.kind == "bmm" and len(op.shape) == 4:
+        batch, rows, n, k = op.shape
+        t = gemm_time(m, op.dtype, batch * rows, n, k, batch, op.bytes, False)
+        return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
+    if op.kind == "attention" and len(op.shape) == 6:
+        backward = op.direction == "backward" and not op.recompute
+        t = attention_time(m, op.kernel or "flash", op.shape, op.causal, op.dtype, op.kv_dtype, backward)
+        kind = "decode" if op.shape[3] < op.shape[4] else "prefill"
+        return Timed(t.seconds, t.bound, m.source, m.spread(kind))
+    e = m.efficiency
+    if op.kind == "quantise":  # bytes: the 16-bit tensor read once and its 8-bit copy written
+        seconds = quantise_time(m, constants(m, "fp8"), op.bytes / 3.0)
+        return Timed(seconds, "memory", m.source, m.spread("pointwise"))
+    compute = op.flops / m.peak(op.dtype)
+    memory = op.bytes / (m.bandwidth * e.pointwise_share * _cached(op.bytes, m))
+    return _bounded(m.slow * e.pointwise_latency, compute, memory, m.source, m.spread("pointwise"))
 
 
-def _default(op: Op, device: Device) -> Timed:
-    peak = peak_flops(device, op.dtype)
-    if device.kind == "gpu":
-        share = _gpu_share(op.kind, op.shape, device.sm_count)
-    else:
-        share = _COMPUTE_SHARE["cpu"].get(op.kind, 0.3)
-    compute = op.flops / (peak * share) if op.flops else 0.0
-    memory = op.bytes / (device.memory_bandwidth * _MEMORY_SHARE[device.kind])
-    return _bounded(device.launch_latency, compute, memory, "class default")
+def _cached(size: float, m: Machine) -> float:
+    """Speed-up of a tensor that the previous kernel left in the last-level cache: whole below half of it, none above."""
+    gain = m.efficiency.l2_gain
+    if gain <= 1.0 or not m.l2 or size >= m.l2:
+        return 1.0
+    hit = min(1.0, 2.0 * (1.0 - size / m.l2))
+    return 1.0 / (1.0 - hit * (1.0 - 1.0 / gain))
 
 
-def _bounded(latency: float, compute: float, memory: float, source: str) -> Timed:
+def _copy(op: Op, device: Device) -> Timed:
+    """A copy between memories: ``link_bytes`` (or ``bytes``) over the host link or to disk."""
+    link = device.disk if op.kind == "disk" else device.host_link
+    bandwidth, latency = (link.bandwidth, link.latency) if link else _DISK if op.kind == "disk" else _HOST
+    share = 1.0 if op.kind == "disk" else 0.85  # pinned memory, PCIe packet overhead
+    seconds = (op.link_bytes or op.bytes) / (bandwidth * share)
+    return Timed(latency + seconds, "link", "class default", 0.25)
+
+
+def _bounded(latency: float, compute: float, memory: float, source: str, spread: float) -> Timed:
     slow = max(compute, memory)
     bound = "launch" if latency > slow else "compute" if compute >= memory else "memory"
-    return Timed(latency + slow, bound, source)
+    return Timed(latency + slow, bound, source, spread)
 
 
 def roof_seconds(op: Op, device: Device) -> float:

@@ -109,25 +109,19 @@ def run(
     """Time a schedule from each virtual stage's seconds of forward, backward and (zero_bubble) weight gradients.
 
     ``send`` seconds pass between neighbouring ranks. Many micro-batches are not played one by one: once the pipeline is
-    full the time is affine in their number, so two shorter runs give it (``exact`` plays all).
+    full, each costs the same, which two shorter runs tell (``exact`` plays all).
     """
-    step = ranks if schedule == "interleaved" else 1
-    first = 2 * ranks
-    if exact or micros <= first + step:
-        return _play(schedule, ranks, micros, forward, backward, weight, send, chunks)
-    first += (micros - first) % step
-    a = _play(schedule, ranks, first, forward, backward, weight, send, chunks)
-    b = _play(schedule, ranks, first + step, forward, backward, weight, send, chunks)
-    more = (micros - first) / step
-
-    def beyond(x: float, y: float) -> float:
-        return x + (y - x) * more
-
-    return Timeline(
-        beyond(a.seconds, b.seconds),
-        tuple(map(beyond, a.ends, b.ends)),
-        tuple(map(beyond, a.busy, b.busy)),
-    )
+    first = 2 * ranks + micros % ranks
+    if exact or micros <= first + ranks:
+        return _play(schedule, ranks, micros, forward, backward, weight, send, chunks, exact)
+    a = _play(schedule, ranks, first, forward, backward, weight, send, chunks, False)
+    if schedule == "gpipe":  # each direction flows at the pace of its own slowest stage
+        each = max(forward) + max(backward)
+    else:
+        b = _play(schedule, ranks, first + ranks, forward, backward, weight, send, chunks, False)
+        each = max(b.seconds - a.seconds, max(b.busy) - max(a.busy)) / ranks
+    more = (micros - first) * each
+    return Timeline(a.seconds + more, tuple(x + more for x in a.ends), tuple(x * micros / first for x in a.busy))
 
 
 def _play(
@@ -139,43 +133,54 @@ def _play(
     weight: tuple[float, ...],
     send: float,
     chunks: int,
+    record: bool,
 ) -> Timeline:
     last = ranks * chunks - 1
     plans = [actions(schedule, r, ranks, micros, chunks) for r in range(ranks)]
-    at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    at, clock = [0] * ranks, [0.0] * ranks
     starts: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
-    done: tuple[list[list[float]], list[list[float]]] = (
-        [[-1.0] * micros for _ in range(last + 1)],
-        [[-1.0] * micros for _ in range(last + 1)],
-    )
+    unknown = [-1.0] * micros
+    forwards, backwards = [unknown[:] for _ in range(last + 1)], [unknown[:] for _ in range(last + 1)]
     waiting = deque(range(ranks))
     while waiting:
         r = waiting.popleft()
-        plan = plans[r]
-        while at[r] < len(plan):
-            action = plan[at[r]]
+        plan, i, now = plans[r], at[r], clock[r]
+        moved: set[int] = set()
+        for action in plan[i:]:
             kind, stage, micro = action
-            begin, own = clock[r], done[0 if kind == "F" else 1][stage]
+            hop = send
             if kind == "F":
-                need = done[0][stage - 1][micro] if stage else 0.0
-                took = forward[stage]
+                need = forwards[stage - 1][micro] if stage else 0.0
+                took, own = forward[stage], forwards
+                if not stage:
+                    hop = 0.0
             elif kind == "B":
-                need = done[1][stage + 1][micro] if stage < last else done[0][stage][micro]
-                took = backward[stage]
+                took, own = backward[stage], backwards
+                if stage < last:
+                    need = backwards[stage + 1][micro]
+                else:
+                    need, hop = forwards[stage][micro], 0.0
             else:
-                need, took = 0.0, weight[stage]
+                now += weight[stage]
+                i += 1
+                if record:
+                    starts[r].append((action, now - weight[stage]))
+                continue
             if need < 0:
                 break
-            if kind != "W" and (stage if kind == "F" else stage < last):
-                need += send
-            begin = max(begin, need)
-            clock[r] = begin + took
-            busy[r] += took
-            starts[r].append((action, begin))
-            if kind != "W":
-                own[micro] = clock[r]
-                neighbour = (r + 1) % ranks if kind == "F" else (r - 1) % ranks
-                if neighbour != r:
-                    waiting.append(neighbour)
-            at[r] += 1
-    return Timeline(max(clock), tuple(clock), tuple(busy), tuple(tuple(s) for s in starts))
+            if need + hop > now:
+                now = need + hop
+            if record:
+                starts[r].append((action, now))
+            now += took
+            own[stage][micro] = now
+            moved.add(1 if kind == "F" else -1)
+            i += 1
+        at[r], clock[r] = i, now
+        waiting.extend((r + way) % ranks for way in moved if ranks > 1)
+    busy = [0.0] * ranks
+    for stage in range(last + 1):
+        busy[stage % ranks] += micros * (
+            forward[stage] + backward[stage] + (weight[stage] if schedule == "zero_bubble" else 0.0)
+        )
+    return Timeline(max(clock), tuple(clock), tuple(busy), tuple(tuple(s) for s in starts) if record else ())

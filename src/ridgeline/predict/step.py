@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.predict.collective import collective_time
 from ridgeline.predict.host import COPIES, host_time
-from ridgeline.predict.kernel import Timed, op_time, roof_seconds
+from ridgeline.predict.kernel import op_time, roof_seconds
+from ridgeline.predict.machine import machine
+from ridgeline.predict.pace import ALONE, Pace
 from ridgeline.predict.schedule import run as run_schedule
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
@@ -124,32 +126,34 @@ class BlockTimes:
     """Seconds of ``forward`` and ``backward`` in which the device waits for the host."""
 
 
-def seconds_of(op: Op, cluster: Cluster) -> Timed:
+def seconds_of(op: Op, cluster: Cluster, pace: Pace = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
     if op.kind in COPIES:
-        return host_time(op, cluster)
-    return collective_time(op, cluster) if op.axis else op_time(op, cluster.device)
+        return host_time(op, cluster).seconds
+    if op.axis:
+        return collective_time(op, cluster).seconds
+    return op_time(op, cluster.device).seconds * pace.of(op.kind)
 
 
-def block_times(b: Block, cluster: Cluster, dispatch: float = 0.0) -> BlockTimes:
-    """Time a block. ``dispatch`` seconds pass on the host for every operator it launches."""
+def block_times(b: Block, cluster: Cluster, pace: Pace = ALONE) -> BlockTimes:
+    """Time a block at the given pace."""
     t = BlockTimes(b)
-    t.forward, t.forward_inline, t.weight = _inside(b.forward, cluster)
-    t.backward, t.backward_inline, t.weight = _inside(b.backward, cluster)
-    if dispatch:
+    t.forward, t.forward_inline, t.weight = _inside(b.forward, cluster, pace)
+    t.backward, t.backward_inline, t.weight = _inside(b.backward, cluster, pace)
+    if pace.dispatch:
         for name in ("forward", "backward"):
             gpu = getattr(t, name)
-            host = len(getattr(b, name)) * dispatch
+            host = len(getattr(b, name)) * pace.dispatch
             if host > gpu:
                 setattr(t, name, host)
                 t.dispatch += host - gpu
     for name in ("gather_forward", "gather_backward", "reduce", "store"):
         ops: list[Op] = getattr(b, name)
-        setattr(t, name, [(COPIES.get(o.kind, "link"), seconds_of(o, cluster).seconds) for o in ops])
+        setattr(t, name, [(COPIES.get(o.kind, "link"), seconds_of(o, cluster)) for o in ops])
     return t
 
 
-def _inside(ops: list[Op], cluster: Cluster) -> tuple[float, float, float]:
+def _inside(ops: list[Op], cluster: Cluster, pace: Pace) -> tuple[float, float, float]:
     """(compute, exposed collectives, compute of weight gradients) of a block's operators in one direction."""
     compute = inline = weight = 0.0
     alongside: dict[str, float] = {}
@@ -161,29 +165,29 @@ def _inside(ops: list[Op], cluster: Cluster) -> tuple[float, float, float]:
             else:
                 inline += took
         else:
-            took = op_time(o, cluster.device).seconds
+            took = seconds_of(o, cluster, pace)
             compute += took
             if o.name.endswith((".dw", ".db")):
                 weight += took
     if alongside:
         for o in ops:
             if o.name in alongside:
-                inline += max(0.0, alongside.pop(o.name) - op_time(o, cluster.device).seconds)
+                inline += max(0.0, alongside.pop(o.name) - seconds_of(o, cluster, pace))
     return compute, inline, weight
 
 
-def simulate(g: Graph, cluster: Cluster, update: list[Op], dispatch: float = 0.0, record: bool = False) -> Step:
+def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, record: bool = False) -> Step:
     """Time one step: forward, backward (per micro-batch), then the update.
 
     Parameter gathers are prefetched one block ahead; reductions run behind the rest of backward; the update waits. With
     a pipeline, the schedule's action list decides. ``record`` keeps every event, and plays every micro-batch.
     """
     if g.pipeline:
-        return _pipelined(g, cluster, update, dispatch, record)
-    times = [block_times(b, cluster, dispatch) for b in g.blocks]
+        return _pipelined(g, cluster, update, pace, record)
+    times = [block_times(b, cluster, pace) for b in g.blocks]
     s = _streams(cluster, record)
     _micro_batches(s, g, times)
-    _finish(s, g, cluster, update)
+    _finish(s, g, cluster, update, pace)
     inline = sum((t.forward_inline + t.backward_inline) * t.block.repeat for t in times) * g.accumulation
     waited = sum(t.dispatch * t.block.repeat for t in times) * g.accumulation
     end = max(s.clocks.values())
@@ -192,8 +196,9 @@ def simulate(g: Graph, cluster: Cluster, update: list[Op], dispatch: float = 0.0
 
 
 def _streams(cluster: Cluster, record: bool) -> Streams:
-    taken = getattr(getattr(cluster.device, "efficiency", None), "comm_sm_share", 0.0)
-    return Streams(overlap=cluster.device.kind == "gpu", share=taken, record=record)
+    gpu = cluster.device.kind == "gpu"
+    taken = machine(cluster.device).efficiency.comm_sm_share if gpu else 0.0
+    return Streams(overlap=gpu, share=taken, record=record)
 
 
 def _micro_batches(s: Streams, g: Graph, times: list[BlockTimes]) -> None:
@@ -252,11 +257,11 @@ def _fetch(s: Streams, parts: list[tuple[str, float]], name: str, after: float) 
     return ready
 
 
-def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op]) -> None:
+def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], pace: Pace) -> None:
     """The optimizer's operators, on the device or on the host, and what follows them."""
     begun = s.compute
     for op in update:
-        took = seconds_of(op, cluster).seconds
+        took = seconds_of(op, cluster, pace)
         if op.kind in COPIES:  # the device waits, unless the update is applied a step late
             end = s.send(op.name, took, max(s.clocks.values()) if not g.delayed_update else 0.0, "out")
             s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
@@ -265,16 +270,16 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op]) -> None:
     for op in g.after_update:
         stream = COPIES.get(op.kind, "link")
         after = max(s.clocks.values()) if not g.delayed_update else begun
-        end = s.send(op.name, seconds_of(op, cluster).seconds, after, stream)
+        end = s.send(op.name, seconds_of(op, cluster), after, stream)
         s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
 
 
-def _pipelined(g: Graph, cluster: Cluster, update: list[Op], dispatch: float, record: bool) -> Step:
+def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record: bool) -> Step:
     """Every virtual stage timed by itself, then the schedule played; reductions follow the last backward."""
     pipe = g.pipeline
     assert pipe is not None
     ranks, chunks = pipe.degree, pipe.chunks
-    known = {b.name + str(id(b.params)): block_times(b, cluster, dispatch) for b in g.blocks}
+    known = {b.name + str(id(b.params)): block_times(b, cluster, pace) for b in g.blocks}
     stages: list[list[tuple[BlockTimes, int]]] = []
     for i in range(ranks * chunks):
         stages.append([(known[b.name + str(id(b.params))], b.repeat) for b in g.stage_blocks(i, ranks * chunks)])
@@ -318,7 +323,7 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], dispatch: float, re
                 s.events.append(Event(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
     for name in s.clocks:
         s.clocks[name] = end
-    _finish(s, g, cluster, update)
+    _finish(s, g, cluster, update, pace)
     finish = max(s.clocks.values())
     s.exposed += finish - s.compute
     exposed = exposed * each + tails[slowest] + s.exposed
@@ -336,31 +341,27 @@ def _label(b: Block, i: int) -> str:
     return f"{b.name}.{i}" if b.repeat > 1 else b.name
 
 
-def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1) -> list[Row]:
+def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1, pace: Pace = ALONE) -> list[Row]:
     """One row per (phase, module, operator, kind), summed over blocks and micro-batches; slowest first.
 
     With a pipeline the rows are the mean over its ranks.
     """
     device = cluster.device
-    rows: dict[tuple[str, str, str, str], Row] = {}
-    roofs: dict[tuple[str, str, str, str], float] = {}
+    sums: dict[tuple[str, str, str, str], list[float]] = {}
     for op, count in _all_ops(g, update):
         key = (op.phase, op.module, op.name, op.kind)
-        one = seconds_of(op, cluster)
+        seconds = seconds_of(op, cluster, pace)
         n = count * times
-        row = rows.get(key)
-        if row is None:
-            row = rows[key] = Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=0.0, count=0)
-        row.seconds += one.seconds * n
-        row.count += n
-        row.flops += op.flops * n
-        row.bytes += op.bytes * n
-        row.link_bytes += op.link_bytes * n
-        roofs[key] = roofs.get(key, 0.0) + (0.0 if op.axis else roof_seconds(op, device) * n)
-    for key, row in rows.items():
-        if roofs[key] and row.seconds:
-            row.roof = min(1.0, roofs[key] / row.seconds)
-    return sorted(rows.values(), key=lambda r: -r.seconds)
+        roof = 0.0 if op.axis else roof_seconds(op, device)
+        values = [x * n for x in (seconds, 1.0, op.flops, op.bytes, op.link_bytes, roof)]
+        old = sums.get(key)
+        sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
+    rows = [
+        Row(phase=phase, module=module, operator=name, kind=kind, seconds=s, count=n, flops=flops, bytes=moved,
+            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None)
+        for (phase, module, name, kind), (s, n, flops, moved, sent, roof) in sums.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda r: -r.seconds)
 
 
 def _all_ops(g: Graph, update: list[Op]) -> Iterator[tuple[Op, float]]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ridgeline.graph import Graph, Op, optimizer_ops, training_graph
 from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
 from ridgeline.predict.kernel import peak_flops
-from ridgeline.predict.memory import training_peak
+from ridgeline.predict.memory import Peak, training_peak
+from ridgeline.predict.pace import training_pace
 from ridgeline.predict.step import Event, Step, breakdown, simulate
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row
 from ridgeline.techniques.base import Technique
 
-DISPATCH = 8e-6
-"""Seconds that an eager framework's host spends to launch one operator of a training step on a GPU (assumption)."""
-RANK_SPREAD = 0.004
-"""Relative standard deviation of one rank's step time: a step ends with the slowest of its ranks."""
+
+COMMUNICATOR_BYTES = 0.25e9
+"""Device memory of one communicator's channels (assumption)."""
+FRAGMENTATION = 0.03
+"""Share of the step's changing tensors that the allocator's blocks (512 bytes, 2 MiB, …) waste (assumption)."""
 
 
 def update_ops(g: Graph, e: Experiment) -> list[Op]:
@@ -29,17 +30,11 @@ def update_ops(g: Graph, e: Experiment) -> list[Op]:
     return g.update
 
 
-def straggling(ranks: int, cluster: Cluster) -> float:
-    """Relative delay of the slowest of ``ranks`` ranks: the mean maximum of n normal draws is about √(2 ln n) σ."""
-    if cluster.device.kind != "gpu" or ranks < 2:
-        return 0.0
-    return RANK_SPREAD * math.sqrt(2 * math.log(ranks))
-
-
 def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) -> tuple[Step, float]:
     """The step of one rank, and the seconds that it then waits for the slowest."""
-    step = simulate(g, cluster, update, DISPATCH if cluster.device.kind == "gpu" else 0.0, record)
-    delay = (step.seconds - step.exposed) * straggling(cluster.size, cluster)
+    pace = training_pace(cluster)
+    step = simulate(g, cluster, update, pace, record)
+    delay = (step.seconds - step.exposed) * pace.straggling(cluster.size)
     if record and delay:
         step.events.append(Event("waiting for the slowest rank", "compute", step.seconds, delay, "other"))
     return step, delay
@@ -52,7 +47,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
     update = update_ops(g, e)
     step, delay = timed(g, update, cluster)
     seconds = step.seconds + delay
-    peak = training_peak(g)
+    peak = _with_overheads(training_peak(g), e)
     tokens = e.batch_size * e.training.seq_len
     each = g.accumulation / g.stages / seconds
     dtype_peak = peak_flops(cluster.device, g.dtype)
@@ -71,10 +66,21 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
         "trained_parameters": metric(trained(g), "", "", "graph"),
     }
     result = assemble(e, metrics, peak, cluster)
-    result.breakdown = breakdown(g, cluster, update)
+    result.breakdown = breakdown(g, cluster, update, pace=training_pace(cluster))
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)
     return result
+
+
+def _with_overheads(peak: Peak, e: Experiment) -> Peak:
+    """Adds what a GPU's allocator and communicators take beyond the tensors."""
+    if e.cluster.device.kind != "gpu":
+        return peak
+    at = dict(peak.categories)
+    groups = sum(degree > 1 for degree in (e.data_parallel, *e.parallel.values()))
+    at["buffers"] = at.get("buffers", 0.0) + groups * COMMUNICATOR_BYTES
+    at["fragmentation"] = FRAGMENTATION * (at.get("activations", 0.0) + at.get("temporaries", 0.0))
+    return Peak({k: v for k, v in at.items() if v}, peak.instant)
 
 
 def _expose(rows: list[Row], g: Graph, step: Step) -> None:

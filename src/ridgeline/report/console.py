@@ -257,7 +257,11 @@ def print_matrix(pairs: Sequence[Pair]) -> None:
         cells.append(row)
     reasons = [f"{p.a} × {p.b}: {p.reason}" for p in pairs if p.status == "refused"]
     columns = [Column("", align="left"), *(Column(n) for n in names)]
-    _print(Table("support matrix (✓ has a passing parity test, ○ predicted only, ✗ refused)", columns, cells, notes=reasons))
+    _print(
+        Table(
+            "support matrix (✓ has a passing parity test, ○ predicted only, ✗ refused)", columns, cells, notes=reasons
+        )
+    )
 
 
 def print_models(rows: Sequence[dict[str, Any]], detail: bool) -> None:

@@ -10,6 +10,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ridgeline.spec.efficiency import Efficiency
+
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4"]
 
 DTYPE_BYTES: dict[str, float] = {
@@ -67,6 +69,8 @@ class Device(BaseModel):
     l2_bytes: float = 0
     sm_count: int = 0
     """Streaming multiprocessors, compute units, or cores."""
+    clock: float = 0
+    """Boost clock in Hz; 0: not known."""
     launch_latency: float = 4e-6
     """Seconds between dependent kernels when the host keeps ahead."""
     link: Link | None = None
@@ -75,6 +79,8 @@ class Device(BaseModel):
     """To host memory (PCIe)."""
     network: Link | None = None
     """Between nodes, per device."""
+    disk: Link | None = None
+    """To the node's disk (NVMe), per device; None: an ordinary one."""
     reserved_bytes: float = 0
     """Memory a framework context takes before the first tensor."""
     watts: float = 0
@@ -87,6 +93,8 @@ class Device(BaseModel):
     host_latency: dict[str, float] = Field(default_factory=dict)
     """Seconds that an operator costs in a real training step beyond what it costs timed alone (the autograd engine,
     Python, emptied caches), by number of processes ("1", "2"). Measured on one small reference model."""
+    efficiency: Efficiency | None = None
+    """Constants fitted on this very device (see ``predict/calibrate.py``); None: those of its architecture."""
     source: str = ""
     """Where each figure comes from."""
 

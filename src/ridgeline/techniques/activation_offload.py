@@ -35,5 +35,8 @@ class ActivationOffload(Technique):
                 b.store.append(host_copy("offload.activations", "d2h", b.saved_bytes, "forward"))
                 b.gather_backward.append(host_copy("offload.activations_back", "h2d", b.saved_bytes, "backward"))
 
-        g.closing.append(lambda graph: graph.each_block(move, layers_only=True))
+        def close(graph: Graph) -> None:
+            graph.each_block(move, layers_only=True)
+
+        g.closing.append(close)
         return g

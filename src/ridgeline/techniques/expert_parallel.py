@@ -60,37 +60,37 @@ class ExpertParallel(Technique):
                 if p.name in experts:
                     p.numel /= d
                     p.spread = d
-            b.forward = _sent([_fewer(op, d, experts) for op in b.forward], d, stride, "forward")
-            b.backward = _sent([_fewer(op, d, experts) for op in b.backward], d, stride, "backward")
+            rows = g.tokens * e.model.experts_per_token
+            b.forward = _sent([_fewer(op, d, experts, rows) for op in b.forward], d, stride, "forward")
+            b.backward = _sent([_fewer(op, d, experts, rows) for op in b.backward], d, stride, "backward")
 
         return g.each_block(divide, layers_only=True)
 
 
-def _fewer(op: Op, d: int, experts: dict[str, int]) -> Op:
+def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
     """The same tokens over fewer experts: the same FLOPs, fewer weight bytes (those of the experts that are chosen)."""
     if op.kind != "gemm" or op.param not in experts:
         return op
-    rows, n, k = (op.shape[2], *op.shape[:2]) if op.name.endswith(".dw") else op.shape
-    count = experts[op.param]
-
-    def elements(held: int) -> float:
-        return rows * (n + k) + n * k * held * (1 - (1 - 1 / held) ** rows)
-
-    return replace(op, bytes=op.bytes * elements(max(1, count // d)) / elements(count))
+    held = max(1, experts[op.param] // d)
+    touched = held * (1 - (1 - 1 / held) ** rows)
+    if op.name.endswith(".dw"):
+        n, k = round(op.shape[0] / op.experts), op.shape[1]
+        shape = (round(n * touched), k, max(1, round(rows / touched)))
+    else:
+        n, k = op.shape[1], op.shape[2]
+        shape = op.shape
+    before, after = (rows * (n + k) + n * k * chosen for chosen in (op.experts, touched))
+    return replace(op, bytes=op.bytes * after / before, shape=shape, experts=touched)
 
 
 def _sent(ops: list[Op], d: int, stride: int, direction: str) -> list[Op]:
+    """Insert the two exchanges of one direction: the chosen tokens to their experts, and back."""
+    size = next((o.bytes / 2 for o in ops if o.name.startswith("mlp.dispatch")), 0.0)  # read once, written once
     out: list[Op] = []
     for op in ops:
         out.append(op)
-        if op.name in ("mlp.dispatch", "mlp.combine.bwd"):
-            out.append(_exchange(op, op.bytes / 2 if "dispatch" in op.name else op.bytes * 2 / 3, d, stride, direction))
-        elif op.name in ("mlp.experts.down_proj", "mlp.dispatch.bwd"):
-            size = next(o.bytes / 2 for o in ops if o.name.startswith("mlp.dispatch"))
-            out.append(_exchange(op, size, d, stride, direction))
+        if op.name in ("mlp.dispatch", "mlp.combine.bwd", "mlp.experts.down_proj", "mlp.dispatch.bwd"):
+            exchange = Op(f"{op.name}.exchange", "communication", "alltoall", direction, bytes=size, link_bytes=size,
+                          ranks=d, axis="ep", stride=stride)  # fmt: skip
+            out.append(exchange)
     return out
-
-
-def _exchange(op: Op, size: float, d: int, stride: int, direction: str) -> Op:
-    return Op(f"{op.name}.exchange", "communication", "all_to_all", direction, bytes=size, link_bytes=size, ranks=d,
-              axis="ep", stride=stride)  # fmt: skip

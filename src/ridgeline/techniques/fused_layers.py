@@ -53,7 +53,7 @@ def _merge_projections(b: Block) -> None:
     for name, parts in groups.items():
         if sum(op.name in parts for op in b.forward) < 2:
             continue
-        b.forward = _merge(b.forward, [p for p in parts], name, 1)
+        b.forward = _merge(b.forward, parts, name, 1)
         b.backward = _merge(b.backward, [f"{p}.dx" for p in parts], f"{name}.dx", 2)
         b.backward = _merge(b.backward, [f"{p}.dw" for p in parts], f"{name}.dw", 0)
         b.backward = [op for op in b.backward if op.name not in {f"{p}.accumulate" for p in parts}]

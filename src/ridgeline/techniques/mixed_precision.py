@@ -19,8 +19,8 @@ _FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", 
 class MixedPrecision(Technique):
     """Multiply matrices in 16 bits.
 
-    With ``weights=fp32`` (autocast, FSDP) parameters, gradients and optimizer states stay fp32 and are cast on use. With
-    ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16 bits wide, gradients are accumulated in
+    With ``weights=fp32`` (autocast, FSDP) parameters, gradients and optimizer states stay fp32 and are cast on use.
+    With ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16 bits wide, gradients are summed in
     fp32, and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW.
     """
 
@@ -72,6 +72,7 @@ class MixedPrecision(Technique):
 def _all_low(g: Graph, dtype: str) -> Graph:
     """Everything but the loss, the statistics and the dropout masks is 16 bits wide."""
     g.low_weights = True
+    g.gradients_resident = True  # accumulated in place, in fp32
     g.residual /= 2
     g.optimizer_bytes += 4.0
 

@@ -54,7 +54,7 @@ class PipelineParallel(Technique):
             self.needs(self.chunks > 1, "schedule interleaved with one chunk is 1f1b", "set chunks=2, or use 1f1b")
             self.needs(
                 e.accumulation % self.degree == 0,
-                f"the interleaved schedule needs micro-batches ({e.accumulation}) in groups of its {self.degree} stages",
+                f"schedule interleaved needs micro-batches ({e.accumulation}) in groups of its {self.degree} stages",
                 f"use a batch_size that gives a multiple of {self.degree} micro-batches, or schedule=1f1b",
             )
         else:

@@ -98,7 +98,9 @@ class Recompute(Technique):
 
 def _again(ops: list[Op]) -> list[Op]:
     return [
-        replace(o, name=f"{o.name}.again", direction="backward", recompute=True, behind=o.behind and f"{o.behind}.again")
+        replace(
+            o, name=f"{o.name}.again", direction="backward", recompute=True, behind=o.behind and f"{o.behind}.again"
+        )
         for o in ops
     ]
 

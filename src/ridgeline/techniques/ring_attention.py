@@ -90,6 +90,14 @@ def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
     return split_bytes(op, c)
 
 
+def _balanced(op: Op, c: int) -> Op:
+    """A causal kernel in zigzag parts: as much work as ``c`` times as many sequences of a part's length."""
+    if op.kind != "attention" or not op.causal:
+        return op
+    batch, heads, kv_heads, q_len, kv_len, dim = op.shape
+    return replace(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
+
+
 def _exchange(g: Graph, pair: float, c: int, stride: int) -> None:
     """Keys and values round the ring in forward; once more, and their gradients back, in backward."""
 
@@ -101,6 +109,12 @@ def _exchange(g: Graph, pair: float, c: int, stride: int) -> None:
         core = next((o for o in b.forward if o.name in ("attention.flash", "attention.scores")), None)
         if core is None:
             return
+        if core.kind == "attention":
+            b.forward = [_balanced(o, c) for o in b.forward]
+            b.backward = [_balanced(o, c) for o in b.backward]
+            # The fused kernel reads every key and value, but keeps its own part.
+            split_saved(b, ["attention.k", "attention.v"], c)
+        core = next(o for o in b.forward if o.name == core.name)
         b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "all_gather", "forward", core))
         back = next((o for o in b.backward if o.name in ("attention.flash.bwd", "attention.scores.dk")), None)
         if back is not None:

@@ -1,0 +1,233 @@
+"""Accuracy of operator and collective predictions on open measurements, and the fit behind the class defaults.
+
+For every measured device: constants fitted on all rows (in sample), fitted on one half of the shapes and judged on the
+other (cross-validated), and fitted on one device to predict the other (known by its datasheet only) — beside a
+three-constant roofline with the same halves. Every fit starts from the generic constants, so nothing of a held-out row
+is known to it.
+
+    python benchmarks/predict_operators.py DATA_DIR [--write] [--out benchmarks/results/predict_operators.json]
+
+``--write`` stores the fits as the catalogue's constants of their architectures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import nnls
+
+from ridgeline import catalog
+from ridgeline.predict.calibrate import Sample, calibrate, family_of
+from ridgeline.predict.collective import collective_time
+from ridgeline.predict.kernel import op_time, peak_flops
+from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.efficiency import Efficiency
+from ridgeline.validate import attention, collectives, gemm
+from ridgeline.validate.table import BadCell, read_table
+
+DEVICES = {"a100-80g-sxm": "ampere", "h100-sxm": "hopper"}
+SCHEMAS = {
+    "gemm": gemm.ops, "attention": lambda r: [attention.op_of(r)], "collectives": lambda r: [collectives.op_of(r)],
+}  # fmt: skip
+HEADER = """# {name}: constants of operator and collective times (see ridgeline/spec/efficiency.py for each)
+#
+# {data}
+# Seconds are those at the clock below.
+
+"""
+
+
+def load(directory: Path, device: str) -> list[Sample]:
+    out = []
+    for name, ops in SCHEMAS.items():
+        path = directory / f"{name}.csv"
+        for row in read_table(path) if path.is_file() else ():
+            try:
+                if row.text("device") == device and row.text("link", "intra-node") == "intra-node":
+                    out.append(Sample(tuple(ops(row)), row.number("seconds", above=0)))
+            except BadCell:
+                continue
+    return out
+
+
+def half(s: Sample) -> int:
+    """0 or 1 by shape alone, so that all rows of one shape (whatever their source) fall on one side."""
+    op = s.ops[-1]
+    return zlib.crc32(repr((op.kind, op.shape, op.ranks, op.link_bytes)).encode()) & 1
+
+
+def predicted(s: Sample, device: Device) -> float:
+    op = s.ops[-1]
+    if op.axis:
+        return collective_time(op, Cluster(device=device, devices_per_node=op.ranks)).seconds
+    return sum(op_time(o, device).seconds for o in s.ops)
+
+
+def label(s: Sample) -> str:
+    kind, key = family_of(s.ops[-1])
+    op = s.ops[-1]
+    return f"{kind} {op.dtype if kind == 'gemm' else op.kind if kind == 'collective' else key}"
+
+
+def regime(s: Sample) -> str:
+    """A coarse name of what bounds a row: its size against the machine."""
+    op = s.ops[-1]
+    if op.axis:
+        return "small (< 256 KiB)" if op.link_bytes < 2**18 else "medium (< 16 MiB)" if op.link_bytes < 2**24 else "large"
+    if s.seconds < 12e-6:
+        return "latency (< 12 us)"
+    m = op.shape[0] if op.kind == "gemm" else op.shape[3]
+    return "memory (few rows)" if m <= 128 else "compute (many rows)"
+
+
+def terms(s: Sample, device: Device) -> tuple[float, float, float]:
+    op = s.ops[-1]
+    if op.axis:
+        rounds = 2 if op.kind == "all_reduce" else 1
+        wire = device.link.bandwidth if device.link else 1.0
+        return rounds * (op.ranks - 1) / op.ranks * op.link_bytes / wire, 1e-6 * (op.ranks - 1), 1e-6
+    visible = 0.5 if op.kind == "attention" and op.shape[3] == op.shape[4] else 1.0
+    return visible * op.flops / peak_flops(device, op.dtype), op.bytes / device.memory_bandwidth, 1e-6
+
+
+def roofline(train: list[Sample], test: list[Sample], device: Device) -> list[float]:
+    """Errors on ``test`` of the sum of three terms, each with one constant fitted on ``train`` (relative errors)."""
+    a = np.array([[t / s.seconds for t in terms(s, device)] for s in train])
+    c, _ = nnls(a, np.ones(len(train)))
+    return [float(np.dot(c, terms(s, device)) / s.seconds - 1) for s in test]
+
+
+def summary(errors: Iterable[float]) -> dict[str, float]:
+    e = sorted(abs(x) for x in errors)
+    return {
+        "n": len(e), "mean_ape": round(sum(e) / len(e), 4), "median_ape": round(e[len(e) // 2], 4),
+        "p68": round(e[int(0.68 * len(e))], 4), "p90": round(e[int(0.9 * len(e))], 4),
+    }  # fmt: skip
+
+
+def grouped(samples: list[Sample], errors: list[float], key: Callable[[Sample], str]) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for s, e in zip(samples, errors, strict=True):
+        groups[key(s)].append(e)
+    return {k: summary(v) for k, v in sorted(groups.items())}
+
+
+def errors(samples: list[Sample], device: Device) -> list[float]:
+    return [predicted(s, device) / s.seconds - 1 for s in samples]
+
+
+def kind(s: Sample) -> str:
+    return family_of(s.ops[-1])[0]
+
+
+def start(device: Device) -> Efficiency:
+    """The generic constants, without what the device's node lacks (a switch that sums)."""
+    e = catalog.architecture("generic")
+    if catalog.device(device.name).architecture == "hopper":
+        return e
+    none = e.collective.model_copy(update={"nvls_share": 0.0, "nvls_latency": 0.0})
+    return e.model_copy(update={"collective": none, **{
+        k: {n: c for n, c in getattr(e, k).items() if not n.endswith("fp8")} for k in ("gemm", "prefill", "decode")
+    }})  # fmt: skip
+
+
+def write(name: str, e: Efficiency) -> None:
+    import tomli_w
+
+    folder = Path(catalog.__file__).parent / "efficiency"
+    document = e.model_dump()
+    text = HEADER.format(name=name, data=e.data) + tomli_w.dumps(document)
+    (folder / f"{name}.toml").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "predict_operators.json")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    report: dict = {"data": sorted(SCHEMAS), "devices": {}}
+    rows, fitted, spreads = {}, {}, {}
+    for name in DEVICES:
+        device = catalog.device(name)
+        rows[name] = load(args.data, name)
+        everything = calibrate(rows[name], device, start(device), "open data")
+        fitted[name] = everything.efficiency
+        one = {"in_sample": grouped(rows[name], errors(rows[name], everything.on(device)), label)}
+        held, found, base = [], [], []
+        for side in (0, 1):
+            train = [s for s in rows[name] if half(s) == side]
+            test = [s for s in rows[name] if half(s) != side]
+            cut = calibrate(train, device, start(device)).on(device)
+            held += test
+            found += errors(test, cut)
+            for group in sorted({label(s) for s in test}):
+                base += [
+                    (s, e) for part in [[s for s in test if label(s) == group]]
+                    for s, e in zip(part, roofline([s for s in train if label(s) == group], part, device), strict=True)
+                ]  # fmt: skip
+        one["cross_validated"] = grouped(held, found, label)
+        one["cross_validated_by_regime"] = grouped(held, found, lambda s: f"{kind(s)}: {regime(s)}")
+        one["cross_validated_by_kind"] = grouped(held, found, kind)
+        one["three_constant_roofline"] = grouped([s for s, _ in base], [e for _, e in base], label)
+        ranks = [s for s in rows[name] if s.ops[-1].axis]
+        without: dict[str, dict[str, float]] = {}
+        for n in sorted({s.ops[-1].ranks for s in ranks}):
+            cut = calibrate([s for s in ranks if s.ops[-1].ranks != n], device, start(device)).on(device)
+            part = [s for s in ranks if s.ops[-1].ranks == n]
+            without[f"{n} ranks left out"] = summary(errors(part, cut))
+        one["collective_ranks_left_out"] = without
+        report["devices"][name] = one
+        spreads[name] = {k: round(v["p68"], 3) for k, v in one["cross_validated_by_kind"].items()}
+    report["leave_device_out"] = {}
+    for source, target in (("a100-80g-sxm", "h100-sxm"), ("h100-sxm", "a100-80g-sxm")):
+        device = catalog.device(target).model_copy(update={"efficiency": fitted[source]})
+        part = [s for s in rows[target] if not family_of(s.ops[-1])[1].endswith("fp8")]
+        found = errors(part, device)
+        report["leave_device_out"][f"{source} -> {target}"] = grouped(part, found, label)
+        by_kind = grouped(part, found, kind)
+        for k, v in by_kind.items():
+            spreads.setdefault("class", {})
+            spreads["class"][k] = round(max(v["p68"], spreads["class"].get(k, 0.0)), 3)
+    report["seconds"] = round(time.perf_counter() - began, 1)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show(report)
+    if args.write:
+        for name, architecture in DEVICES.items():
+            spread = {**spreads[name], "pointwise": 0.15}
+            data = f"Fitted on open gemm, attention and collectives measurements of {name} (validation data of the README)."
+            e = fitted[name].model_copy(
+                update={"data": data, "spread": spread, "class_spread": {**spreads["class"], "pointwise": 0.25}}
+            )
+            write(architecture, e)
+
+
+def show(report: dict) -> None:
+    for name, one in report["devices"].items():
+        print(f"\n{name}  mean |error|: {'in sample':>10} {'held-out half':>14} {'roofline':>9}")
+        for group, v in one["in_sample"].items():
+            other = [one[k].get(group, {}).get("mean_ape", math.nan) for k in ("cross_validated", "three_constant_roofline")]
+            print(f"  {group:30} {v['n']:6} {v['mean_ape']:8.1%} {other[0]:12.1%} {other[1]:12.1%}")
+        for part in ("cross_validated_by_regime", "collective_ranks_left_out"):
+            print(f"  {part.replace('_', ' ')}")
+            for group, v in one[part].items():
+                print(f"    {group:34} {v['n']:6} {v['mean_ape']:8.1%} (p90 {v['p90']:.1%})")
+    for pair, groups in report["leave_device_out"].items():
+        print(f"\n{pair}")
+        for group, v in groups.items():
+            print(f"  {group:30} {v['n']:6} {v['mean_ape']:8.1%} (median {v['median_ape']:.1%})")
+    print(f"\n{report['seconds']} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Calibration: fits the constants of a device to rows of measured operators and collectives.
+
+Each family of constants (GEMM by width, attention by kernel, collectives) is fitted apart, by least squares on the
+logarithm of predicted ÷ measured with a soft bound on outliers and a weak pull towards the starting constants, so that
+what the rows do not determine stays where it was. NumPy and SciPy are imported when it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from ridgeline.graph.graph import Op
+from ridgeline.predict.attention import decode, decode_kernel, is_decode, prefill
+from ridgeline.predict.collective import algorithm_time, path
+from ridgeline.predict.gemm import quantise_time, tiled
+from ridgeline.predict.machine import Machine
+from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
+from ridgeline.spec.efficiency import Efficiency
+
+C = TypeVar("C", bound=BaseModel)
+_PULL = 0.01
+"""Weight of the starting constants: a factor of e away costs as much as a 1 % error of every row."""
+_SOFT = 0.1
+"""Relative error beyond which a row counts linearly and no longer by its square."""
+_MOST_ROWS = 1500
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured operator: what was run (the operators of the row, in order), on how many devices, and its seconds."""
+
+    ops: tuple[Op, ...]
+    seconds: float
+
+
+@dataclass
+class Fit:
+    """What calibration did to one family of constants: mean absolute relative error before and after."""
+
+    family: str
+    rows: int
+    before: float
+    after: float
+
+
+@dataclass
+class Calibrated:
+    """The fitted constants and the account of each family."""
+
+    efficiency: Efficiency
+    fits: list[Fit] = field(default_factory=list)
+
+    def on(self, device: Device) -> Device:
+        """``device`` with these constants as its own."""
+        return device.model_copy(update={"efficiency": self.efficiency})
+
+
+def calibrate(
+    samples: Iterable[Sample], device: Device, start: Efficiency | None = None, source: str = "measured profile"
+) -> Calibrated:
+    """Fit the constants of ``device`` to ``samples``; families without enough rows keep those of ``start``.
+
+    ``start`` defaults to the device's own constants or its architecture's.
+    """
+    base = start or Machine(device).efficiency
+    if device.clock:
+        base = _at_clock(base, device.clock)
+    m = Machine(device, base)
+    families: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        families.setdefault(family_of(sample.ops[-1]), []).append(sample)
+    out = Calibrated(base)
+    update: dict[str, Any] = {"source": source, "fitted_on": (device.name,), "spread": dict(base.spread)}
+    errors: dict[str, list[float]] = {}
+    for (kind, key), rows in sorted(families.items()):
+        table = getattr(base, kind)
+        old = (table.get(key) or table.get(_fallback(key)) or next(iter(table.values()))) if key else table
+        predict = _PREDICT[kind]
+        if len(rows) < 2 * len(_free(old)):
+            continue
+        if kind == "gemm" and device.watts:
+            old = old.model_copy(update={"power": device.watts / m.peak(rows[0].ops[-1].dtype)})
+        new = _fit(old, rows, m, predict)
+        before, after = _errors(old, rows, m, predict), _errors(new, rows, m, predict)
+        out.fits.append(Fit(f"{kind} {key}".strip(), len(rows), _mean(before), _mean(after)))
+        errors.setdefault(kind, []).extend(after)
+        if key:
+            update.setdefault(kind, dict(table))[key] = new
+        else:
+            update[kind] = new
+    for kind, found in errors.items():
+        update["spread"][kind] = round(sorted(found)[int(0.68 * len(found))], 3)
+    out.efficiency = base.model_copy(update=update)
+    return out
+
+
+def family_of(op: Op) -> tuple[str, str]:
+    """(field of :class:`Efficiency`, key in it) of the constants that time an operator."""
+    if op.kind == "gemm":
+        return "gemm", "fp8" if DTYPE_BYTES[op.dtype] < 2 else "fp32" if DTYPE_BYTES[op.dtype] > 2 else "bf16"
+    if op.kind != "attention":
+        return "collective", ""
+    _, heads, kv_heads, q_len, kv_len, _ = op.shape
+    narrow = ".fp8" if DTYPE_BYTES[op.kv_dtype or op.dtype] < 2 else ""
+    library = op.kernel or "flash"
+    if is_decode(q_len, kv_len):
+        return "decode", decode_kernel(library, heads, kv_heads) + narrow
+    return "prefill", library + narrow
+
+
+def _fallback(key: str) -> str:
+    return key.removesuffix(".fp8") if "." in key else "bf16"
+
+
+# ---- prediction with given constants ------------------------------------------------------------------------------
+
+
+def _gemm(m: Machine, c: Any, s: Sample) -> float:
+    op = s.ops[-1]
+    rows, n, k = op.shape
+    t = tiled(m, c, op.dtype, rows, n, k, op.experts, op.bytes, bool(op.weight_dtype)).seconds
+    return t + sum(quantise_time(m, c, q.bytes / 3.0) for q in s.ops[:-1])
+
+
+def _prefill(m: Machine, c: Any, s: Sample) -> float:
+    op = s.ops[-1]
+    return prefill(m, c, op.shape, op.causal, op.dtype).seconds
+
+
+def _decode(m: Machine, c: Any, s: Sample) -> float:
+    op = s.ops[-1]
+    apart = decode_kernel(op.kernel, op.shape[1], op.shape[2]) == "mmha"
+    return decode(m, c, op.shape, DTYPE_BYTES[op.kv_dtype or op.dtype], apart, op.dtype).seconds
+
+
+def _collective(m: Machine, c: Any, s: Sample) -> float:
+    op = s.ops[-1]
+    cluster = Cluster.model_construct(device=m.device, devices_per_node=op.ranks, nodes=1)
+    return algorithm_time(m, c, op.kind, op.ranks, op.link_bytes, path(c, cluster, op.ranks), op.dtype)
+
+
+_PREDICT: dict[str, Callable[[Machine, Any, Sample], float]] = {
+    "gemm": _gemm, "prefill": _prefill, "decode": _decode, "collective": _collective,
+}  # fmt: skip
+
+
+# ---- least squares ------------------------------------------------------------------------------------------------
+
+_STILL = {
+    "l2_bytes_per_clock", "dequantise_share", "backward_share", "network_share", "network_hop", "power", "share_limit",
+    "tensor_share",
+}  # fmt: skip
+"""Constants that single kernels on one node of one device say nothing of."""
+
+
+def _free(c: BaseModel) -> list[str]:
+    """The constants that can move: numbers above zero (a zero means that the machine lacks it)."""
+    return [k for k, v in c if isinstance(v, float) and v > 0 and k not in _STILL]
+
+
+def _fit(start: C, samples: Sequence[Sample], m: Machine, predict: Callable[[Machine, Any, Sample], float]) -> C:
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    chosen = list(samples)
+    if len(chosen) > _MOST_ROWS:
+        chosen = random.Random(0).sample(chosen, _MOST_ROWS)
+    names = _free(start)
+    fixed = {k: v for k, v in start if k not in names}
+    x0 = np.array([math.log(getattr(start, k)) for k in names])
+    goal = np.array([math.log(s.seconds) for s in chosen])
+    pull = _PULL * math.sqrt(len(chosen))
+
+    def residuals(x: Any) -> Any:
+        c = type(start).model_construct(**fixed, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+        got = np.array([math.log(predict(m, c, s)) for s in chosen])
+        return np.concatenate([got - goal, pull * (x - x0)])
+
+    # Constants stay within a factor of e^2.5 of where they start: no share of a thousandth, no latency of a second.
+    found = least_squares(
+        residuals, x0, bounds=(x0 - 2.5, x0 + 2.5), loss="soft_l1", f_scale=_SOFT, diff_step=0.01, max_nfev=20
+    )
+    values = {k: float(f"{v:.4g}") for k, v in zip(names, np.exp(found.x), strict=True)}
+    return start.model_copy(update=values)
+
+
+def _errors(c: Any, samples: Sequence[Sample], m: Machine, predict: Callable[[Machine, Any, Sample], float]) -> list[float]:
+    return [abs(predict(m, c, s) / s.seconds - 1.0) for s in samples]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _at_clock(e: Efficiency, clock: float) -> Efficiency:
+    """The same constants with their seconds counted at another clock."""
+    if not e.clock or e.clock == clock:
+        return e.model_copy(update={"clock": clock})
+    ratio = e.clock / clock
+
+    def rescaled(c: C) -> C:
+        seconds = {k: getattr(c, k) * ratio for k in type(c).model_fields if k in _SECONDS}
+        return c.model_copy(update=seconds)
+
+    tables = {k: {name: rescaled(c) for name, c in getattr(e, k).items()} for k in ("gemm", "prefill", "decode")}
+    return e.model_copy(
+        update={
+            **tables, "collective": rescaled(e.collective), "clock": clock,
+            "pointwise_latency": e.pointwise_latency * ratio,
+        }
+    )  # fmt: skip
+
+
+_SECONDS = {
+    "latency", "vector_latency", "fill", "quantise_latency", "block", "ll_hop", "ll128_hop", "ll128_latency",
+    "simple_hop", "simple_latency", "tree_hop", "alltoall_latency", "alltoall_peer", "alltoall_ramp", "nvls_latency",
+    "split",
+}  # fmt: skip

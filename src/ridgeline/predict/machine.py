@@ -1,0 +1,62 @@
+"""A device as the time models see it: its datasheet beside the constants that apply to it, looked up once."""
+
+from __future__ import annotations
+
+from ridgeline import catalog
+from ridgeline.spec.device import Device
+from ridgeline.spec.efficiency import Efficiency
+
+_FALLBACK_CLOCK = 1.5e9
+
+
+class Machine:
+    """Datasheet figures of one device (SI units) and its :class:`Efficiency`. Compared by identity, so it can be a key."""
+
+    __slots__ = ("bandwidth", "clock", "device", "efficiency", "fitted", "host", "l2", "peaks", "slow", "source", "units")
+
+    def __init__(self, device: Device, efficiency: Efficiency | None = None) -> None:
+        self.device = device
+        self.efficiency = efficiency or device.efficiency or catalog.efficiency(device)
+        self.peaks = device.peak_flops
+        self.bandwidth = device.memory_bandwidth
+        self.units = max(1, device.sm_count)
+        self.l2 = device.l2_bytes
+        self.clock = device.clock or _FALLBACK_CLOCK
+        self.slow = self.efficiency.clock / self.clock if self.efficiency.clock else 1.0
+        """Factor on the seconds of ``efficiency``: latencies are cycles, so they shrink as the clock rises."""
+        self.fitted = device.efficiency is not None or device.name in self.efficiency.fitted_on
+        self.source = self.efficiency.source if self.fitted else "class default"
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak FLOP/s of ``dtype``; one without units of its own runs at the rate of the next wider."""
+        for name in _WIDER.get(dtype, (dtype, "fp32")):
+            if name in self.peaks:
+                return self.peaks[name]
+        return max(self.peaks.values())
+
+    def spread(self, kind: str) -> float:
+        """Relative error that 68 % of the estimates of this kind stay within."""
+        e = self.efficiency
+        return e.spread.get(kind, 0.15) if self.fitted else e.class_spread.get(kind, 0.3)
+
+
+_WIDER = {
+    "bf16": ("bf16", "fp16", "tf32", "fp32"),
+    "fp16": ("fp16", "bf16", "tf32", "fp32"),
+    "tf32": ("tf32", "fp32"),
+    "fp8": ("fp8", "bf16", "fp16", "fp32"),
+    "int8": ("int8", "bf16", "fp16", "fp32"),
+    "int4": ("int4", "int8", "bf16", "fp16", "fp32"),
+}
+
+_machines: dict[int, Machine] = {}
+
+
+def machine(device: Device) -> Machine:
+    """The :class:`Machine` of ``device``, made once per object."""
+    found = _machines.get(id(device))
+    if found is None or found.device is not device:
+        if len(_machines) > 512:
+            _machines.clear()
+        found = _machines[id(device)] = Machine(device)
+    return found
