@@ -118,14 +118,16 @@ _MERGED = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
 )
+_AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
 def fuse(g: Graph, kernel: str = "") -> Graph:
     """The graph with the fusions that every engine makes, and attention by the library ``kernel``.
 
-    Query, key and value in one product, gate and up in one, a residual addition with the norm after it, and the
-    rotations of queries and keys (with their norms) in one kernel that also writes the cache.
+    Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit
+    copy that it writes), and the rotations of queries and keys (with their norms) in one kernel that also writes the
+    cache.
     """
 
     def each(b: Block) -> None:
@@ -142,6 +144,11 @@ def _fuse(b: Block) -> None:
             ops[group[0]] = _side_by_side([ops[name] for name in group])
             for name in group[1:]:
                 del ops[name]
+    for name in [n for n, o in ops.items() if o.kind == "quantise"]:
+        if name.removesuffix(".quantise") in ("attention.q_proj", *_AFTER_NORM):
+            del ops[name]  # the norm before it writes 8 bits
+        else:
+            ops[name] = replace(ops[name], kind="cast")  # one pass: the scales are known or per token
     rotated = [ops.pop(name) for name in _ROTATED if name in ops]
     if rotated:
         one = replace(rotated[-1], name="attention.rope_and_cache", bytes=sum(o.bytes for o in rotated))
