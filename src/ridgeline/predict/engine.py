@@ -34,6 +34,9 @@ class Engine:
     """The same per running sequence."""
     prefill_s: float
     """Seconds that an iteration with prompts takes beyond the GPU's and the dispatch: its inputs, and no graph."""
+    prefill_share: float
+    """Rate of a prompt's kernels inside a model, relative to the same kernels timed alone in a loop: real data and
+    several kinds of kernel in turn leave lower clocks and colder caches."""
     request_s: float
     """Seconds a request spends outside iterations (HTTP, tokeniser, queues), all in its time to the first token."""
     max_num_seqs: int
@@ -48,6 +51,8 @@ class Engine:
     """Whether an iteration is composed while the one before it still runs."""
     kernel: str = ""
     """Library of its attention kernels: flash, or trtllm."""
+    expand_share: float = 0.33
+    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): those kernels are made for few rows."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     memory_share: float = 0.9
@@ -63,18 +68,21 @@ ENGINES: dict[str, Engine] = {
     for e in (
         Engine(
             "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
-            dispatch_s=37e-6, iteration_s=9e-3, schedule_s=0.0, sequence_s=0.25e-3, prefill_s=0.0, request_s=20e-3,
+            dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, prefill_s=0.0,
+            prefill_share=1.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, one_shot=False,
-            spill_tokens=2560, spill_s=90e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
+            spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
         ),
         Engine(
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
-            dispatch_s=8e-6, iteration_s=1.0e-3, schedule_s=0.6e-3, sequence_s=10e-6, prefill_s=5e-3, request_s=10e-3,
+            dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=20e-6, prefill_s=3e-3,
+            prefill_share=0.80, request_s=10e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
         ),
         Engine(
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
-            dispatch_s=0.0, iteration_s=1.0e-3, schedule_s=8e-3, sequence_s=74e-6, prefill_s=18e-3, request_s=60e-3,
+            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=7e-3, sequence_s=74e-6, prefill_s=18e-3,
+            prefill_share=0.80, request_s=30e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
             kernel="trtllm",
             source="fitted to serving on H100",
