@@ -81,7 +81,9 @@ def regime(s: Sample) -> str:
     """A coarse name of what bounds a row: its size against the machine."""
     op = s.ops[-1]
     if op.axis:
-        return "small (< 256 KiB)" if op.link_bytes < 2**18 else "medium (< 16 MiB)" if op.link_bytes < 2**24 else "large"
+        return (
+            "small (< 256 KiB)" if op.link_bytes < 2**18 else "medium (< 16 MiB)" if op.link_bytes < 2**24 else "large"
+        )
     if s.seconds < 12e-6:
         return "latency (< 12 us)"
     m = op.shape[0] if op.kind == "gemm" else op.shape[3]
@@ -216,7 +218,9 @@ def show(report: dict) -> None:
     for name, one in report["devices"].items():
         print(f"\n{name}  mean |error|: {'in sample':>10} {'held-out half':>14} {'roofline':>9}")
         for group, v in one["in_sample"].items():
-            other = [one[k].get(group, {}).get("mean_ape", math.nan) for k in ("cross_validated", "three_constant_roofline")]
+            other = [
+                one[k].get(group, {}).get("mean_ape", math.nan) for k in ("cross_validated", "three_constant_roofline")
+            ]
             print(f"  {group:30} {v['n']:6} {v['mean_ape']:8.1%} {other[0]:12.1%} {other[1]:12.1%}")
         for part in ("cross_validated_by_regime", "collective_ranks_left_out"):
             print(f"  {part.replace('_', ' ')}")

@@ -3,7 +3,7 @@
     python benchmarks/predict_training.py DATA_DIR [--json benchmarks/results/predict_training.json]
 
 ``DATA_DIR`` holds ``training.csv`` and ``training_memory_selene.csv`` in the schemas of ``ridgeline validate``. Beside
-the shipped constants the script fits the three paces of a training step anew (see ``predict/pace.py``), leaving out all
+the shipped constants the script fits the paces of a training step anew (see ``predict/pace.py``), leaving out all
 runs of one model size at a time, and prints the error on the runs left out. The baseline is one constant per group: the
 utilisation that fits the group best.
 """
@@ -60,9 +60,11 @@ def runs(path: Path) -> tuple[list[Run], list[str]]:
             skipped.append(f"line {row.line}: {problem}")
             continue
         parts = dict.fromkeys(KINDS, 0.0)
+        fused = e.plan.option("fused_layers", "elementwise")
         for r in result.breakdown:
             if r.phase in ("forward", "backward"):
-                parts[pace.group(r.kind)] += r.seconds
+                name = pace.group(r.kind)
+                parts["fused" if fused and name == "pointwise" else name] += r.seconds
         values = np.array([parts[k] for k in KINDS])
         rest = result.metrics["step_time_s"].value - values.sum()
         size = re.sub(r"-\d+-.*", "", row.text("id", e.model.name))

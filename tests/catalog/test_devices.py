@@ -249,28 +249,40 @@ def test_local_round_trip(tmp_path, monkeypatch):
     device = Device.model_validate(
         {**catalog.device("xeon").model_dump(), "name": "local", "rates": rates, "ranks": {"2": rates}}
     )
-    path = catalog.save_local_device(device)
+    path = catalog.save_device(device, "probe")
     assert path == tmp_path / "new" / "config" / "devices" / "local.toml"
     assert catalog.device("local") == device == catalog.local_device()
     assert catalog.cluster("2xlocal").size == 2
     again = device.model_copy(update={"watts": 99.0})
-    catalog.save_local_device(again)
+    catalog.save_device(again)
     assert catalog.local_device().watts == 99.0
     assert [p.name for p in path.parent.iterdir()] == ["local.toml"]  # nothing temporary stays
 
 
 def test_failed_write_keeps_the_old_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path))
-    catalog.save_local_device(catalog.device("xeon"))
+    catalog.save_device(catalog.device("xeon").model_copy(update={"name": "local"}))
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(UserError, match=r"cannot write .*No space left"):
-        catalog.save_local_device(catalog.device("l4"))
-    assert catalog.local_device().name == "xeon"
+        catalog.save_device(catalog.device("l4").model_copy(update={"name": "local"}))
+    assert catalog.local_device().kind == "cpu"
     assert [p.name for p in (tmp_path / "config" / "devices").iterdir()] == ["local.toml"]
+
+
+def test_a_calibrated_profile_goes_before_the_catalogue(tmp_path, monkeypatch):
+    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path))
+    plain = catalog.device("h100-sxm")
+    tuned = plain.model_copy(update={"source": "calibrated here", "memory_bandwidth": 3.2e12})
+    path = catalog.save_device(tuned)
+    assert path.name == "h100-sxm.toml"
+    assert catalog.device("h100") == tuned
+    assert catalog.cluster("8xh100-sxm").device == tuned
+    path.unlink()
+    assert catalog.device("h100-sxm") == plain
 
 
 def test_where_the_local_profile_lies(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ TOKENS = 4 * 16
 
 @pytest.fixture
 def spec(corpus, tmp_path):
-    catalog.save_local_device(CPU)
+    catalog.save_device(CPU)
     table = {
         "name": "tiny", "on": "local", "model": MODEL.model_dump(exclude_none=True, exclude_defaults=True),
         "workload": {"kind": "pretrain", "data": str(corpus), "seq_len": 16, "batch_size": 4, "steps": 4},

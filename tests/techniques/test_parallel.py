@@ -156,9 +156,12 @@ def test_hybrid_sharding_stores_more_and_sends_less_across_nodes():
     assert memory(inside)["optimizer"] == pytest.approx(4 * memory(all_)["optimizer"])
 
     def sent(e):
+        slow = e.cluster.device.network.model_copy(update={"bandwidth": 1e9})
+        device = e.cluster.device.model_copy(update={"network": slow})
+        e = e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": device})})
         return sum(r.seconds for r in predict(e).breakdown if r.phase == "communication")
 
-    assert sent(inside) < sent(all_)
+    assert sent(inside) < 0.9 * sent(all_)  # only the gradients cross, summed in fp32
 
 
 def test_offload_moves_states_off_the_device():

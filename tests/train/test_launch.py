@@ -122,7 +122,7 @@ def test_ctrl_c_while_measuring_is_not_a_result(ranks, corpus):
 
 @pytest.fixture
 def file(corpus, tmp_path):
-    catalog.save_local_device(CPU)
+    catalog.save_device(CPU)
     table = {
         "name": "tiny", "on": "local", "model": MODEL.model_dump(exclude_none=True, exclude_defaults=True),
         "workload": {"kind": "pretrain", "data": str(corpus), "seq_len": 16, "batch_size": 4, "steps": 6},

@@ -65,8 +65,8 @@ def test_quantities_agree_with_each_other():
 
 
 @pytest.mark.parametrize(
-    "device", ["h100-sxm", "h200-sxm", "h20", "v100-32g-sxm", "v100-16g-sxm", "a100-40g-sxm", "mi250x", "mi300x", "l40s",
-               "l4", "t4", "b200", "rtx4090", "rtx3090", "h800", "a6000"],
+    "device", ["h100-sxm", "h200-sxm", "h20", "v100-32g-sxm", "v100-16g-sxm", "a100-40g-sxm", "mi250x", "mi300x",
+               "l40s", "l4", "t4", "b200", "rtx4090", "rtx3090", "h800", "a6000"],
 )  # fmt: skip
 def test_every_device_with_nothing_else_stated(device):
     unknown = dict.fromkeys(("tp", "pp", "cp", "dp", "zero_stage", "interleave", "recompute", "sequence_parallel",
@@ -122,13 +122,15 @@ def test_bad_rows(changes, error, says):
 
 MEMORY = {
     "source": "test", "model": "megatron-22B", "mode": "none", "quantity": "activations_GiB", "value": "59.25",
-    "num_procs": "8", "tensor_par": "8", "pipeline_par": "1", "data_par": "1", "batch_size": "4", "microbatch_size": "4",
-    "datatype": "float16", "activation_recompute": "none", "pipeline_interleaving": "1", "tensor_par_comm_type": "ar",
+    "num_procs": "8", "tensor_par": "8", "pipeline_par": "1", "data_par": "1", "batch_size": "4",
+    "microbatch_size": "4", "datatype": "float16", "activation_recompute": "none", "pipeline_interleaving": "1",
+    "tensor_par_comm_type": "ar",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "pp", "chunks"), [("megatron-22B", 8, 1, 1), ("gpt3-175B", 64, 8, 3), ("turing-530B", 280, 35, 3)]
+    ("model", "ranks", "pp", "chunks"),
+    [("megatron-22B", 8, 1, 1), ("gpt3-175B", 64, 8, 3), ("turing-530B", 280, 35, 3)],
 )
 def test_activation_memory_of_the_paper(model, ranks, pp, chunks):
     """s·b·h·L (10 + 24/t + 5as/(ht)) · (1 + (p-1)/(pv)) on the first stage: arXiv:2205.05198, eq. 2 and 4.2.3."""
@@ -139,8 +141,8 @@ def test_activation_memory_of_the_paper(model, ranks, pp, chunks):
     t, s, h, a = 8, 2048, m.hidden_size, m.num_heads
     layers = m.num_layers * (1 + (pp - 1) / (pp * chunks))
     whole = layers * s * micro * h * (10 + 24 / t + 5 * a * s / (h * t)) / 2**30
-    cells = {**MEMORY, "model": model, "num_procs": str(ranks), "pipeline_par": str(pp), "batch_size": str(max(4, ranks)),
-             "microbatch_size": str(micro), "pipeline_interleaving": str(chunks), "value": str(whole)}  # fmt: skip
+    cells = {**MEMORY, "model": model, "num_procs": str(ranks), "pipeline_par": str(pp), "microbatch_size": str(micro),
+             "batch_size": str(max(4, ranks)), "pipeline_interleaving": str(chunks), "value": str(whole)}  # fmt: skip
     (case,) = memory.cases(Row(2, cells))
     assert case.error == pytest.approx(0, abs=0.01)
 

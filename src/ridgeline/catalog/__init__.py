@@ -204,6 +204,8 @@ def devices() -> list[str]:
 def device(name: str) -> Device:
     """The device called ``name``: a catalogue name, an alias, the path of a device TOML file, or ``local``.
 
+    A profile that `ridgeline calibrate` kept under the same name goes before the catalogue's own entry.
+
     Raises :class:`UserError` for an unknown name (with the nearest ones), an unusable file, or a ``local`` that was
     never probed.
     """
@@ -211,11 +213,19 @@ def device(name: str) -> Device:
     if low == "local":
         return local_device()
     key = DEVICE_ALIASES.get(low, low)
+    own = profile_path(key)
+    if own.is_file():
+        return _profile(own, own.stat().st_mtime_ns)
     if key in devices():
         return _catalogue_device(key)
     if name.endswith(".toml") or name.startswith((".", "~", "/")):
         return _read_device(Path(name).expanduser())
-    raise unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+    error = unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+    raise UserError(
+        error.what,
+        f"{error.fix} Or describe it in a TOML file and give its path: `ridgeline devices {devices()[0]} --toml` prints"
+        " one to start from (peak_flops per dtype, memory_bytes and memory_bandwidth are enough)",
+    )
 
 
 def cluster(text: str) -> Cluster:
@@ -282,12 +292,22 @@ def architecture(name: str) -> Efficiency:
     return validate(Efficiency, document, file.name)
 
 
-# ---- this machine -----------------------------------------------------------------------------------------------
+# ---- profiles: this machine, and calibrated devices -------------------------------------------------------------
+
+
+def profile_path(name: str) -> Path:
+    """Where a measured profile lies: ``devices/NAME.toml`` in :func:`ridgeline.paths.config_dir`."""
+    return config_dir() / "devices" / f"{name}.toml"
+
+
+@cache
+def _profile(path: Path, modified: int) -> Device:
+    return _read_device(path)
 
 
 def local_device_path() -> Path:
-    """Where this machine's profile lies: ``devices/local.toml`` in :func:`ridgeline.paths.config_dir`."""
-    return config_dir() / "devices" / "local.toml"
+    """Where this machine's profile lies."""
+    return profile_path("local")
 
 
 class NoProfile(UserError):
@@ -319,17 +339,22 @@ def allow_unprobed() -> None:
     _unprobed[:] = [host]
 
 
-def save_local_device(device: Device) -> Path:
-    """Write ``device`` as this machine's profile, replacing an earlier one in one step, and return the file's path."""
-    import tempfile
-
+def device_toml(device: Device) -> str:
+    """The device as a TOML file that :func:`device` reads."""
     import tomli_w
 
-    path = local_device_path()
-    text = "# Written by `ridgeline probe`; SI units.\n" + tomli_w.dumps(device.model_dump(exclude_none=True))
+    return tomli_w.dumps(device.model_dump(exclude_none=True, exclude_defaults=True))
+
+
+def save_device(device: Device, by: str = "calibrate") -> Path:
+    """Keep ``device`` as the profile of its name, replacing an earlier one in one step, and return the file's path."""
+    import tempfile
+
+    path = profile_path(device.name)
+    text = f"# Written by `ridgeline {by}`; SI units.\n" + device_toml(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".local-", suffix=".toml")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{device.name}-", suffix=".toml")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as f:
                 f.write(text)

@@ -4,15 +4,6 @@ from ridgeline.graph.build import decode_graph, optimizer_ops, prefill_graph, to
 from ridgeline.graph.graph import Block, Graph, Op, Param, Pipeline, Saved
 
 __all__ = [
-    "Block",
-    "Graph",
-    "Op",
-    "Param",
-    "Pipeline",
-    "Saved",
-    "decode_graph",
-    "optimizer_ops",
-    "prefill_graph",
-    "tokens_graph",
-    "training_graph",
-]
+    "Block", "Graph", "Op", "Param", "Pipeline", "Saved", "decode_graph", "optimizer_ops", "prefill_graph",
+    "tokens_graph", "training_graph",
+]  # fmt: skip

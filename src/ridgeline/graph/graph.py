@@ -186,6 +186,8 @@ class Graph:
     """Bytes of the residual stream of one micro-batch on this rank: what a layer receives, and a stage sends on."""
     overlap_reduce: bool = True
     """Whether gradients are reduced while backward still runs."""
+    fused: bool = False
+    """Whether chains of elementwise operators run as one kernel each, as their bytes are counted."""
     low_weights: bool = False
     """Whether weights rest in the compute dtype beside a wide master copy among the optimizer's states."""
     pipeline: Pipeline | None = None

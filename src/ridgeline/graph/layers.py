@@ -77,16 +77,35 @@ class Builder:
         touched = distinct_experts(experts, rows) if experts > 1 else 1.0
         traffic = (rows * k + rows * n + n * k * touched) * self.width
         self.block.forward.append(
-            Op(name, module, "gemm", flops=flops, bytes=traffic, dtype=self.dtype, shape=(rows, n, k), param=weight,
-               experts=touched)
+            Op(
+                name,
+                module,
+                "gemm",
+                flops=flops,
+                bytes=traffic,
+                dtype=self.dtype,
+                shape=(rows, n, k),
+                param=weight,
+                experts=touched,
+            )
         )
         if not self.training:
             return
         # The weight gradients of several experts are as many products, each as deep as its expert has rows.
         deep = (round(n * touched), k, max(1, round(rows / touched))) if experts > 1 else (n, k, rows)
         grads = [
-            Op(f"{name}.dx", module, "gemm", "backward", flops, traffic, self.dtype, (rows, k, n), weight,
-               experts=touched),
+            Op(
+                f"{name}.dx",
+                module,
+                "gemm",
+                "backward",
+                flops,
+                traffic,
+                self.dtype,
+                (rows, k, n),
+                weight,
+                experts=touched,
+            ),
             Op(f"{name}.dw", module, "gemm", "backward", flops, traffic, self.dtype, deep, weight, experts=touched),
         ]
         earlier = self.block.saved.get(source)
@@ -155,7 +174,8 @@ class Builder:
         fwd, bwd = self.block.forward, self.block.backward
         fwd.append(Op(f"{prefix}.scores", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=shape))
         fwd.append(Op(f"{prefix}.mask", m, "mask", bytes=2 * scores * w, dtype=self.dtype))
-        fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w, dtype=self.dtype))
+        drop = (2 * w + 1) * scores if s.dropout else 0.0  # probabilities read and written again, with their mask
+        fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w + drop, dtype=self.dtype))
         fwd.append(Op(f"{prefix}.values", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=(b * hq, sq, d, sk)))
         if self.training:
 
@@ -164,7 +184,7 @@ class Builder:
 
             bwd.append(product("values.dprobs", shape))
             bwd.append(product("values.dv", (b * hq, sk, d, sq)))
-            bwd.append(Op(f"{prefix}.softmax.bwd", m, "softmax", "backward", 0, 3 * scores * w, self.dtype))
+            bwd.append(Op(f"{prefix}.softmax.bwd", m, "softmax", "backward", 0, 3 * scores * w + drop, self.dtype))
             bwd.append(product("scores.dq", (b * hq, sq, d, sk)))
             bwd.append(product("scores.dk", (b * hq, sk, d, sq)))
             kv_elements = b * sk * kv

@@ -38,7 +38,7 @@ def probe(
             raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
         ranks *= 2
     device = _device(found)
-    return device, catalog.save_local_device(device)
+    return device, catalog.save_device(device, "probe")
 
 
 REFERENCE = "llama-tiny"

@@ -190,7 +190,9 @@ def _fit(start: C, samples: Sequence[Sample], m: Machine, predict: Callable[[Mac
     return start.model_copy(update=values)
 
 
-def _errors(c: Any, samples: Sequence[Sample], m: Machine, predict: Callable[[Machine, Any, Sample], float]) -> list[float]:
+def _errors(
+    c: Any, samples: Sequence[Sample], m: Machine, predict: Callable[[Machine, Any, Sample], float]
+) -> list[float]:
     return [abs(predict(m, c, s) / s.seconds - 1.0) for s in samples]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.predict.collective import collective_time
 from ridgeline.predict.host import COPIES, host_time
-from ridgeline.predict.kernel import op_time, roof_seconds
+from ridgeline.predict.kernel import Timed, op_time, roof_seconds
 from ridgeline.predict.machine import machine
 from ridgeline.predict.pace import ALONE, Pace
 from ridgeline.predict.schedule import run as run_schedule
@@ -128,11 +128,14 @@ class BlockTimes:
 
 def seconds_of(op: Op, cluster: Cluster, pace: Pace = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
+    return timed_of(op, cluster).seconds * (1.0 if op.axis else pace.of(op.kind))
+
+
+def timed_of(op: Op, cluster: Cluster) -> Timed:
+    """Seconds, bound and source of any operator timed alone."""
     if op.kind in COPIES:
-        return host_time(op, cluster).seconds
-    if op.axis:
-        return collective_time(op, cluster).seconds
-    return op_time(op, cluster.device).seconds * pace.of(op.kind)
+        return host_time(op, cluster)
+    return collective_time(op, cluster) if op.axis else op_time(op, cluster.device)
 
 
 def block_times(b: Block, cluster: Cluster, pace: Pace = ALONE) -> BlockTimes:
@@ -348,18 +351,21 @@ def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1, pace
     """
     device = cluster.device
     sums: dict[tuple[str, str, str, str], list[float]] = {}
+    said: dict[tuple[str, str, str, str], Timed] = {}
     for op, count in _all_ops(g, update):
         key = (op.phase, op.module, op.name, op.kind)
-        seconds = seconds_of(op, cluster, pace)
+        said[key] = one = timed_of(op, cluster)
+        seconds = one.seconds * (1.0 if op.axis else pace.of(op.kind))
         n = count * times
         roof = 0.0 if op.axis else roof_seconds(op, device)
         values = [x * n for x in (seconds, 1.0, op.flops, op.bytes, op.link_bytes, roof)]
         old = sums.get(key)
         sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
     rows = [
-        Row(phase=phase, module=module, operator=name, kind=kind, seconds=s, count=n, flops=flops, bytes=moved,
-            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None)
-        for (phase, module, name, kind), (s, n, flops, moved, sent, roof) in sums.items()
+        Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=s, count=n, flops=flops, bytes=moved,
+            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None, bound=said[key].bound,
+            spread=said[key].spread)
+        for key, (s, n, flops, moved, sent, roof) in sums.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda r: -r.seconds)
 

@@ -15,7 +15,6 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row
 from ridgeline.techniques.base import Technique
 
-
 COMMUNICATOR_BYTES = 0.25e9
 """Device memory of one communicator's channels (assumption)."""
 FRAGMENTATION = 0.03
@@ -32,7 +31,7 @@ def update_ops(g: Graph, e: Experiment) -> list[Op]:
 
 def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) -> tuple[Step, float]:
     """The step of one rank, and the seconds that it then waits for the slowest."""
-    pace = training_pace(cluster)
+    pace = training_pace(cluster, g.fused)
     step = simulate(g, cluster, update, pace, record)
     delay = (step.seconds - step.exposed) * pace.straggling(cluster.size)
     if record and delay:
@@ -66,7 +65,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
         "trained_parameters": metric(trained(g), "", "", "graph"),
     }
     result = assemble(e, metrics, peak, cluster)
-    result.breakdown = breakdown(g, cluster, update, pace=training_pace(cluster))
+    result.breakdown = breakdown(g, cluster, update, pace=training_pace(cluster, g.fused))
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)
     return result

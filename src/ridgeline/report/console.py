@@ -34,7 +34,8 @@ def _out() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
-def _print(*tables: Table) -> None:
+def print_tables(*tables: Table) -> None:
+    """Tables on standard output."""
     _out().print(render.rich(tables))
 
 
@@ -161,7 +162,7 @@ def print_pair(predicted: Result, measured: Result) -> None:
     title = f"{measured.name or measured.experiment_id}: {measured.status}" + (
         f", {measured.reason}" if measured.reason else ""
     )
-    _print(Table(title, columns, rows, notes=measured.notes))
+    print_tables(Table(title, columns, rows, notes=measured.notes))
 
 
 def print_ablation(ablation: Ablation) -> None:
@@ -209,7 +210,7 @@ def print_plan_predictions(rows: Sequence[tuple[str, Result]], repeats: int, fol
         Column("status"),
     ]
     note = f"{len(rows)} plans × {repeats} processes; cells would go to {folder}"
-    _print(Table("predicted (nothing was measured)", columns, cells, notes=[note]))
+    print_tables(Table("predicted (nothing was measured)", columns, cells, notes=[note]))
 
 
 # ---- lists ----------------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def print_runs(rows: Sequence[Run]) -> None:
         Column("peak"),
         Column("status", align="left"),
     ]
-    _print(Table("stored runs" if cells else "no stored runs yet", columns, cells))
+    print_tables(Table("stored runs" if cells else "no stored runs yet", columns, cells))
 
 
 def print_cards(cards: Sequence[dict[str, Any]]) -> None:
@@ -240,7 +241,7 @@ def print_cards(cards: Sequence[dict[str, Any]]) -> None:
         for c in cards
     ]  # fmt: skip
     names = ("technique", "what", "phase", "tasks", "contract", "paper", "options")
-    _print(Table("techniques", [Column(n, align="left") for n in names], cells,
+    print_tables(Table("techniques", [Column(n, align="left") for n in names], cells,
                  notes=["`ridgeline techniques NAME` shows a card; `--matrix` what works together"]))  # fmt: skip
 
 
@@ -257,18 +258,15 @@ def print_matrix(pairs: Sequence[Pair]) -> None:
         cells.append(row)
     reasons = [f"{p.a} × {p.b}: {p.reason}" for p in pairs if p.status == "refused"]
     columns = [Column("", align="left"), *(Column(n) for n in names)]
-    _print(
-        Table(
-            "support matrix (✓ has a passing parity test, ○ predicted only, ✗ refused)", columns, cells, notes=reasons
-        )
-    )
+    title = "support matrix (✓ has a passing parity test, ○ predicted only, ✗ refused)"
+    print_tables(Table(title, columns, cells, notes=reasons))
 
 
 def print_models(rows: Sequence[dict[str, Any]], detail: bool) -> None:
     """Models by size, or all fields of one."""
     if detail:
         cells = [[k, str(v)] for k, v in rows[0].items()]
-        _print(Table(rows[0]["name"], [Column("field", align="left"), Column("value", align="left")], cells))
+        print_tables(Table(rows[0]["name"], [Column("field", align="left"), Column("value", align="left")], cells))
         return
     cells = [
         [r["name"], r["family"], units.count(r["parameters"]), units.count(r["active_parameters"]),
@@ -278,7 +276,7 @@ def print_models(rows: Sequence[dict[str, Any]], detail: bool) -> None:
     ]  # fmt: skip
     names = ("parameters", "active", "layers", "hidden", "heads/kv", "vocabulary", "positions")
     columns = [Column("model", align="left"), Column("family", align="left"), *(Column(n) for n in names)]
-    _print(Table("models", columns, cells))
+    print_tables(Table("models", columns, cells))
 
 
 def print_devices(devices: Sequence[Device], detail: bool) -> None:
@@ -297,7 +295,7 @@ def print_devices(devices: Sequence[Device], detail: bool) -> None:
     columns = [Column("device", align="left"), Column("architecture", align="left"), Column("bf16/fp16 TFLOP/s"),
                Column("fp32 TFLOP/s"), Column("memory"), Column("TB/s"), Column("link", align="left"), Column("W"),
                Column("$/h")]  # fmt: skip
-    _print(Table("devices (dense peaks)", columns, cells))
+    print_tables(Table("devices (dense peaks)", columns, cells))
 
 
 def device_table(d: Device) -> None:
@@ -311,7 +309,7 @@ def device_table(d: Device) -> None:
             rows.append([key, *_rate(r), *(_rate(shared) if shared else ["–", "–", "–"])])
         names = ("latency", "GFLOP/s", "GB/s", "shared: latency", "GFLOP/s", "GB/s")
         tables.append(Table("measured rates", [Column("operator", align="left"), *(Column(n) for n in names)], rows))
-    _print(*tables)
+    print_tables(*tables)
 
 
 def _rate(r: Any) -> list[str]:

@@ -55,6 +55,10 @@ class Row(_Record):
     """Memory traffic."""
     link_bytes: float = 0
     """Bytes sent over a link."""
+    bound: str = ""
+    """What limits it: compute, memory, launch, link, host; empty when that is not known (measured rows)."""
+    spread: float | None = None
+    """Relative 68 % error of ``seconds``; None when it is not known."""
     roof: float | None = None
     """Achieved share of the roof (the faster of peak rate and bandwidth), 0–1."""
     exposed_seconds: float | None = None

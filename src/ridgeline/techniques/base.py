@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_origin
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -90,6 +91,16 @@ class Technique(BaseModel):
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
         return {}
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Its settings worth trying in a search on ``e``: every combination of its ``Literal`` and ``bool`` options.
+
+        Techniques with degrees or open-ended options override this. What ``check`` refuses may be among them.
+        """
+        closed = {k: get_args(f.annotation) for k, f in cls.model_fields.items() if get_origin(f.annotation) is Literal}
+        closed |= {k: (False, True) for k, f in cls.model_fields.items() if f.annotation is bool}
+        return [cls(**dict(zip(closed, values, strict=True))) for values in product(*closed.values())]
+
     def check(self, e: Experiment) -> None:
         """Raise :class:`Incompatible`, with the reason and the mend, when it cannot work in this experiment."""
 
@@ -105,3 +116,13 @@ class Technique(BaseModel):
         """Raise :class:`Incompatible` naming this technique unless ``condition`` holds."""
         if not condition:
             raise Incompatible(f"{self.card.name}: {why}", fix)
+
+
+def degrees(e: Experiment, most: int, sizes: tuple[int, ...] = ()) -> list[int]:
+    """Powers of two from 2 to ``most`` that divide the devices and every one of ``sizes``."""
+    out, n = [], 2
+    while n <= min(most, e.world):
+        if e.world % n == 0 and all(size % n == 0 for size in sizes):
+            out.append(n)
+        n *= 2
+    return out

@@ -80,6 +80,8 @@ def _type(schema: dict[str, Any]) -> str:
         return " | ".join(str(v) for v in schema["enum"])
     if "const" in schema:
         return str(schema["const"])
+    if "anyOf" in schema:  # optional
+        return _type(schema["anyOf"][0])
     return str(schema.get("type", "value")).replace("array", "list, a+b")
 
 

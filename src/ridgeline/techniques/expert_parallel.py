@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.base import Card, Phase, Technique, degrees
 
 
 class ExpertParallel(Technique):
@@ -36,6 +36,11 @@ class ExpertParallel(Technique):
 
     degree: int = Field(default=2, ge=2)
     """Data-parallel ranks that share the experts."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Powers of two that divide the experts; nothing without experts."""
+        return [cls(degree=n) for n in degrees(e, e.model.num_experts, (e.model.num_experts,))]
 
     def check(self, e: Experiment) -> None:
         """Needs experts that divide, and data-parallel ranks."""
@@ -73,12 +78,12 @@ def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
         return op
     held = max(1, experts[op.param] // d)
     touched = held * (1 - (1 - 1 / held) ** rows)
+    shape = op.shape
     if op.name.endswith(".dw"):
         n, k = round(op.shape[0] / op.experts), op.shape[1]
         shape = (round(n * touched), k, max(1, round(rows / touched)))
     else:
-        n, k = op.shape[1], op.shape[2]
-        shape = op.shape
+        n, k = op.shape[1:]
     before, after = (rows * (n + k) + n * k * chosen for chosen in (op.experts, touched))
     return replace(op, bytes=op.bytes * after / before, shape=shape, experts=touched)
 

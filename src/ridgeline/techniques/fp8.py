@@ -44,7 +44,7 @@ class FP8(Technique):
                    "use a device of the Hopper, Ada or later generations, or drop fp8")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Reprice the linear layers; operands are one byte wide, results two."""
+        """Reprice the linear layers: operands one byte wide, results two; in training both are quantised before."""
         if e.is_training:
             return g.each_block(_lower, layers_only=True)
         compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
@@ -57,12 +57,23 @@ def _linear(op: Op) -> bool:
 
 def _lower(b: Block) -> None:
     """Training: products in fp8 over weights that stay wide."""
+    b.forward = [new for op in b.forward for new in _lowered(op)]
+    b.backward = [new for op in b.backward for new in _lowered(op)]
 
-    def lower(op: Op) -> Op:
-        return replace(op, dtype="fp8", bytes=op.bytes * 2 / 3) if _linear(op) else op
 
-    b.forward = [lower(op) for op in b.forward]
-    b.backward = [lower(op) for op in b.backward]
+def _lowered(op: Op) -> list[Op]:
+    """The operator in fp8 behind the quantisation of what is new to it: inputs and weights in forward, the gradient of
+    the result in backward (which both backward products read)."""
+    if not _linear(op):
+        return [op]
+    m, n, k = op.shape
+    low = replace(op, dtype="fp8", bytes=op.bytes * 2 / 3)
+    new = {"dx": m * k, "dw": 0}.get(op.name.rpartition(".")[2], m * k + n * k * op.experts)
+    if not new:
+        return [low]
+    moved = 3.0 * new  # two bytes read, one written
+    quantise = Op(f"{op.name}.quantise", op.module, "quantise", op.direction, 0, moved, "fp8", recompute=op.recompute)
+    return [quantise, low]
 
 
 def _store(b: Block, compute: str) -> None:

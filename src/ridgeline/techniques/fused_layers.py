@@ -33,11 +33,17 @@ class FusedLayers(Technique):
     loss: bool = True
     """Cross-entropy that reads the logits in the compute dtype and leaves their gradient in place."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """All fusions at once."""
+        return [cls()]
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Fewer operators and fewer bytes; the same FLOPs."""
         if self.projections:
             g.each_block(_merge_projections, layers_only=True)
         if self.elementwise:
+            g.fused = True
             g.each_block(_fuse_elementwise, layers_only=True)
         if self.loss:
             g.each_block(lambda b: _fuse_loss(b, 2.0 if g.dtype in ("bf16", "fp16") else 4.0))

@@ -49,6 +49,12 @@ class MixedPrecision(Technique):
         """Loss scaling (fp16) and separate master copies are not run yet."""
         return self.dtype == "bf16" and self.weights == "fp32"
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """bf16 where the device has it, else fp16; master weights kept either way."""
+        dtype: Literal["bf16", "fp16"] = "bf16" if "bf16" in e.cluster.device.peak_flops else "fp16"
+        return [cls(dtype=dtype, weights="fp32"), cls(dtype=dtype, weights="low")]
+
     def check(self, e: Experiment) -> None:
         """Needs fp32 master weights."""
         self.needs(e.dtype == "fp32", f"the weights are stored in {e.dtype}", 'set workload dtype = "fp32"')

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Graph, Op, Pipeline
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.base import Card, Phase, Technique, degrees
 
 
 class PipelineParallel(Technique):
@@ -44,6 +44,20 @@ class PipelineParallel(Technique):
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""
         return {"pp": self.degree}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Powers of two, each with every schedule; two or four chunks where the layers reach."""
+        layers = e.model.num_layers + e.model.encoder_layers
+        out: list[Technique] = []
+        for n in degrees(e, layers):
+            out += [
+                cls(degree=n, schedule="1f1b"),
+                cls(degree=n, schedule="gpipe"),
+                cls(degree=n, schedule="zero_bubble"),
+            ]
+            out += [cls(degree=n, schedule="interleaved", chunks=c) for c in (2, 4) if n * c <= layers]
+        return out
 
     def check(self, e: Experiment) -> None:
         """Layers must reach for all stages; chunks belong to the interleaved schedule."""

@@ -35,6 +35,11 @@ class Recompute(Technique):
     every: int = Field(default=1, ge=1)
     """With policy full: recompute every how many-th block."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Full, full in every other layer, selective."""
+        return [cls(), cls(every=2), cls(policy="selective")]
+
     def check(self, e: Experiment) -> None:
         """Selective recomputation has nothing to drop when attention is fused, and has no ``every``."""
         self.needs(

@@ -10,7 +10,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.base import Card, Phase, Technique, degrees
 from ridgeline.techniques.mesh import split_bytes, split_gemm, split_saved
 
 _QUERY_SIDE = {"scores": 1, "values": 1, "values.dprobs": 1, "values.dv": 3, "scores.dq": 1, "scores.dk": 3}
@@ -43,6 +43,11 @@ class RingAttention(Technique):
     def axes(self) -> dict[str, int]:
         """The mesh axis next to tensor parallelism."""
         return {"cp": self.degree}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Powers of two up to 16, where each rank keeps at least 1024 tokens."""
+        return [cls(degree=n) for n in degrees(e, min(16, e.training.seq_len // 1024))]
 
     def check(self, e: Experiment) -> None:
         """Zigzag halves must divide the sequence."""

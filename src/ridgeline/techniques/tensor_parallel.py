@@ -10,7 +10,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.base import Card, Phase, Technique, degrees
 from ridgeline.techniques.mesh import ATTENTION_CORE, COLUMN, ROW, split_bytes, split_gemm, split_saved
 
 _DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
@@ -45,6 +45,12 @@ class TensorParallel(Technique):
     def axes(self) -> dict[str, int]:
         """The innermost mesh axis."""
         return {"tp": self.degree}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Powers of two within a node."""
+        sizes = (e.model.num_heads, e.model.intermediate_size)
+        return [cls(degree=n) for n in degrees(e, e.cluster.devices_per_node, sizes)]
 
     def check(self, e: Experiment) -> None:
         """Heads and MLP width must divide."""

@@ -41,13 +41,23 @@ class Zero(Technique):
 
     stage: Literal[1, 2, 3] = 2
     """1: optimizer states; 2: gradients too; 3: parameters too."""
-    degree: int = Field(default=0, ge=0)
-    """Ranks that share one copy; 0: all. Fewer is hybrid sharding: shards inside a node, copies across nodes."""
+    degree: int | None = Field(default=None, ge=2)
+    """Ranks that share one copy, if not all. Fewer is hybrid sharding: shards inside a node, copies across nodes."""
 
     @property
     def runs(self) -> bool:
         """Hybrid sharding is not run yet."""
-        return self.degree == 0
+        return self.degree is None
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Every stage over all data-parallel ranks, and over one node of them."""
+        out: list[Technique] = []
+        for stage in (1, 2, 3):
+            out.append(cls(stage=stage))
+            if e.cluster.nodes > 1:
+                out.append(cls(stage=stage, degree=e.cluster.devices_per_node))
+        return out
 
     def check(self, e: Experiment) -> None:
         """Needs several data-parallel ranks."""
@@ -57,9 +67,9 @@ class Zero(Technique):
             f"run on several, e.g. --on 2x{e.cluster.device.name}, or drop zero",
         )
         self.needs(
-            not self.degree or (self.degree > 1 and e.data_parallel % self.degree == 0),
+            self.degree is None or e.data_parallel % self.degree == 0,
             f"{e.data_parallel} data-parallel ranks do not form groups of {self.degree}",
-            f"use a degree of at least 2 that divides {e.data_parallel}, or 0 for all",
+            f"use a degree that divides {e.data_parallel}, or drop it for all",
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:

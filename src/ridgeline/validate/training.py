@@ -67,6 +67,7 @@ def model(row: Row) -> ModelSpec:
         out_bias=gpt,
         mlp_bias=gpt,
         tie_embeddings=plain,
+        dropout=0.1 if gpt else 0.0,
         num_experts=row.count("experts", 0, least=0),
         experts_per_token=row.count("experts_per_token", 0, least=0),
     )
@@ -127,7 +128,7 @@ def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy
         plan.append("flash_attention")
     megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1
     compiled = bool(row.number("compile", 0.0))
-    fused_loss = str(not megatron or compiled).lower()
+    fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
     plan.append(f"fused_layers:elementwise={str(megatron or compiled).lower()},loss={fused_loss}")
     if degrees["tp"] > 1:
         plan.append(f"tensor_parallel:degree={degrees['tp']}")
@@ -142,8 +143,12 @@ def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy
         plan.append(f"ring_attention:degree={degrees['cp']}")
     if policy in ("full", "1", "true", "yes"):
         plan.append("recompute:policy=full")
-    elif policy.startswith(("sel", "attn")) and not flash:  # flash attention never keeps what it would drop
-        plan.append("recompute:policy=selective")
+    elif policy.startswith(("sel", "attn")):
+        if not flash:
+            plan.append("recompute:policy=selective")
+        elif row.count("zero_stage", 0, least=0) > 1:  # PyTorch's: about every second matrix product is run again
+            plan.append("recompute:every=2")
+        # Megatron's drops the score matrix, which flash attention never keeps.
     if row.number("activation_offload", 0.0):
         plan.append("activation_offload")
     ranks = row.count("n_devices") // (degrees["tp"] * degrees["pp"] * degrees["cp"])

@@ -1,0 +1,24 @@
+"""The command line: thin. Results go to standard output, everything else to standard error.
+
+Exit codes: 0 done, 1 ran but no feasible answer or a threshold was broken, 2 the user's mistake, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ridgeline.cli import answers, looks, real  # noqa: F401  (they register their commands)
+from ridgeline.cli.base import app, say
+from ridgeline.spec.errors import UserError
+
+
+def main() -> None:
+    """Entry point: turns mistakes into one message and exit code 2, Ctrl-C into 130."""
+    try:
+        app()
+    except UserError as e:
+        say(f"error: {e}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(130)

@@ -1,0 +1,92 @@
+"""What all commands share: the app, their common options, and small helpers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ridgeline.spec.experiment import Experiment
+    from ridgeline.spec.result import Result
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="ridgeline",
+    help="Predict, run, measure and search LLM optimisation techniques: one Plan, one result schema.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+With = Annotated[list[str] | None, typer.Option("--with", help="Switch a technique on: NAME or NAME:option=value,…")]
+On = Annotated[str, typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME; `local` is this machine.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: workload.steps=40 model.num_layers=2")]
+File = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).")]
+PlanName = Annotated[str | None, typer.Option("--plan", help="Which plan of an ablation file.")]
+Data = Annotated[str | None, typer.Option("--data", help="Text: a file, a directory, stdlib, or hf:NAME.")]
+
+
+def predicted_trace(e: Experiment, path: Path) -> None:
+    """Write the predicted step as a Chrome trace."""
+    from ridgeline.predict import predict_trace
+    from ridgeline.report.trace import TraceEvent, write_trace
+
+    events = [
+        TraceEvent(v.name, v.start, v.seconds, v.stream, "predicted", {"phase": v.phase}) for v in predict_trace(e)
+    ]
+    write_trace(path, events)
+
+
+def load(file: str, plan: str | None, overrides: list[str]) -> Experiment:
+    """The experiment of a file, or one named plan of an ablation file."""
+    from ridgeline import experiments
+
+    if plan:
+        return experiments.load_plan(file, plan, overrides)
+    return experiments.load(file, overrides)
+
+
+def data_override(data: str | None) -> list[str]:
+    """``--data`` as an override."""
+    return [f"workload.data={data}"] if data else []
+
+
+def store() -> Any:
+    """The store of results."""
+    from ridgeline.store import Store
+
+    return Store()
+
+
+def keep(*results: Result) -> None:
+    """Store results and say under which names."""
+    ids = [store().add_result(r) for r in results]
+    say("stored as " + ", ".join(ids))
+
+
+def probed(load: Callable[[], T]) -> T:
+    """``load()``; when it needs the profile of this machine and there is none, probe once and load again."""
+    from ridgeline import catalog
+
+    try:
+        return load()
+    except catalog.NoProfile:
+        from ridgeline.measure.probe import probe as run
+        from ridgeline.report.console import Status
+
+        with Status("probing this machine once (its profile is kept)") as status:
+            run(max_ranks=2, quick=False, progress=status.message)
+        return load()
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    print(text, file=sys.stderr, flush=True)

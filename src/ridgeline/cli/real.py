@@ -1,0 +1,231 @@
+"""Commands that run the plan on this machine: train, bench, ablate, dissect."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ridgeline.cli.base import (
+    Data,
+    File,
+    Json,
+    Overrides,
+    PlanName,
+    app,
+    data_override,
+    keep,
+    load,
+    predicted_trace,
+    probed,
+    say,
+    store,
+)
+from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from ridgeline.spec.experiment import Experiment
+
+
+# ---- run and measure ----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    file: File,
+    overrides: Overrides = None,
+    plan: PlanName = None,
+    data: Data = None,
+    procs: Annotated[int | None, typer.Option(help="Processes on this machine.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the exported model.")] = None,
+    save_every: Annotated[int, typer.Option(help="Checkpoint every so many steps (with --out).")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = True,
+    export: Annotated[bool, typer.Option(help="Write a Hugging Face checkpoint at the end (with --out).")] = True,
+    json: Json = False,
+) -> None:
+    """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
+    import os
+
+    from ridgeline import catalog
+    from ridgeline.measure.ablate import require_local
+    from ridgeline.report.console import StepBar
+    from ridgeline.train.launch import Job, JobFailed, run_job
+
+    catalog.allow_unprobed()
+    extra = [f'on="{procs}xlocal"'] if procs else []
+    e = load(file, plan, [*(overrides or []), *extra, *data_override(data)])
+    require_local(e)
+    options = {"out": str(out) if out else None, "save_every": save_every, "resume": resume, "export": export}
+    if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        _train_under_torchrun(e, options, json)
+        return
+    with StepBar(f"training {e.model.name}", e.training.steps) as bar:
+        try:
+            result = run_job(Job("train", e, options, ranks=e.world), bar.message)
+        except JobFailed as failure:
+            raise _failed(failure) from None
+    _print_training(result, json)
+    if result["stopped"]:
+        raise typer.Exit(130)
+
+
+@app.command()
+def bench(
+    file: File,
+    overrides: Overrides = None,
+    plan: PlanName = None,
+    data: Data = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes to measure.")] = 3,
+    json: Json = False,
+) -> None:
+    """Measure one experiment, with its prediction beside it."""
+    from ridgeline.measure.bench import bench as run
+    from ridgeline.report.console import StepBar
+
+    e = probed(lambda: load(file, plan, [*(overrides or []), *data_override(data)]))
+    with StepBar(f"measuring {e.name or e.model.name}", 0) as bar:
+        predicted, measured = run(e, repeats, bar.message)
+    keep(predicted, measured)
+    if json:
+        print(measured.to_json())
+    else:
+        from ridgeline.report.console import print_pair
+
+        print_pair(predicted, measured)
+    if measured.status != "ok":
+        raise typer.Exit(1)
+
+
+@app.command()
+def ablate(
+    file: File,
+    overrides: Overrides = None,
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of cells and results (default runs/NAME-ID).")] = None,
+    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("report.html"),
+    fresh: Annotated[bool, typer.Option(help="Measure again what an earlier run already measured.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Show what would be measured, with predictions, and stop.")] = False,
+    json: Json = False,
+) -> None:
+    """Which techniques help, by how much, and why? Every plan predicted and measured, against the baseline.
+
+    An interrupted ablation goes on where it stopped when the same command is given again.
+    """
+    import shutil
+
+    from ridgeline import experiments
+    from ridgeline.measure.ablate import ablation_key, require_local, run_ablation
+    from ridgeline.report.console import AblationBar, print_ablation
+    from ridgeline.report.html import ablation_html
+
+    spec = probed(lambda: experiments.load_ablation(file, [*(overrides or []), *data_override(data)]))
+    folder = out or Path("runs") / f"{spec.name}-{ablation_key(spec)}"
+    if dry_run:
+        _dry_run(spec, folder, json)
+        return
+    for e in spec.plans.values():
+        require_local(e)
+    if fresh:
+        shutil.rmtree(folder / "cells", ignore_errors=True)
+    try:
+        with AblationBar(spec) as bar:
+            outcome = run_ablation(spec, folder, _command(), bar.watch)
+    except KeyboardInterrupt:
+        say(f"\ninterrupted; finished cells are kept in {folder}: give the same command again to go on")
+        raise
+    ablation_html(outcome, report)
+    store_id = store().add_ablation(outcome)
+    print(outcome.to_json()) if json else print_ablation(outcome)
+    say(f"report: {report}   stored as {store_id}   cells in {folder}")
+    if all(o.verdict == "failed" for o in outcome.outcomes):
+        raise typer.Exit(1)
+
+
+@app.command()
+def dissect(
+    file: File,
+    overrides: Overrides = None,
+    plan: PlanName = None,
+    data: Data = None,
+    out: Annotated[Path, typer.Option(help="Directory for the traces.")] = Path("runs/dissect"),
+    json: Json = False,
+) -> None:
+    """Where do the time and the bytes go, module by module, phase by phase, operator by operator?"""
+    from ridgeline.measure.bench import dissect as run
+    from ridgeline.report.console import Status, print_dissection
+
+    e = probed(lambda: load(file, plan, [*(overrides or []), *data_override(data)]))
+    with Status(f"dissecting {e.name or e.model.name}") as status:
+        name = e.name or e.id
+        out.mkdir(parents=True, exist_ok=True)
+        traces = out / f"{name}.measured.json", out / f"{name}.predicted.json"
+        predicted, measured = run(e, traces[0], status.message)
+    predicted_trace(e, traces[1])
+    keep(measured)
+    print(measured.to_json()) if json else print_dissection(predicted, measured)
+    say("Chrome traces (open in Perfetto): " + ", ".join(str(t) for t in traces))
+
+
+def _dry_run(spec: Any, folder: Path, json: bool) -> None:
+    import json as js
+
+    from ridgeline.predict import predict as run
+    from ridgeline.report.console import print_plan_predictions
+
+    rows = [(name, run(e)) for name, e in spec.plans.items()]
+    if json:
+        print(js.dumps({name: js.loads(r.to_json()) for name, r in rows}))
+    else:
+        print_plan_predictions(rows, spec.measure.repeats, folder)
+
+
+def _train_under_torchrun(e: Experiment, options: dict[str, Any], json: bool) -> None:
+    import os
+
+    from ridgeline.train.worker import run_rank, setup
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if e.world != ranks:
+        raise UserError(f"torchrun started {ranks} ranks, the experiment has {e.world}", f'set on="{ranks}xlocal"')
+
+    def progress(message: dict[str, Any]) -> None:
+        if rank == 0 and "loss" in message:
+            say(f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}")
+
+    code = 0
+    try:
+        result = run_rank("train", e, options, setup(ranks), rank, ranks, progress)
+        if rank == 0:
+            _print_training(result, json)
+        code = 130 if result["stopped"] else 0
+    except UserError as error:
+        say(f"rank {rank}: error: {error}")
+        code = 2
+    sys.stdout.flush()
+    os._exit(code)  # a rank whose peers are gone may hang in library destructors
+
+
+def _print_training(result: dict[str, Any], json: bool) -> None:
+    import json as js
+
+    if json:
+        print(js.dumps(result))
+        return
+    losses = result["losses"]
+    line = f"{result['step']} steps, loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "nothing to do"
+    print(line + (f"; checkpoint {result['checkpoint']}" if result["checkpoint"] else ""))
+
+
+def _failed(failure: Any) -> Exception:
+    if failure.log:
+        say(failure.log)
+    say(f"the run failed ({failure.status}): {failure.reason}")
+    return typer.Exit(1)
+
+
+def _command() -> str:
+    import shlex
+
+    return " ".join(shlex.quote(a) for a in ["ridgeline", *sys.argv[1:]])

@@ -1,0 +1,260 @@
+"""Why this number: the predicted time as a tree with the bound of each node, and what would have to change to gain.
+
+Levers are answered by predicting again on a changed device, so that overlap and bubbles count: doubling the link of a
+step whose communication is hidden gains nothing, and this says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ridgeline.predict.predict import predict
+from ridgeline.spec.device import Device, Link, Rate
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.result import Result, Row
+from ridgeline.techniques.registry import registry
+
+Resource = Literal["compute", "memory", "link", "latency"]
+RESOURCES: tuple[Resource, ...] = ("compute", "memory", "link", "latency")
+SAID = {
+    "compute": "matrix-multiply rate",
+    "memory": "memory bandwidth",
+    "link": "bandwidth between devices",
+    "latency": "launch and message latency",
+}
+GAIN = 0.10
+"""The gain in speed that the levers are asked for."""
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p", "broadcast")
+_LARGEST = 64.0
+"""A factor beyond which a resource is called unable."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A part of the time: its seconds, its share of the whole, and what bounds it, by share of its seconds."""
+
+    name: str
+    seconds: float
+    share: float
+    bounds: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def bound(self) -> str:
+        """The largest bound, or "mixed" when none has half of the seconds."""
+        if not self.bounds:
+            return ""
+        top = max(self.bounds, key=self.bounds.__getitem__)
+        return top if self.bounds[top] >= 0.5 else "mixed"
+
+
+@dataclass(slots=True)
+class Lever:
+    """How much better one resource would have to be for the asked gain."""
+
+    resource: str
+    factor: float | None
+    """Times better; None when even without limit it is not enough."""
+    limit: float
+    """Gain in speed if this resource were 64 times better."""
+
+
+@dataclass(slots=True)
+class Move:
+    """A change of the plan or the batch, and the predicted gain in speed (0.2: 20 % faster)."""
+
+    change: str
+    gain: float
+    fits: bool
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Explanation:
+    """The prediction, its tree, and what would change it."""
+
+    result: Result
+    metric: str
+    tree: Node
+    levers: list[Lever]
+    moves: list[Move]
+
+
+def explain(e: Experiment, moves: bool = True) -> Explanation:
+    """Explain the predicted time of an experiment. Raises :class:`Incompatible` as :func:`predict` does."""
+    result = predict(e)
+    name = headline(result)
+    now = result.metrics[name].value
+    levers = [_lever(e, name, now, r) for r in RESOURCES]
+    tried = _moves(e, name, now) if moves else []
+    return Explanation(result, name, tree(result, name), levers, tried)
+
+
+def headline(r: Result) -> str:
+    """The time that is explained: of a step, of a batch, or of one output token."""
+    for name in ("step_time_s", "e2e_s", "tpot_s"):
+        if name in r.metrics:
+            return name
+    raise UserError("this prediction has no time to explain")
+
+
+def tree(r: Result, name: str) -> Node:
+    """Whole → phase → module → operator. What no row accounts for is shown as such."""
+    total = r.metrics[name].value
+    phases: dict[str, list[Row]] = defaultdict(list)
+    for row in r.breakdown:
+        phases[row.phase].append(row)
+    root = Node(name, total, 1.0)
+    for phase, rows in phases.items():
+        node = _phase(phase, rows, total)
+        if node.seconds > 0 or node.note:
+            root.children.append(node)
+    bubble = r.metrics.get("bubble_s")
+    if bubble and bubble.value > 0:
+        root.children.append(
+            Node("pipeline bubble", bubble.value, bubble.value / total, {"bubble": 1.0}, "stages wait for each other")
+        )
+    left = total - sum(c.seconds for c in root.children)
+    if left > 0.005 * total:
+        root.children.append(Node("waiting", left, left / total, {"latency": 1.0}, "time no operator accounts for"))
+    root.children.sort(key=lambda c: -c.seconds)
+    root.bounds = _merge(root.children)
+    return root
+
+
+def _phase(phase: str, rows: list[Row], total: float) -> Node:
+    def own(row: Row) -> float:
+        return row.seconds if row.exposed_seconds is None else row.exposed_seconds
+
+    modules: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        modules[row.module].append(row)
+    node = Node(phase, sum(map(own, rows)), sum(map(own, rows)) / total)
+    hidden = sum(row.seconds - own(row) for row in rows)
+    if hidden > 0:
+        node.note = f"another {hidden:.3g} s hides behind computation"
+    for module, inside in modules.items():
+        seconds = sum(map(own, inside))
+        leaves = [
+            Node(row.operator, own(row), own(row) / total, {row.bound or "unknown": 1.0}, _leaf_note(row))
+            for row in sorted(inside, key=lambda x: -own(x))
+        ]
+        child = Node(module, seconds, seconds / total, _merge(leaves), children=leaves)
+        if len(leaves) == 1 and module == phase:
+            child = leaves[0]
+        node.children.append(child)
+    node.children.sort(key=lambda c: -c.seconds)
+    node.bounds = _merge(node.children)
+    return node
+
+
+def _leaf_note(row: Row) -> str:
+    said = [f"{row.count:g} calls"]
+    if row.roof is not None:
+        said.append(f"{row.roof:.0%} of roof")
+    return ", ".join(said)
+
+
+def _merge(nodes: Iterable[Node]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    whole = 0.0
+    for n in nodes:
+        whole += n.seconds
+        for bound, share in n.bounds.items():
+            sums[bound] += share * n.seconds
+    return {k: v / whole for k, v in sorted(sums.items(), key=lambda kv: -kv[1])} if whole else {}
+
+
+# ---- levers ---------------------------------------------------------------------------------------------------------
+
+
+def _lever(e: Experiment, name: str, now: float, resource: Resource) -> Lever:
+    """Bisection on predictions: the least factor that shortens the time to ``now / (1 + GAIN)``."""
+
+    def at(factor: float) -> float:
+        device = improved(e.cluster.device, resource, factor)
+        changed = e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": device})})
+        return predict(changed).metrics[name].value
+
+    goal = now / (1 + GAIN)
+    best = at(_LARGEST)
+    if best > goal:
+        return Lever(SAID[resource], None, now / best - 1)
+    low, high = 1.0, _LARGEST
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if at(middle) <= goal else (middle, high)
+    return Lever(SAID[resource], high, now / best - 1)
+
+
+def improved(d: Device, resource: Resource, factor: float) -> Device:
+    """The device with one resource ``factor`` times better, in its datasheet and in its measured rates alike."""
+
+    def rate(kind: str, r: Rate) -> Rate:
+        sends = kind.split(".")[0] in _COLLECTIVES
+        if resource == "compute":
+            return r.model_copy(update={"flop_rate": r.flop_rate * factor})
+        if resource == "latency":
+            return r.model_copy(update={"latency": r.latency / factor})
+        if sends == (resource == "link"):
+            return r.model_copy(update={"byte_rate": r.byte_rate * factor})
+        return r
+
+    def link(x: Link | None) -> Link | None:
+        if x is None or resource not in ("link", "latency"):
+            return x
+        key, value = ("bandwidth", x.bandwidth * factor) if resource == "link" else ("latency", x.latency / factor)
+        return x.model_copy(update={key: value})
+
+    update: dict[str, object] = {
+        "rates": {k: rate(k, r) for k, r in d.rates.items()},
+        "ranks": {n: {k: rate(k, r) for k, r in rates.items()} for n, rates in d.ranks.items()},
+        "link": link(d.link),
+        "network": link(d.network),
+    }
+    if resource == "compute":
+        update["peak_flops"] = {k: v * factor for k, v in d.peak_flops.items()}
+    elif resource == "memory":
+        update["memory_bandwidth"] = d.memory_bandwidth * factor
+    elif resource == "latency":
+        update["launch_latency"] = d.launch_latency / factor
+        update["host_latency"] = {k: v / factor for k, v in d.host_latency.items()}
+    return d.model_copy(update=update)
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+
+def _moves(e: Experiment, name: str, now: float) -> list[Move]:
+    """Every registered technique that is off, and twice the micro-batch: those that gain, best first."""
+    out: list[Move] = []
+
+    def attempt(change: str, changed: Experiment) -> None:
+        try:
+            r = predict(changed)
+        except UserError:
+            return
+        gain = now / r.metrics[name].value - 1
+        if gain > 0.01:
+            out.append(Move(change, gain, r.status == "ok", "" if r.status == "ok" else r.reason))
+
+    for technique, cls in registry().items():
+        if e.plan.has(technique):
+            continue
+        quality = "" if cls.card.lossless else " (may change quality)"
+        for options in [{}, dict(cls.card.example)] if cls.card.example else [{}]:
+            calls = (*e.plan.calls, Call(name=technique, options=options))
+            attempt(f"{calls[-1]}{quality}", e.model_copy(update={"plan": Plan(calls=calls), "parallel": {}}))
+    if e.is_training:
+        doubled = e.workload.model_copy(update={"micro_batch_size": 2 * e.micro_batch_size})
+        attempt(f"micro_batch_size={2 * e.micro_batch_size}", e.model_copy(update={"workload": doubled}))
+    seen: dict[str, Move] = {}
+    for m in sorted(out, key=lambda m: -m.gain):
+        seen.setdefault(m.change, m)
+    return list(seen.values())

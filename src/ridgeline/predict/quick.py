@@ -1,0 +1,63 @@
+"""The numbers that a search compares: the same model as :func:`predict`, without the breakdown of a Result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.graph import training_graph
+from ridgeline.predict.common import rank_cluster, rewritten
+from ridgeline.predict.memory import training_peak
+from ridgeline.predict.predict import predict
+from ridgeline.predict.training import timed, update_ops
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Technique
+
+
+@dataclass(slots=True)
+class Quick:
+    """A prediction in brief."""
+
+    metrics: dict[str, float]
+    """As in a Result; of a plan that does not fit, only ``peak_bytes``."""
+    peak: dict[str, float]
+    """Bytes per category at the instant of peak."""
+    limit: float
+    """Bytes that one rank has."""
+    floor: float = 0.0
+    """Seconds that no other placement of the same states goes below: computation without communication and update."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.metrics["peak_bytes"] <= self.limit
+
+
+def quick(e: Experiment, made: list[Technique], always: bool = False) -> Quick:
+    """Predict a normalised, checked experiment. Times are left out when it does not fit, unless ``always``."""
+    if not e.is_training:
+        r = predict(e)
+        values = {k: m.value for k, m in r.metrics.items()}
+        return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes)
+    cluster = rank_cluster(e)
+    g = rewritten(training_graph(e), e, made)
+    update = update_ops(g, e)
+    peak = training_peak(g)
+    device = cluster.device
+    categories = {**peak.categories, "framework": device.reserved_bytes}
+    out = Quick({"peak_bytes": sum(categories.values())}, categories, device.memory_bytes)
+    if not out.fits and not always:
+        return out
+    step, delay = timed(g, update, cluster)
+    seconds = step.seconds + delay
+    rate = e.batch_size * e.training.seq_len / seconds
+    out.metrics |= {
+        "step_time_s": seconds,
+        "tokens_per_s": rate,
+        "tokens_per_s_per_device": rate / e.world,
+        "exposed_communication_s": step.exposed,
+        "bubble_s": step.bubble,
+    }
+    if device.price_per_hour:
+        out.metrics["dollars_per_million_tokens"] = device.price_per_hour * e.world / 3600 / rate * 1e6
+    out.floor = step.seconds - step.exposed - step.dispatch
+    return out

@@ -1,0 +1,94 @@
+"""A planner's answer: the best plans, the front, why not the others, and files that run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ridgeline.experiments import to_toml
+from ridgeline.report.files import write_atomic
+from ridgeline.report.table import Column, Table
+from ridgeline.report.units import NONE, metric, percent, size
+from ridgeline.search.search import Answer, Tried
+from ridgeline.search.why import Relaxation, WhyNot
+from ridgeline.techniques.registry import registry
+
+SHOWN = {
+    "tokens_per_s": ("tokens/s", "tokens/s"), "step_time_s": ("Step", "s"), "ttft_s": ("TTFT", "s"),
+    "tpot_s": ("TPOT", "s"), "e2e_s": ("E2E", "s"), "dollars_per_million_tokens": ("$ per 1M tokens", ""),
+    "joules_per_token": ("J per token", ""),
+}  # fmt: skip
+
+
+def answer_tables(a: Answer) -> list[Table]:
+    """The best plans, then the front."""
+    q = a.question
+    tables = [_table(f"Best plans for {q.model.name} on {q.cluster.label}, goal {q.goal}", a.best)]
+    tables[0].notes += [_counts(a), *(f"{name}: always on, {why}" for name, why in a.settled.items())]
+    lossy = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.lossless}
+    tables[0].notes += [f"{name} may change quality: {registry()[name].card.quality}" for name in sorted(lossy)]
+    front = sorted(a.found.front, key=lambda t: t.metrics["peak_bytes"])
+    if len(front) > 1:
+        tables.append(_table(f"Pareto front: {q.metric} against memory", front))
+    return tables
+
+
+def _table(title: str, plans: list[Tried]) -> Table:
+    keys = [k for k in SHOWN if any(k in t.metrics for t in plans)]
+    columns = [Column("#", align="left"), Column("Plan", align="left"), Column("Devices"), Column("Micro-batch"),
+               *(Column(SHOWN[k][0], k) for k in keys), Column("Memory", "peak_bytes"), Column("Of it")]  # fmt: skip
+    rows = [
+        [str(i), " ".join(t.experiment.plan.strings()) or "(no technique)", t.experiment.cluster.label,
+         str(t.experiment.micro_batch_size),
+         *(metric(t.metrics[k], SHOWN[k][1]) if k in t.metrics else NONE for k in keys),
+         size(t.metrics["peak_bytes"]), percent(t.over)]
+        for i, t in enumerate(plans, 1)
+    ]  # fmt: skip
+    return Table(title, columns, rows)
+
+
+def _counts(a: Answer) -> str:
+    c = a.found.counts
+    return (
+        f"{c['considered']} candidate plans in {a.seconds:.1f} s: {c['refused']} refused by check, {c['bounded']}"
+        f" slower than 1.5x the best by their computation alone, {c['oversize']} too large, {c['missed']} past a limit,"
+        f" {c['feasible']} feasible"
+    )
+
+
+def write_plans(a: Answer, folder: Path) -> list[Path]:
+    """One runnable experiment file per answer, best first."""
+    return [write_atomic(folder / f"plan-{i}.toml", to_toml(t.experiment)) for i, t in enumerate(a.best, 1)]
+
+
+def as_dict(a: Answer, reasons: list[WhyNot], ways: list[Relaxation], miss: tuple[Tried, str] | None) -> dict[str, Any]:
+    """The ``--json`` document."""
+    q = a.question
+    return {
+        "model": q.model.name,
+        "on": q.cluster.label,
+        "goal": q.goal,
+        "metric": q.metric,
+        "slo": dict(q.slo),
+        "best": [_plan(t) for t in a.best],
+        "front": [_plan(t) for t in sorted(a.found.front, key=lambda t: t.metrics["peak_bytes"])],
+        "settled": a.settled,
+        "why_not": [{"what": w.what, "because": w.because, "therefore": w.therefore} for w in reasons],
+        "closest_miss": {**_plan(miss[0]), "misses": miss[1]} if miss else None,
+        "relaxations": [{"change": r.change, "plan": r.plan} for r in ways],
+        "counts": dict(a.found.counts),
+        "refusals": dict(a.found.refusals.most_common(40)),
+        "seconds": a.seconds,
+    }
+
+
+def _plan(t: Tried) -> dict[str, Any]:
+    return {
+        "plan": t.experiment.plan.strings(),
+        "on": t.experiment.cluster.label,
+        "batch_size": t.experiment.batch_size,
+        "micro_batch_size": t.experiment.micro_batch_size,
+        "metrics": t.metrics,
+        "memory": t.quick.peak,
+        "toml": to_toml(t.experiment),
+    }

@@ -1,0 +1,106 @@
+"""What is asked of the planner: model, cluster, workload, goal, limits on metrics, and techniques allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.workload import TRAINING_TASKS, Workload
+from ridgeline.techniques.base import Technique
+from ridgeline.techniques.registry import registry
+
+GOALS = ("throughput", "latency", "cost", "memory")
+
+HIGHER = frozenset({"tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "goodput", "requests_per_s"})
+"""Metrics of which more is better; of every other one, less is."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One planning question. Raises :class:`UserError` for unknown goals, metrics' values or techniques."""
+
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    goal: str = "throughput"
+    """throughput, latency, cost or memory."""
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Limits by metric: the most allowed, or the least for metrics of which more is better."""
+    allow: frozenset[str] = frozenset()
+    """Only these techniques; empty: all."""
+    forbid: frozenset[str] = frozenset()
+    free_batch: bool = False
+    """Whether the batch size may be chosen (generation without a given batch)."""
+    free_micro_batch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise unknown("goal", self.goal, GOALS)
+        for name in (*self.allow, *self.forbid):
+            if name not in registry():
+                raise unknown("technique", name, registry(), "allow/forbid")
+
+    @property
+    def training(self) -> bool:
+        """Whether the task runs optimizer steps."""
+        return self.workload.kind in TRAINING_TASKS
+
+    @property
+    def metric(self) -> str:
+        """The metric that the goal ranks by."""
+        if self.goal == "latency":
+            return "step_time_s" if self.training else "tpot_s" if self.workload.kind == "serve" else "e2e_s"
+        return {"throughput": "tokens_per_s", "cost": "dollars_per_million_tokens", "memory": "peak_bytes"}[self.goal]
+
+    def techniques(self) -> list[type[Technique]]:
+        """Registered techniques that the task, ``allow`` and ``forbid`` leave.
+
+        Pre-training trains every parameter: techniques after which something else trains are for fine-tuning.
+        """
+        kind = self.workload.kind
+        out = []
+        for name, cls in registry().items():
+            wanted = (not self.allow or name in self.allow) and name not in self.forbid
+            fits = kind in cls.card.tasks and not (kind == "pretrain" and cls.card.bound == "falls")
+            if wanted and fits:
+                out.append(cls)
+        return out
+
+    def rank(self, metrics: Mapping[str, float]) -> float:
+        """The goal as a number of which less is better."""
+        value = metrics[self.metric]
+        return -value if self.metric in HIGHER else value
+
+    def misses(self, metrics: Mapping[str, float]) -> list[str]:
+        """The limits that these metrics break, in words."""
+        out = []
+        for name, limit in self.slo.items():
+            if name not in metrics:
+                raise unknown("metric", name, metrics, "slo")
+            value = metrics[name]
+            if (value < limit) if name in HIGHER else (value > limit):
+                out.append(f"{name} {value:.4g} {'below' if name in HIGHER else 'above'} the limit {limit:.4g}")
+        return out
+
+
+def parse_slo(items: Iterable[str]) -> dict[str, float]:
+    """``["ttft_s=0.5", "tpot_s=50ms"]`` → limits in SI units. Raises :class:`UserError` on malformed text."""
+    out: dict[str, float] = {}
+    for item in items:
+        name, eq, text = item.partition("=")
+        scale = 1.0
+        for suffix, factor in (("ms", 1e-3), ("us", 1e-6), ("s", 1.0), ("GiB", 2.0**30), ("GB", 1e9)):
+            if text.endswith(suffix):
+                text, scale = text[: -len(suffix)], factor
+                break
+        try:
+            value = float(text) * scale
+        except ValueError:
+            value = -1.0
+        if not eq or not name.strip() or not value > 0:
+            raise UserError(f"--slo {item!r} is not METRIC=LIMIT", "write e.g. --slo tpot_s=50ms or --slo ttft_s=0.5")
+        out[name.strip()] = value
+    return out

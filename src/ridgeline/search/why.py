@@ -1,0 +1,201 @@
+"""Why not: for what the planner did not choose, a chain of because and therefore; for an empty answer, a way out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ridgeline import catalog
+from ridgeline.predict.predict import predict
+from ridgeline.predict.quick import quick
+from ridgeline.search.question import Question
+from ridgeline.search.search import Answer, Tried, search
+from ridgeline.search.space import candidate
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.spec.workload import Generate, Serve, Training
+from ridgeline.techniques.registry import check, normalise
+
+GB = 1e9
+_MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(slots=True)
+class WhyNot:
+    """One thing that was not chosen: what stands against it, and what follows."""
+
+    what: str
+    because: str
+    therefore: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: because {self.because}, therefore {self.therefore}"
+
+
+@dataclass(slots=True)
+class Relaxation:
+    """A change of the question that has a feasible plan."""
+
+    change: str
+    plan: list[str]
+
+
+def why_not(answer: Answer) -> list[WhyNot]:
+    """The plain plan first, then every technique that the best plan leaves out."""
+    q = answer.question
+    best = answer.best[0] if answer.best else None
+    out = [w for w in [_plain(answer)] if w]
+    reasons = _refusals(answer)
+    reference = predict(best.experiment) if best else None
+    for cls in q.techniques():
+        name = cls.card.name
+        if best and name in best.names:
+            continue
+        other = answer.found.with_technique.get(name)
+        if other and best and reference:
+            out.append(_slower(name, best, reference, other))
+            continue
+        near = next((t for t in answer.found.nearest if name in t.names), None)
+        if near:
+            out.append(WhyNot(name, _misses(near), "no plan with it was feasible"))
+        elif name in reasons:
+            out.append(WhyNot(name, reasons[name], "no plan with it was considered"))
+        else:
+            out.append(WhyNot(name, "no plan with it fits or comes near the best", "it was left out"))
+    return out
+
+
+def _plain(answer: Answer) -> WhyNot | None:
+    """The plan without techniques, when it does not fit."""
+    q = answer.question
+    base = Experiment.model_construct(model=q.model, cluster=q.cluster, workload=q.workload)
+    e, _ = candidate(base, (), 1 if q.training and q.free_micro_batch else None)
+    try:
+        e = normalise(e)
+        t = Tried(e, quick(e, check(e)), 0.0)
+    except UserError as refusal:
+        return WhyNot("plain plan", str(refusal).splitlines()[0], "it cannot run")
+    if t.quick.fits:
+        return None
+    fix = answer.found.simplest
+    therefore = "it does not fit"
+    if fix:
+        batch = f", micro_batch_size={fix.experiment.micro_batch_size}" if q.training else ""
+        therefore += f"; nearest fix: {' + '.join(fix.experiment.plan.strings())}{batch}"
+    return WhyNot("plain plan", size_of(t), therefore)
+
+
+def size_of(t: Tried) -> str:
+    """``optimizer 552 GB + parameters 276 GB + … exceed 64 x 80 GB``: what of its peak exceeds the device."""
+    parts = sorted(t.quick.peak.items(), key=lambda kv: -kv[1])
+    big = " + ".join(f"{name} {value / GB:.0f} GB" for name, value in parts[:3] if value >= GB / 2)
+    cluster = t.experiment.cluster
+    return f"{big} on each rank exceed the {t.quick.limit / GB:.0f} GB of {cluster.device.name} ({cluster.size} in all)"
+
+
+def _misses(t: Tried) -> str:
+    return size_of(t) if not t.quick.fits else "; ".join(t.missed)
+
+
+def _slower(name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
+    """Compare the best plan that has it with the best of all: which phases grew."""
+    r = predict(other.experiment)
+    grown = {k: v - _phases(reference).get(k, 0.0) for k, v in _phases(r).items()}
+    worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
+    causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
+    behind = other.rank / best.rank if best.rank > 0 else best.rank / other.rank
+    extra = " + ".join(s for s in other.experiment.plan.strings() if s.split(":")[0] == name)
+    verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
+    return WhyNot(extra or name, causes, f"its best plan is {verdict}")
+
+
+def _phases(r: Result) -> dict[str, float]:
+    """Seconds on the critical path by phase; recomputation and bubbles apart."""
+    out: dict[str, float] = defaultdict(float)
+    for row in r.breakdown:
+        phase = "recomputation" if row.operator.endswith(".again") else row.phase
+        out[f"exposed {phase}" if row.exposed_seconds is not None else phase] += (
+            row.seconds if row.exposed_seconds is None else row.exposed_seconds
+        )
+    if "bubble_s" in r.metrics:
+        out["pipeline bubble"] += r.metrics["bubble_s"].value
+    return out
+
+
+def _refusals(answer: Answer) -> dict[str, str]:
+    """The commonest reason of ``check`` per technique that no considered plan could have."""
+    out: dict[str, str] = {}
+    for reason, _ in answer.found.refusals.most_common():
+        name, colon, rest = reason.partition(":")
+        if colon and name not in answer.found.with_technique:
+            out.setdefault(name, rest.strip().splitlines()[0])
+    return out
+
+
+# ---- no feasible plan -----------------------------------------------------------------------------------------------
+
+
+def closest_miss(answer: Answer) -> tuple[Tried, str] | None:
+    """The infeasible plan that misses by least, and by what."""
+    if not answer.found.nearest:
+        return None
+    t = answer.found.nearest[0]
+    return t, _misses(t)
+
+
+def relaxations(answer: Answer) -> list[Relaxation]:
+    """Single changes of the question after which a plan exists, the smallest of each kind."""
+    q = answer.question
+    out = _climb(q)
+    if not out and (q.forbid or q.allow):
+        free = replace(q, forbid=frozenset(), allow=frozenset())
+        out = [Relaxation(f"allow every technique, and {r.change}", r.plan) for r in _climb(free)]
+    return out
+
+
+def _climb(q: Question) -> list[Relaxation]:
+    out = []
+    for ladder in _ladders(q):
+        for change, question in ladder:
+            try:
+                found = search(question, any_will_do=True)
+            except (Incompatible, UserError):
+                continue
+            if found.best:
+                out.append(Relaxation(change, found.best[0].experiment.plan.strings()))
+                break
+    return out
+
+
+def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
+    """Per kind of change, its steps from small to large."""
+    if q.forbid or q.allow:
+        freed = [(f"allow {name}", replace(q, forbid=q.forbid - {name})) for name in sorted(q.forbid)]
+        yield [*freed, ("allow every technique", replace(q, forbid=frozenset(), allow=frozenset()))]
+    for name in q.slo:
+        yield [(f"drop the limit on {name}", replace(q, slo={k: v for k, v in q.slo.items() if k != name}))]
+    w = q.workload
+    if isinstance(w, Training):
+        lengths = [n for n in (w.seq_len // 2, w.seq_len // 4, w.seq_len // 8) if n >= 128]
+        yield [(f"seq_len={n}", replace(q, workload=w.model_copy(update={"seq_len": n}))) for n in lengths]
+    elif isinstance(w, (Generate, Serve)):
+        lengths = [n for n in (w.prompt_len // 2, w.prompt_len // 4) if n >= 16]
+        yield [(f"prompt_len={n}", replace(q, workload=w.model_copy(update={"prompt_len": n}))) for n in lengths]
+    c = q.cluster
+    larger = [
+        (f"{c.size * k} devices", replace(q, cluster=c.model_copy(update={"nodes": c.nodes * k})))
+        for k in _MORE_DEVICES
+    ]
+    if c.nodes == 1 and c.size < 8:  # fill the node first
+        whole = [n for n in (2, 4, 8) if n > c.size]
+        larger = [(f"{n} devices", replace(q, cluster=c.model_copy(update={"devices_per_node": n}))) for n in whole]
+    yield larger
+    room = 1.05 * c.device.memory_bytes
+    known = [d for d in map(catalog.device, catalog.devices()) if d.kind == c.device.kind and d.memory_bytes > room]
+    known.sort(key=lambda d: (d.memory_bytes, d.name))
+    yield [
+        (f"{c.size} x {d.name} ({d.memory_bytes / GB:.0f} GB)", replace(q, cluster=c.model_copy(update={"device": d})))
+        for d in known
+    ]

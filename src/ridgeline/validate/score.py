@@ -1,0 +1,173 @@
+"""The error table: how far predictions are from measurements, beside what a trivial baseline reaches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.validate.case import Case
+
+
+@dataclass(slots=True)
+class Score:
+    """One line of the error table. Errors and shares as fractions: 0.1 is 10 %."""
+
+    file: str
+    group: str
+    quantity: str
+    n: int
+    median_ape: float
+    """Median absolute relative error."""
+    mean_ape: float
+    p90_ape: float
+    bias: float
+    """Mean signed relative error; above zero the prediction is too high."""
+    within_10: float
+    """Share of rows with an error of at most 10 %."""
+    within_20: float
+    baseline_mean_ape: float
+    """Mean error of the trivial baseline, its constants fitted to these very rows."""
+    baseline: str
+    """What the baseline is."""
+    rank_correlation: float | None
+    """Spearman's coefficient of predicted and measured; None for fewer than three rows."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """Rows that differ only in their plan: what following the predictor's favourite costs."""
+
+    file: str
+    quantity: str
+    size: int
+    best: str
+    picked: str
+    regret: float
+    """Loss against the best measured plan: 0.03 is 3 % slower (or 3 % less throughput)."""
+
+
+def score(file: str, cases: list[Case]) -> list[Score]:
+    """One score per (group, quantity), in order of appearance."""
+    groups: dict[tuple[str, str], list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[case.group, case.quantity].append(case)
+    return [_score(file, group, quantity, rows) for (group, quantity), rows in groups.items()]
+
+
+def _score(file: str, group: str, quantity: str, rows: list[Case]) -> Score:
+    errors = [c.error for c in rows]
+    sizes = sorted(map(abs, errors))
+    trivial, what = baseline(rows)
+    return Score(
+        file=file,
+        group=group,
+        quantity=quantity,
+        n=len(rows),
+        median_ape=statistics.median(sizes),
+        mean_ape=statistics.fmean(sizes),
+        p90_ape=quantile(sizes, 0.9),
+        bias=statistics.fmean(errors),
+        within_10=sum(x <= 0.1 for x in sizes) / len(sizes),
+        within_20=sum(x <= 0.2 for x in sizes) / len(sizes),
+        baseline_mean_ape=trivial,
+        baseline=what,
+        rank_correlation=spearman([c.predicted for c in rows], [c.measured for c in rows]),
+    )
+
+
+def baseline(rows: list[Case]) -> tuple[float, str]:
+    """(mean absolute relative error, name) of a non-negative combination of the cases' terms.
+
+    The constants minimise the mean squared relative error on the same rows: the most that such a formula can do.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    width = min(len(c.terms) for c in rows)
+    target = np.array([1 / c.measured if c.inverse else c.measured for c in rows])
+    terms = np.array([c.terms[:width] for c in rows], dtype=float)
+    weights, _ = nnls(terms / target[:, None], np.ones(len(rows)))
+    guess = terms @ weights
+    measured = np.array([c.measured for c in rows])
+    said = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
+    name = "one constant" if width == 1 else f"{width}-constant roofline"
+    return float(np.mean(np.abs(said / measured - 1))), name
+
+
+def quantile(ordered: list[float], q: float) -> float:
+    """Linear interpolation between order statistics of an ascending list."""
+    at = q * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def spearman(a: list[float], b: list[float]) -> float | None:
+    """Rank correlation with ties averaged; None for fewer than three values or without variation."""
+    if len(a) < 3:
+        return None
+    x, y = _ranks(a), _ranks(b)
+    mx, my = statistics.fmean(x), statistics.fmean(y)
+    sx = math.sqrt(sum((v - mx) ** 2 for v in x))
+    sy = math.sqrt(sum((v - my) ** 2 for v in y))
+    if not sx or not sy:
+        return None
+    return sum((u - mx) * (v - my) for u, v in zip(x, y, strict=True)) / (sx * sy)
+
+
+def _ranks(values: list[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    i = 0
+    while i < len(order):
+        j = i
+        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
+            j += 1
+        for at in order[i : j + 1]:
+            ranks[at] = (i + j) / 2
+        i = j + 1
+    return ranks
+
+
+def choices(file: str, cases: Iterable[Case]) -> list[Choice]:
+    """The regret of every set of rivals with at least two different plans.
+
+    Repeated measurements of one plan (equal predictions) count once, by their median.
+    """
+    sets: dict[tuple[str, Hashable], list[Case]] = defaultdict(list)
+    for c in cases:
+        if c.rivals is not None:
+            sets[c.quantity, c.rivals].append(c)
+    out = []
+    for (quantity, _), rivals in sets.items():
+        plans: dict[float, list[Case]] = defaultdict(list)
+        for c in rivals:
+            plans[c.predicted].append(c)
+        if len(plans) < 2:
+            continue
+        higher = rivals[0].better == "higher"
+        real = {p: statistics.median(c.measured for c in same) for p, same in plans.items()}
+        pick = max(real) if higher else min(real)
+        best = max(real, key=real.__getitem__) if higher else min(real, key=real.__getitem__)
+        regret = real[best] / real[pick] - 1 if higher else real[pick] / real[best] - 1
+        out.append(Choice(file, quantity, len(plans), plans[best][0].label, plans[pick][0].label, regret))
+    return out
+
+
+def regret_summary(found: list[Choice]) -> dict[str, Any] | None:
+    """Median, mean and worst regret, and how often the best was picked; None without any choice."""
+    if not found:
+        return None
+    sizes = sorted(c.regret for c in found)
+    return {
+        "n": len(sizes),
+        "median": statistics.median(sizes),
+        "mean": statistics.fmean(sizes),
+        "p90": quantile(sizes, 0.9),
+        "max": sizes[-1],
+        "best_picked": sum(x == 0 for x in sizes) / len(sizes),
+    }

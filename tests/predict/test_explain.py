@@ -1,0 +1,73 @@
+"""The tree adds up, and the levers do what they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from ridgeline import experiments
+from ridgeline.predict import predict
+from ridgeline.predict.explain import GAIN, RESOURCES, SAID, explain, improved
+
+
+def experiment(**more):
+    work = {"kind": "pretrain", "seq_len": 2048, "batch_size": 16, **more}
+    return experiments.make("llama2-7b", "8xa100-80g-sxm", work, ["zero:stage=3", "mixed_precision"])
+
+
+def generation():
+    return experiments.make("llama2-7b", "a100-80g-sxm", {"kind": "generate", "batch_size": 4}, ["flash_attention"])
+
+
+def leaves(node):
+    if not node.children:
+        yield node
+    for child in node.children:
+        yield from leaves(child)
+
+
+@pytest.mark.parametrize("make", [experiment, generation])
+def test_the_tree_adds_up(make):
+    x = explain(make(), moves=False)
+    assert x.tree.seconds == x.result.metrics[x.metric].value
+    assert sum(c.seconds for c in x.tree.children) == pytest.approx(x.tree.seconds, rel=0.01)
+    assert sum(leaf.seconds for leaf in leaves(x.tree)) == pytest.approx(x.tree.seconds, rel=0.01)
+    assert sum(x.tree.bounds.values()) == pytest.approx(1)
+    assert all(leaf.bound for leaf in leaves(x.tree))
+
+
+@pytest.mark.parametrize("make", [experiment, generation])
+def test_a_lever_gives_the_gain_it_promises(make):
+    e = make()
+    x = explain(e, moves=False)
+    now = x.tree.seconds
+    assert len(x.levers) == len(RESOURCES)
+    assert any(v.factor for v in x.levers)
+    for resource, lever in zip(RESOURCES, x.levers, strict=True):
+        assert lever.resource == SAID[resource]
+        factor = lever.factor or 1e6
+        device = improved(e.cluster.device, resource, factor)
+        changed = e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": device})})
+        gain = now / predict(changed).metrics[x.metric].value - 1
+        if lever.factor:
+            assert gain == pytest.approx(GAIN, abs=0.03)
+        else:
+            assert gain < GAIN + 0.02
+
+
+def test_decode_is_bound_by_memory_and_training_by_compute():
+    assert explain(generation(), moves=False).tree.bound == "memory"
+    training = explain(experiment(), moves=False).tree
+    assert next(c for c in training.children if c.name == "backward").bound == "compute"
+
+
+def test_moves_gain_what_they_say():
+    e = experiment()
+    x = explain(e)
+    best = x.moves[0]
+    assert best.gain > 0.01
+    assert [m.gain for m in x.moves] == sorted((m.gain for m in x.moves), reverse=True)
+    flash = next(m for m in x.moves if m.change == "flash_attention")
+    plan = [*e.plan.strings(), "flash_attention"]
+    again = predict(experiments.make("llama2-7b", "8xa100-80g-sxm", e.workload.model_dump(), plan))
+    ratio = x.tree.seconds / again.metrics["step_time_s"].value
+    assert ratio - 1 == pytest.approx(flash.gain)

@@ -1,0 +1,153 @@
+"""The planner against brute force, and its reasons against the catalogue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from ridgeline import catalog
+from ridgeline.predict import predict
+from ridgeline.search import Question, search
+from ridgeline.search.question import parse_slo
+from ridgeline.search.why import closest_miss, relaxations, why_not
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import FineTune, Generate, Pretrain
+from ridgeline.techniques.registry import normalise
+
+FEW = frozenset({"zero", "recompute", "flash_attention", "mixed_precision", "data_parallel"})
+
+
+def question(model="llama2-7b", on="8xa100-80g-sxm", goal="throughput", workload=None, **more) -> Question:
+    work = workload or Pretrain(seq_len=2048, batch_size=32)
+    return Question(catalog.model(model), catalog.cluster(on), work, goal, **{"allow": FEW, **more})
+
+
+def brute_force(q: Question) -> list[tuple[float, float]]:
+    """(goal metric, peak) of every feasible plan, by trying every combination through ``predict``."""
+    base = Experiment(model=q.model, cluster=q.cluster, workload=q.workload)
+    slots = [[None, *c.choices(base)] for c in q.techniques()]
+    found = []
+    for chosen in product(*slots):
+        plan = Plan.parse([f"{t.card.name}:{_options(t)}" for t in chosen if t])
+        for micro in (1, 2, 4):
+            w = q.workload.model_copy(update={"micro_batch_size": micro})
+            try:
+                r = predict(normalise(base.model_copy(update={"plan": plan, "workload": w})))
+            except Incompatible:
+                continue
+            if r.status == "ok":
+                found.append((r.metrics[q.metric].value, r.metrics["peak_bytes"].value))
+    return found
+
+
+def _options(t) -> str:
+    return ",".join(f"{k}={v}" for k, v in t.model_dump(exclude_none=True).items())
+
+
+@pytest.mark.parametrize("goal", ["throughput", "latency", "memory"])
+def test_the_best_plan_is_that_of_brute_force(goal):
+    q = question(goal=goal)
+    values = [v for v, _ in brute_force(q)]
+    best = search(q, workers=1).best[0]
+    assert best.metrics[q.metric] == pytest.approx(max(values) if goal == "throughput" else min(values))
+
+
+def test_cost_may_use_fewer_devices():
+    q = question(goal="cost")
+    best = search(q, workers=1).best[0]
+    costs = []
+    for n in (8, 4, 2, 1):
+        costs += [v for v, _ in brute_force(replace(q, cluster=catalog.cluster(f"{n}xa100-80g-sxm")))]
+    assert best.metrics[q.metric] == pytest.approx(min(costs))
+
+
+def test_the_front_is_not_beaten_by_any_plan():
+    q = question()
+    everything = brute_force(q)
+    for t in search(q, workers=1).found.front:
+        rate, peak = t.metrics["tokens_per_s"], t.metrics["peak_bytes"]
+        assert not any(v > rate * (1 + 1e-9) and p < peak * (1 - 1e-9) for v, p in everything)
+
+
+def test_every_candidate_is_accounted_for():
+    c = search(question(), workers=1).found.counts
+    assert c["considered"] == c["refused"] + c["bounded"] + c["oversize"] + c["missed"] + c["feasible"]
+
+
+def test_workers_change_nothing():
+    one, two = search(question(), workers=1), search(question(), workers=2)
+    assert [t.key for t in one.best] == [t.key for t in two.best]
+    assert one.found.counts == two.found.counts
+
+
+def test_forbidden_and_allowed_techniques():
+    assert all("flash_attention" not in t.names for t in search(question(forbid=frozenset({"flash_attention"}))).best)
+    only = frozenset({"zero", "mixed_precision"})
+    assert all(t.names <= only for t in search(question(allow=only)).best)
+    with pytest.raises(UserError, match="zeero"):
+        question(forbid=frozenset({"zeero"}))
+    with pytest.raises(UserError, match="speed"):
+        question(goal="speed")
+
+
+def test_pretraining_trains_everything():
+    names = {c.card.name for c in question(allow=frozenset()).techniques()}
+    assert "lora" not in names
+    tuned = Question(catalog.model("llama2-7b"), catalog.cluster("a100-80g-sxm"), FineTune(batch_size=4))
+    assert "lora" in {c.card.name for c in tuned.techniques()}
+
+
+def test_a_limit_is_kept():
+    w = Generate(batch_size=8, prompt_len=512, output_len=64)
+    free = search(question(workload=w, on="a100-80g-sxm", free_batch=True, allow=frozenset({"flash_attention"})))
+    limit = free.best[0].metrics["tpot_s"] * 0.9
+    kept = search(
+        question(
+            workload=w, on="a100-80g-sxm", free_batch=True, allow=frozenset({"flash_attention"}), slo={"tpot_s": limit}
+        )
+    )
+    assert kept.best
+    assert all(t.metrics["tpot_s"] <= limit for t in kept.best)
+    assert kept.found.counts["missed"] > 0
+
+
+def test_limits_as_text():
+    assert parse_slo(["tpot_s=50ms", "ttft_s=0.5", "peak_bytes=20GiB"]) == {
+        "tpot_s": pytest.approx(0.05),
+        "ttft_s": 0.5,
+        "peak_bytes": 20 * 2**30,
+    }
+    for bad in ("tpot_s", "tpot_s=", "=3", "tpot_s=-1", "tpot_s=soon"):
+        with pytest.raises(UserError, match="METRIC=LIMIT"):
+            parse_slo([bad])
+
+
+def test_no_feasible_plan_has_a_closest_miss_and_a_way_out():
+    q = question(model="llama2-70b", on="8xrtx4090")
+    answer = search(q)
+    assert answer.best == []
+    near, misses = closest_miss(answer)
+    assert near.over > 1
+    assert "exceed the 26 GB of rtx4090" in misses
+    found = {r.change: r for r in relaxations(answer)}
+    assert any(change.endswith("devices") or "GB)" in change for change in found)
+    # The smallest number of devices that works is named: one step less does not work.
+    devices = next((c for c in found if c.endswith(" devices")), None)
+    if devices:
+        half = int(devices.split()[0]) // 2
+        fewer = replace(q, cluster=q.cluster.model_copy(update={"nodes": half // 8}))
+        assert search(fewer, any_will_do=True).best == []
+
+
+def test_reasons_are_chains():
+    answer = search(question())
+    said = {w.what.split(":")[0]: w for w in why_not(answer)}
+    assert said["plain plan"].because.startswith("optimizer 54 GB")
+    assert "nearest fix" in said["plain plan"].therefore
+    assert "therefore" in str(said["plain plan"])
+    off = {c.card.name for c in answer.question.techniques()} - answer.best[0].names
+    assert off <= set(said)
