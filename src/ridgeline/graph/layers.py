@@ -68,16 +68,35 @@ class Builder:
         touched = experts * (1 - (1 - 1 / experts) ** rows) if experts > 1 else 1.0  # expected distinct experts
         traffic = (rows * k + rows * n + n * k * touched) * self.width
         self.block.forward.append(
-            Op(name, module, "gemm", flops=flops, bytes=traffic, dtype=self.dtype, shape=(rows, n, k), param=weight,
-               experts=touched)
+            Op(
+                name,
+                module,
+                "gemm",
+                flops=flops,
+                bytes=traffic,
+                dtype=self.dtype,
+                shape=(rows, n, k),
+                param=weight,
+                experts=touched,
+            )
         )
         if not self.training:
             return
         # The weight gradients of several experts are as many products, each as deep as its expert has rows.
         deep = (round(n * touched), k, max(1, round(rows / touched))) if experts > 1 else (n, k, rows)
         grads = [
-            Op(f"{name}.dx", module, "gemm", "backward", flops, traffic, self.dtype, (rows, k, n), weight,
-               experts=touched),
+            Op(
+                f"{name}.dx",
+                module,
+                "gemm",
+                "backward",
+                flops,
+                traffic,
+                self.dtype,
+                (rows, k, n),
+                weight,
+                experts=touched,
+            ),
             Op(f"{name}.dw", module, "gemm", "backward", flops, traffic, self.dtype, deep, weight, experts=touched),
         ]
         earlier = self.block.saved.get(source)

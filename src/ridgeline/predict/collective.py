@@ -95,7 +95,12 @@ def algorithm_time(
     fixed = levels * (slow * c.tree_hop + p.hop) + rounds * log2(p.nodes) * p.across
     whole = rounds * size / p.bandwidth
     ll128 = slow * (c.ll128_latency + levels * c.tree_hop) + whole / c.ll128_share
-    best = min(best, fixed + max(2.0 * whole, rounds * size * slow / c.ll_bandwidth), fixed + ll128, fixed + slow * c.simple_latency + whole)
+    best = min(
+        best,
+        fixed + max(2.0 * whole, rounds * size * slow / c.ll_bandwidth),
+        fixed + ll128,
+        fixed + slow * c.simple_latency + whole,
+    )
     if _sums_in_switch(m, c, kind, n, p, dtype):
         wire = m.device.link.bandwidth * c.nvls_share if m.device.link else 0.0
         best = min(best, slow * c.nvls_latency + (n + 1) / n * size / wire)

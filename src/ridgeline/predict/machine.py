@@ -10,9 +10,21 @@ _FALLBACK_CLOCK = 1.5e9
 
 
 class Machine:
-    """Datasheet figures of one device (SI units) and its :class:`Efficiency`. Compared by identity, so it can be a key."""
+    """Datasheet figures of one device (SI units) and its :class:`Efficiency`; a key by identity."""
 
-    __slots__ = ("bandwidth", "clock", "device", "efficiency", "fitted", "host", "l2", "peaks", "slow", "source", "units")
+    __slots__ = (
+        "bandwidth",
+        "clock",
+        "device",
+        "efficiency",
+        "fitted",
+        "host",
+        "l2",
+        "peaks",
+        "slow",
+        "source",
+        "units",
+    )
 
     def __init__(self, device: Device, efficiency: Efficiency | None = None) -> None:
         self.device = device

@@ -37,7 +37,9 @@ class FlashAttention(Technique):
         if window and length > window:  # the kernel has no window of its own: one mask serves all layers
             g.buffers += length * length * DTYPE_BYTES[e.dtype]
         groups = e.model.num_heads // e.model.num_kv_heads
-        return g.each_block(lambda b: _fuse(b, groups), layers_only=True)
+        batch = max(1, g.tokens // g.length)
+        causal = e.model.causal and not (window and length > window)
+        return g.each_block(lambda b: _fuse(b, groups, batch, causal), layers_only=True)
 
     def build(self, run: Build) -> None:
         """Switch the model's attention backend."""
@@ -48,8 +50,9 @@ _PARTS = ("scores", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
 
 
-def _fuse(b: Block, groups: int) -> None:
-    """Replace the operators of every attention of a block; ``groups`` query heads share one key/value head."""
+def _fuse(b: Block, groups: int, batch: int, causal: bool) -> None:
+    """Replace the operators of every attention of a block of ``batch`` sequences; ``groups`` query heads share one
+    key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder."""
     for prefix in ("attention", "cross_attention"):
         scores = next((o for o in b.forward if o.name == f"{prefix}.scores"), None)
         if scores is None:
@@ -61,13 +64,16 @@ def _fuse(b: Block, groups: int) -> None:
         width = 2.0 if scores.dtype in ("bf16", "fp16") else max(width, 4.0) if scores.dtype == "fp32" else width
         old = {f"{prefix}.{part}" for part in _PARTS}
         old_backward = {f"{prefix}.{part}" for part in _BACKWARD_PARTS}
+        each = heads // batch
+        shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
+        masked = causal and prefix == "attention" and not b.name.startswith("encoder")
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
-                   dtype=scores.dtype, shape=(heads, q_len, kv_len, dim))  # fmt: skip
+                   dtype=scores.dtype, shape=shape, causal=masked)  # fmt: skip
         b.forward = _replace(b.forward, old, fused)
         if any(o.name in old_backward for o in b.backward):  # not below the first adapter of a frozen model
             # Five matrix products backward (scores again, dV, dP, dQ, dK) against two forward.
             back = Op(f"{prefix}.flash.bwd", "attention", "attention", "backward", 2.5 * flops, 2 * elements * width,
-                      scores.dtype, fused.shape)  # fmt: skip
+                      scores.dtype, shape, causal=masked)  # fmt: skip
             b.backward = _replace(b.backward, old_backward, back)
             saved = {k: v for k, v in b.saved.items() if k != f"{prefix}.probs"}
             keys = heads * kv_len * dim * width / groups
