@@ -10,8 +10,8 @@ operators are accounted by the bytes they move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 Direction = str  # "forward" | "backward" | "update"
