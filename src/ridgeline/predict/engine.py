@@ -52,7 +52,7 @@ class Engine:
     kernel: str = ""
     """Library of its attention kernels: flash, or trtllm."""
     expand_share: float = 0.33
-    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): those kernels are made for few rows."""
+    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): kernels made for few rows."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     memory_share: float = 0.9
