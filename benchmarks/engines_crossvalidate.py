@@ -1,6 +1,6 @@
 """Engine constants, cross-validated: fitted without one tensor-parallel degree or one model, judged on it.
 
-    python benchmarks/engines_crossvalidate.py DATA_DIR [--json FILE]
+    python benchmarks/engines_crossvalidate.py DATA_DIR [--engine NAME] [--json FILE]
 
 Every fold starts from the same round numbers, not from the shipped constants, and takes a few damped Gauss-Newton steps
 on the logarithms of constants and times (residuals are clipped, so that odd rows pull little).
@@ -88,11 +88,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--every", type=int, default=3, help="fit on every so many-th row")
+    parser.add_argument("--engine", choices=list(START), help="only this one")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = []
     print(f"{'engine':10} {'fold':38} {'n':>4} {'TTFT median':>12} {'mean':>7} {'TPOT median':>12} {'mean':>7}")
-    for name, schema in (("vllm-2023", generation), ("vllm", serving), ("trtllm", serving)):
+    for name in [args.engine] if args.engine else START:
+        schema = generation if name == "vllm-2023" else serving
         for label, inside, rest in folds(rows_of(args.data, schema, name)):
             constants = fit(schema, rest[:: args.every], name)
             size = np.abs(np.exp(errors(schema, inside, name, constants)) - 1)

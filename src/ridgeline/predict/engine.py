@@ -1,9 +1,9 @@
 """Inference engines: what the serving software adds to the operators, as a few named constants.
 
-Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does while
-the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it and the
-dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with the
-iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); newer hosts are faster by ``HOST_SPEED``.
+Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does
+while the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it
+and the dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with
+the iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); ``HOST_SPEED`` scales them for others.
 """
 
 from __future__ import annotations

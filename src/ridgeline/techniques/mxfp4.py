@@ -16,8 +16,8 @@ BITS = 4 + 8 / 32
 class MXFP4(Technique):
     """Store weights as E2M1 codes in blocks of 32 with a power-of-two scale; kernels expand them in registers.
 
-    The way gpt-oss ships its experts. Products run in 16 bits, so that only memory traffic shrinks; Blackwell multiplies
-    4-bit weights with 8-bit activations at its fp8 rate.
+    The way gpt-oss ships its experts. Products run in 16 bits, so that only memory traffic shrinks; Blackwell
+    multiplies 4-bit weights with 8-bit activations at its fp8 rate.
     """
 
     card: ClassVar[Card] = Card(
