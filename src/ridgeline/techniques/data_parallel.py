@@ -41,6 +41,11 @@ class DataParallel(Technique):
         """Reduction after backward is not run yet."""
         return self.overlap
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """The defaults: nothing is gained by reducing late."""
+        return [cls()]
+
     def check(self, e: Experiment) -> None:
         """Needs several ranks, and nothing else that splits the batch."""
         self.needs(
