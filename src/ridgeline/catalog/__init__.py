@@ -286,10 +286,7 @@ def architecture(name: str) -> Efficiency:
     if name not in architectures():
         raise unknown("architecture", name, architectures())
     file = files(__name__) / "efficiency" / f"{name}.toml"
-    document = parse(file.read_bytes(), file.name)
-    if "fitted_on" in document:
-        document["fitted_on"] = tuple(document["fitted_on"])
-    return validate(Efficiency, document, file.name)
+    return validate(Efficiency, parse(file.read_bytes(), file.name), file.name)
 
 
 # ---- profiles: this machine, and calibrated devices -------------------------------------------------------------

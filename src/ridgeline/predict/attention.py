@@ -63,9 +63,13 @@ def prefill(
     width = _BLOCK if rows > 64 else 64.0
     count = ceil(rows / width)
     factor = 2.5 / c.backward_share if backward else 1.0  # five products against two
-    rate = m.peak("fp8" if c.narrow else _math(dtype)) / m.units * c.tensor_share
+    rate = m.peak("fp8" if c.narrow else _math(dtype)) / m.units
     area = width * _BLOCK
-    tile = 4.0 * area * dim / rate * factor + c.softmax_clocks * area / (_BLOCK * _BLOCK) / m.clock
+    softmax = c.softmax_clocks * area / (_BLOCK * _BLOCK)
+    if c.tensor_rate:
+        softmax *= min(1.0, c.tensor_rate * m.clock / rate)
+    # Backward has five products against two, but takes its exponentials once.
+    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + softmax / m.clock
     if causal:  # block i of n sees everything before it and itself
         before = max(0, kv_len - q_len) / _BLOCK
         longest = before + count * width / _BLOCK
@@ -120,9 +124,13 @@ def decode(
         if t < best:
             best, best_block = t, block
         split *= 2
+        if heads == kv_heads and not c.split_unshared:
+            break
         if kv_len < split * c.chunk or streams * split > 4 * slots:
             break
     latency = slow * c.latency
+    if heads > kv_heads:
+        latency += slow * (c.pack + (c.transpose if batch > 1 and kv_heads > 1 else 0.0))
     slowest = max(memory, math, best_block)
     bound = "launch" if latency > slowest else "compute" if math >= memory else "memory"
     return GemmTime(latency + best, bound)

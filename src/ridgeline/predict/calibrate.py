@@ -33,7 +33,7 @@ _MOST_ROWS = 1500
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured operator: what was run (the operators of the row, in order), on how many devices, and its seconds."""
+    """One measured row: the operators that ran, in order, and their seconds together."""
 
     ops: tuple[Op, ...]
     seconds: float
@@ -76,7 +76,7 @@ def calibrate(
     for sample in samples:
         families.setdefault(family_of(sample.ops[-1]), []).append(sample)
     out = Calibrated(base)
-    update: dict[str, Any] = {"source": source, "fitted_on": (device.name,), "spread": dict(base.spread)}
+    update: dict[str, Any] = {"source": source, "fitted_on": [device.name], "spread": dict(base.spread)}
     errors: dict[str, list[float]] = {}
     for (kind, key), rows in sorted(families.items()):
         table = getattr(base, kind)
@@ -84,8 +84,8 @@ def calibrate(
         predict = _PREDICT[kind]
         if len(rows) < 2 * len(_free(old)):
             continue
-        if kind == "gemm" and device.watts:
-            old = old.model_copy(update={"power": device.watts / m.peak(rows[0].ops[-1].dtype)})
+        if kind in ("gemm", "prefill"):
+            old = _referred(old, m, rows[0].ops[-1].dtype)
         new = _fit(old, rows, m, predict)
         before, after = _errors(old, rows, m, predict), _errors(new, rows, m, predict)
         out.fits.append(Fit(f"{kind} {key}".strip(), len(rows), _mean(before), _mean(after)))
@@ -98,6 +98,17 @@ def calibrate(
         update["spread"][kind] = round(sorted(found)[int(0.68 * len(found))], 3)
     out.efficiency = base.model_copy(update=update)
     return out
+
+
+def _referred(c: Any, m: Machine, dtype: str) -> Any:
+    """``c`` with the figures of this device that its constants will be relative to."""
+    if hasattr(c, "narrow"):
+        dtype = "fp8" if c.narrow else "bf16"
+    peak = m.peak(dtype)
+    update = {"tensor_rate": float(f"{peak / m.units / m.clock:.4g}")}
+    if hasattr(c, "power") and m.device.watts:
+        update["power"] = float(f"{m.device.watts / peak:.4g}")
+    return c.model_copy(update=update)
 
 
 def family_of(op: Op) -> tuple[str, str]:
@@ -124,7 +135,7 @@ def _fallback(key: str) -> str:
 def _gemm(m: Machine, c: Any, s: Sample) -> float:
     op = s.ops[-1]
     rows, n, k = op.shape
-    t = tiled(m, c, op.dtype, rows, n, k, op.experts, op.bytes, bool(op.weight_dtype)).seconds
+    t = tiled(m, c, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0)).seconds
     return t + sum(quantise_time(m, c, q.bytes / 3.0) for q in s.ops[:-1])
 
 
@@ -154,7 +165,7 @@ _PREDICT: dict[str, Callable[[Machine, Any, Sample], float]] = {
 
 _STILL = {
     "l2_bytes_per_clock", "dequantise_share", "backward_share", "network_share", "network_hop", "power", "share_limit",
-    "tensor_share",
+    "tensor_share", "tensor_rate",
 }  # fmt: skip
 """Constants that single kernels on one node of one device say nothing of."""
 
@@ -182,12 +193,23 @@ def _fit(start: C, samples: Sequence[Sample], m: Machine, predict: Callable[[Mac
         got = np.array([math.log(predict(m, c, s)) for s in chosen])
         return np.concatenate([got - goal, pull * (x - x0)])
 
-    # Constants stay within a factor of e^2.5 of where they start: no share of a thousandth, no latency of a second.
-    found = least_squares(
-        residuals, x0, bounds=(x0 - 2.5, x0 + 2.5), loss="soft_l1", f_scale=_SOFT, diff_step=0.01, max_nfev=20
-    )
+    low, high = zip(*(_bounds(k, x) for k, x in zip(names, x0, strict=True)), strict=True)
+    found = least_squares(residuals, x0, bounds=(low, high), loss="soft_l1", f_scale=_SOFT, diff_step=0.01, max_nfev=20)
     values = {k: float(f"{v:.4g}") for k, v in zip(names, np.exp(found.x), strict=True)}
     return start.model_copy(update=values)
+
+
+def _bounds(name: str, x: float) -> tuple[float, float]:
+    """Logarithmic bounds of a constant: e^2.5 either way of where it starts, and what physics allows.
+
+    No share exceeds one, and two things that overlap never take longer than their sum.
+    """
+    low, high = x - 2.5, x + 2.5
+    if name.endswith("_share") or name == "share":
+        high = 0.0 if x < 0.0 else x
+    if name == "overlap":
+        low = 0.0
+    return low, max(high, x + 1e-6)
 
 
 def _errors(
@@ -207,7 +229,9 @@ def _at_clock(e: Efficiency, clock: float) -> Efficiency:
     ratio = e.clock / clock
 
     def rescaled(c: C) -> C:
-        seconds = {k: getattr(c, k) * ratio for k in type(c).model_fields if k in _SECONDS}
+        seconds = {
+            k: getattr(c, k) * ratio for k in type(c).model_fields if k in _SECONDS and isinstance(getattr(c, k), float)
+        }
         return c.model_copy(update=seconds)
 
     tables = {k: {name: rescaled(c) for name, c in getattr(e, k).items()} for k in ("gemm", "prefill", "decode")}
@@ -222,5 +246,5 @@ def _at_clock(e: Efficiency, clock: float) -> Efficiency:
 _SECONDS = {
     "latency", "vector_latency", "fill", "quantise_latency", "block", "ll_hop", "ll128_hop", "ll128_latency",
     "simple_hop", "simple_latency", "tree_hop", "alltoall_latency", "alltoall_peer", "alltoall_ramp", "nvls_latency",
-    "split",
+    "split", "pack", "transpose",
 }  # fmt: skip

@@ -11,6 +11,7 @@ stream-k: Osama et al. 2023 (arXiv:2301.03598). Sizes are in elements, times in 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -49,13 +50,14 @@ def constants(m: Machine, dtype: str) -> GemmConstants:
 
 @lru_cache(maxsize=65536)
 def gemm_time(
-    m: Machine, dtype: str, rows: int, columns: int, k: int, groups: float, traffic: float, expanded: bool
+    m: Machine, dtype: str, rows: int, columns: int, k: int, groups: float, traffic: float, stored: float = 0
 ) -> GemmTime:
     """One kernel that multiplies ``groups`` independent pairs, ``rows`` being those of all groups together.
 
-    ``traffic``: bytes read and written; ``expanded``: weights are stored in fewer bits and expanded on the fly.
+    ``traffic``: bytes read and written; ``stored``: bytes of one stored weight that is expanded
+    on the fly; 0: weights are of ``dtype``.
     """
-    return tiled(m, constants(m, dtype), dtype, rows, columns, k, groups, traffic, expanded)
+    return tiled(m, constants(m, dtype), dtype, rows, columns, k, groups, traffic, stored)
 
 
 def tiled(
@@ -67,7 +69,7 @@ def tiled(
     k: int,
     groups: float = 1.0,
     traffic: float = 0.0,
-    expanded: bool = False,
+    stored: float = 0.0,
 ) -> GemmTime:
     """As :func:`gemm_time`, with given constants and nothing remembered."""
     units, slow, p = m.units, m.slow, c.overlap
@@ -75,11 +77,15 @@ def tiled(
     each = max(1.0, rows / groups)
     traffic = traffic or (rows * k + groups * columns * k) * width + rows * columns * max(width, 2)
     peak = m.peak(dtype)
-    unit_rate = peak / units * _share(m, c, peak) * (c.dequantise_share if expanded else 1.0)
-    t1 = c.tile_128
-    t2 = t1 * c.tile_64
-    t3 = t2 * c.tile_square
-    shares = (1.0, t1, t2, t3, t3 * c.tile_small)
+    unit_rate = peak / units * _share(m, c, peak) * (c.dequantise_share if stored else 1.0)
+    slower = min(1.0, peak / units / m.clock / c.tensor_rate) if c.tensor_rate else 1.0
+    if stored:
+        slower *= stored / width
+    t1 = 1.0 / c.tile_128
+    t2 = t1 / c.tile_64
+    t3 = t2 / c.tile_square
+    t4 = t3 / c.tile_small
+    costs = (1.0, *(1.0 + (t - 1.0) * slower for t in (t1, t2, t3, t4)))
     bandwidth = m.bandwidth * c.memory_share
     l2 = c.l2_bytes_per_clock * m.clock * units
     store = c.store_bytes_per_clock * m.clock
@@ -90,7 +96,7 @@ def tiled(
         if height > 16 and height >= 2 * each:
             continue
         tiles = groups * ceil(each / height) * ceil(columns / wide)
-        per_k = 2.0 * height * wide / (unit_rate * shares[rank])
+        per_k = 2.0 * height * wide * costs[rank] / unit_rate
         finish = 2.0 * height * wide / store
         for split in _SPLITS:
             blocks = tiles * split
@@ -119,7 +125,7 @@ def _share(m: Machine, c: GemmConstants, peak: float) -> float:
     watts = m.device.watts
     if not c.power or not watts:
         return c.share
-    return min(max(c.share, c.share_limit), c.share * (watts / peak / c.power) ** 0.5)
+    return min(max(c.share, c.share_limit), c.share * math.sqrt(watts / peak / c.power))
 
 
 def quantise_time(m: Machine, c: GemmConstants, elements: float) -> float:

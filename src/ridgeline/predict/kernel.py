@@ -12,7 +12,7 @@ from ridgeline.graph.graph import Op
 from ridgeline.predict.attention import attention_time
 from ridgeline.predict.gemm import constants, gemm_time, quantise_time
 from ridgeline.predict.machine import Machine, machine
-from ridgeline.spec.device import Device, Rate
+from ridgeline.spec.device import DTYPE_BYTES, Device, Rate
 
 
 class Timed(NamedTuple):
@@ -68,12 +68,11 @@ def op_time(op: Op, device: Device) -> Timed:
 def _modelled(op: Op, m: Machine) -> Timed:
     if op.kind == "gemm" and len(op.shape) == 3:
         rows, n, k = op.shape
-        expanded = op.weight_dtype not in ("", op.dtype)
-        t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, expanded)
+        t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0))
         return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
     if op.kind == "bmm" and len(op.shape) == 4:
         batch, rows, n, k = op.shape
-        t = gemm_time(m, op.dtype, batch * rows, n, k, batch, op.bytes, False)
+        t = gemm_time(m, op.dtype, batch * rows, n, k, batch, op.bytes)
         return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
     if op.kind == "attention" and len(op.shape) == 6:
         backward = op.direction == "backward" and not op.recompute
@@ -90,7 +89,7 @@ def _modelled(op: Op, m: Machine) -> Timed:
 
 
 def _cached(size: float, m: Machine) -> float:
-    """Speed-up of a tensor that the previous kernel left in the last-level cache: whole below half of it, none above."""
+    """Speed-up of what the previous kernel left in the last-level cache: whole up to half of it, none above it."""
     gain = m.efficiency.l2_gain
     if gain <= 1.0 or not m.l2 or size >= m.l2:
         return 1.0

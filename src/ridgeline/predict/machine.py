@@ -10,7 +10,7 @@ _FALLBACK_CLOCK = 1.5e9
 
 
 class Machine:
-    """Datasheet figures of one device (SI units) and its :class:`Efficiency`. Compared by identity, so it can be a key."""
+    """Datasheet figures of one device (SI units) and its :class:`Efficiency`; a key by identity."""
 
     __slots__ = (
         "bandwidth",

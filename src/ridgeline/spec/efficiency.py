@@ -31,6 +31,9 @@ class GemmConstants(_Constants):
     peak clocks lower, by the square root of the ratio (power falls with frequency and voltage); 0: no such limit."""
     share_limit: float = 1.0
     """Achievable share where power is no limit."""
+    tensor_rate: float = 0.0
+    """FLOP per clock and processor of the device that the tiles' rates were fitted on. What small tiles lose is time to
+    load operands, which weighs less where products run slower; 0: not known."""
     tile_128: float = 1.0
     """Rate of a 128 × 128 tile relative to a 256 × 128 one, which loads fewer operands per multiplication."""
     tile_64: float = 1.0
@@ -72,6 +75,9 @@ class PrefillConstants(_Constants):
     softmax_clocks: float = 0.0
     """Clocks per 128 × 128 tile that exponentials and sums take beside the products: tensor peaks have grown faster
     than the units that do them (arXiv:2407.08608)."""
+    tensor_rate: float = 0.0
+    """FLOP per clock and processor of the device that ``softmax_clocks`` was fitted on. Where products run faster,
+    kernels have been rewritten to hide the rest behind them in proportion; 0: they have not."""
     narrow: bool = False
     """Whether the products run in 8 bits where the cache does."""
     block: float = 0.0
@@ -115,6 +121,12 @@ class DecodeConstants(_Constants):
     split: float = 0.0
     """Seconds that merging the splits costs."""
     overlap: float = _IDEAL
+    pack: float = 0.0
+    """Seconds that treating the query heads of one key head as rows of one block costs."""
+    transpose: float = 0.0
+    """Seconds of rearranging queries and results for it, where there are several sequences and key heads."""
+    split_unshared: bool = True
+    """Whether keys are split, too, when no query heads share them."""
     reread: float = 1.0
     """Cost of reading shared keys again for every query head, as a share of reading them from memory."""
 
@@ -166,7 +178,7 @@ class Efficiency(_Constants):
 
     clock: float = 0.0
     """Boost clock in Hz at which the seconds below hold; 0: they do not scale."""
-    fitted_on: tuple[str, ...] = ()
+    fitted_on: list[str] = Field(default_factory=list)
     """Devices whose measurements the constants were fitted on."""
     source: str = "class default"
     """Where predictions made with them come from, for the devices of ``fitted_on``; others are class defaults."""

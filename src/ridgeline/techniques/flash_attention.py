@@ -38,7 +38,8 @@ class FlashAttention(Technique):
             g.buffers += length * length * DTYPE_BYTES[e.dtype]
         groups = e.model.num_heads // e.model.num_kv_heads
         batch = max(1, g.tokens // g.length)
-        return g.each_block(lambda b: _fuse(b, batch, groups, e.model.causal), layers_only=True)
+        causal = e.model.causal and not (window and length > window)
+        return g.each_block(lambda b: _fuse(b, groups, batch, causal), layers_only=True)
 
     def build(self, run: Build) -> None:
         """Switch the model's attention backend."""
@@ -49,8 +50,9 @@ _PARTS = ("scores", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
 
 
-def _fuse(b: Block, batch: int, groups: int, causal: bool) -> None:
-    """Replace the operators of every attention of a block; ``groups`` query heads share one key/value head."""
+def _fuse(b: Block, groups: int, batch: int, causal: bool) -> None:
+    """Replace the operators of every attention of a block of ``batch`` sequences; ``groups`` query heads share one
+    key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder."""
     for prefix in ("attention", "cross_attention"):
         scores = next((o for o in b.forward if o.name == f"{prefix}.scores"), None)
         if scores is None:
@@ -64,7 +66,7 @@ def _fuse(b: Block, batch: int, groups: int, causal: bool) -> None:
         old_backward = {f"{prefix}.{part}" for part in _BACKWARD_PARTS}
         each = max(1, heads // batch)
         shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
-        masked = causal and prefix == "attention" and b.name == "layers"
+        masked = causal and prefix == "attention" and not b.name.startswith("encoder")
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
                    dtype=scores.dtype, shape=shape, causal=masked)  # fmt: skip
         b.forward = _replace(b.forward, old, fused)

@@ -38,7 +38,7 @@ def cases(row: Row) -> list[Case]:
     seconds = sum(t.seconds for t in timed)
     terms = (product.flops / peak_flops(device, product.dtype), product.bytes / device.memory_bandwidth, 1.0)
     m, n, k = product.shape
-    name = (product.weight_dtype and f"{product.dtype}/{product.weight_dtype}") or product.dtype
+    name = f"{product.dtype}/{product.weight_dtype}" if product.weight_dtype else product.dtype
     return [
         Case(
             group=f"{device.name} {name}", quantity="seconds", measured=measured, predicted=seconds,
