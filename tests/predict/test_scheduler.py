@@ -39,7 +39,7 @@ def step_by_step(costs, lim, asked, clients=None):
     first, finish, arrival = [nan] * len(asked), [nan] * len(asked), [nan] * len(asked)
     issued = 0
     due = [] if clients else [(r.arrival, i) for i, r in enumerate(asked)]
-    waiting, running, now, seen = [], [], 0.0, 0.0  # running: dicts in order of admission
+    waiting, running, now = [], [], 0.0  # running: dicts in order of admission
 
     def too_long(i):
         return asked[i].prompt + asked[i].output + lim.overhead_tokens > lim.cache_tokens
@@ -58,7 +58,7 @@ def step_by_step(costs, lim, asked, clients=None):
         follow(0.0)
 
     while True:
-        while due and due[0][0] + lim.request_s <= seen:
+        while due and due[0][0] + lim.request_s <= now:
             at, i = due.pop(0)
             arrival[i] = at
             if not too_long(i):
@@ -99,7 +99,7 @@ def step_by_step(costs, lim, asked, clients=None):
         if not chunks and not decoding:
             if not due:
                 return arrival, first, finish
-            now = seen = max(now, due[0][0] + lim.request_s)
+            now = max(now, due[0][0] + lim.request_s)
             continue
         batch = decoding if lim.mixes or not chunks else []
         if batch and not lim.reserves:
@@ -120,7 +120,6 @@ def step_by_step(costs, lim, asked, clients=None):
             gpu = a + b * cached
             seconds = max(gpu, costs.floor(len(batch))) + costs.between(len(batch))
         now += seconds
-        seen = now - seconds if lim.overlap else now
         for s in sorted(batch, key=lambda s: s["i"]):
             s["made"] += 1
             s["left"] -= 1
@@ -159,7 +158,7 @@ CASES = st.fixed_dictionaries(
         "seqs": st.sampled_from([1, 3, 64]),
         "tokens": st.sampled_from([16, 64, 512]),
         "cache": st.sampled_from([100, 420, 10**6]),
-        "mode": st.sampled_from(["vllm", "whole", "separate", "reserves", "eager", "overlap"]),
+        "mode": st.sampled_from(["vllm", "whole", "separate", "reserves", "eager"]),
     }
 )
 
@@ -170,10 +169,9 @@ def limits(case):
         max_num_seqs=case["seqs"],
         max_num_batched_tokens=case["tokens"],
         cache_tokens=case["cache"],
-        chunked=mode in ("vllm", "eager", "overlap"),
+        chunked=mode in ("vllm", "eager"),
         mixes=mode != "separate",
         reserves=mode == "reserves",
-        overlap=mode == "overlap",
         request_s=0.003 if mode == "reserves" else 0.0,
     )
 

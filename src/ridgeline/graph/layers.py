@@ -13,6 +13,15 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.model import ModelSpec
 
 
+def distinct_experts(experts: int, rows: int) -> float:
+    """Expected number of experts that ``rows`` routed rows reach when their popularity is uneven.
+
+    Popularities are taken as exponentially distributed, which gives e · (1 - 1 / (1 + r/e)) of e experts: small batches
+    hardly repeat one, middling ones reach a fifth fewer than under even routing (as measured decoding times show).
+    """
+    return experts * (1 - 1 / (1 + rows / experts))
+
+
 @dataclass(slots=True)
 class Builder:
     """Accumulates one block. ``tokens`` = batch × q_len; ``kv_len`` is the context each query sees."""
@@ -65,7 +74,7 @@ class Builder:
                 self.param(f"{name}.bias", (n,))
         rows = m
         flops = 2.0 * rows * n * k
-        touched = experts * (1 - (1 - 1 / experts) ** rows) if experts > 1 else 1.0  # expected distinct experts
+        touched = distinct_experts(experts, rows) if experts > 1 else 1.0
         traffic = (rows * k + rows * n + n * k * touched) * self.width
         self.block.forward.append(
             Op(

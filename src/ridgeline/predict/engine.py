@@ -34,6 +34,9 @@ class Engine:
     """The same per running sequence."""
     prefill_s: float
     """Seconds that an iteration with prompts takes beyond the GPU's and the dispatch: its inputs, and no graph."""
+    prefill_share: float
+    """Rate of a prompt's kernels inside a model, relative to the same kernels timed alone in a loop: real data and
+    several kinds of kernel in turn leave lower clocks and colder caches."""
     request_s: float
     """Seconds a request spends outside iterations (HTTP, tokeniser, queues), all in its time to the first token."""
     max_num_seqs: int
@@ -46,6 +49,10 @@ class Engine:
     """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
     overlap: bool = False
     """Whether an iteration is composed while the one before it still runs."""
+    kernel: str = ""
+    """Library of its attention kernels: flash, or trtllm."""
+    expand_share: float = 0.33
+    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): those kernels are made for few rows."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     memory_share: float = 0.9
@@ -61,19 +68,23 @@ ENGINES: dict[str, Engine] = {
     for e in (
         Engine(
             "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
-            dispatch_s=37e-6, iteration_s=9e-3, schedule_s=0.0, sequence_s=0.25e-3, prefill_s=0.0, request_s=20e-3,
+            dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, prefill_s=0.0,
+            prefill_share=1.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, one_shot=False,
-            spill_tokens=2560, spill_s=90e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
+            spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
         ),
         Engine(
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
-            dispatch_s=8e-6, iteration_s=1.0e-3, schedule_s=0.6e-3, sequence_s=10e-6, prefill_s=5e-3, request_s=10e-3,
+            dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=20e-6, prefill_s=3e-3,
+            prefill_share=0.80, request_s=10e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
         ),
         Engine(
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
-            dispatch_s=0.0, iteration_s=1.0e-3, schedule_s=8e-3, sequence_s=74e-6, prefill_s=18e-3, request_s=60e-3,
+            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=7e-3, sequence_s=74e-6, prefill_s=18e-3,
+            prefill_share=0.80, request_s=30e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
+            kernel="trtllm",
             source="fitted to serving on H100",
         ),
     )
@@ -83,7 +94,7 @@ ALIASES = {"sglang": "vllm", "tensorrt-llm": "trtllm", "tensorrt": "trtllm", "vl
 
 HOST_SPEED = {"hopper": 0.70, "blackwell": 0.60, "ada": 0.8, "cdna3": 0.75}
 """Host seconds relative to a DGX A100's, by the device's architecture: servers come with the host of their year.
-Hopper: 31 ms / 52 ms per token and 95 ms / 185 ms to the first on the same software (arXiv:2311.18677, table 2)."""
+Hopper: 31 ms against 52 ms per token of Llama-70B, unbatched, on the same software (arXiv:2311.18677)."""
 
 
 def find_engine(name: str, device: Device) -> Engine:
@@ -115,16 +126,23 @@ _MERGED = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
 )
+_AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
-def fuse(g: Graph) -> Graph:
-    """The graph with the fusions that every engine makes.
+def fuse(g: Graph, kernel: str = "") -> Graph:
+    """The graph with the fusions that every engine makes, and attention by the library ``kernel``.
 
-    Query, key and value in one product, gate and up in one, a residual addition with the norm after it, and the
-    rotations of queries and keys (with their norms) in one kernel that also writes the cache.
+    Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit
+    copy that it writes), and the rotations of queries and keys (with their norms) in one kernel that also writes the
+    cache.
     """
-    return g.each_block(_fuse, layers_only=True)
+
+    def each(b: Block) -> None:
+        _fuse(b)
+        b.forward = [replace(o, kernel=kernel) if o.kind == "attention" else o for o in b.forward]
+
+    return g.each_block(each, layers_only=True)
 
 
 def _fuse(b: Block) -> None:
@@ -134,6 +152,11 @@ def _fuse(b: Block) -> None:
             ops[group[0]] = _side_by_side([ops[name] for name in group])
             for name in group[1:]:
                 del ops[name]
+    for name in [n for n, o in ops.items() if o.kind == "quantise"]:
+        if name.removesuffix(".quantise") in ("attention.q_proj", *_AFTER_NORM):
+            del ops[name]  # the norm before it writes 8 bits
+        else:
+            ops[name] = replace(ops[name], kind="cast")  # one pass: the scales are known or per token
     rotated = [ops.pop(name) for name in _ROTATED if name in ops]
     if rotated:
         one = replace(rotated[-1], name="attention.rope_and_cache", bytes=sum(o.bytes for o in rotated))

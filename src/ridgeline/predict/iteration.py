@@ -73,6 +73,8 @@ class Iterations:
         self._graphs: dict[int, Graph] = {}
         self.body = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=False))
         self.head = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=True))
+        self.links = Table(lambda t: self._links(self.graph(t, 1, 1)))
+        self.expanded = Table(lambda t: self._expanded(self.graph(t, 1, 1)))
         self._short = Table(lambda b: self._attention(b, 1, self.contexts[0]))
         self._long = Table(lambda b: self._attention(b, 1, self.contexts[1]))
         self._chunk = Table(lambda q: self._attention(1, q, q))
@@ -85,7 +87,7 @@ class Iterations:
     def graph(self, batch: int, q_len: int, kv_len: int) -> Graph:
         """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
         g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
-        return fuse(rewritten(g, self.e, self.made))
+        return fuse(rewritten(g, self.e, self.made), self.engine.kernel)
 
     def seconds(self, op: Op) -> float:
         """GPU seconds of one operator or collective."""
@@ -101,6 +103,16 @@ class Iterations:
                 chosen = (o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention)
                 total += b.repeat * sum(self.seconds(o) for o in chosen)
         return total
+
+    def _links(self, g: Graph) -> float:
+        """Seconds of the collectives."""
+        return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if b.name != "head")
+
+    def _expanded(self, g: Graph) -> float:
+        """Seconds of products whose weights are stored narrower than they are multiplied."""
+        return sum(
+            b.repeat * sum(self.seconds(o) for o in b.forward if o.weight_dtype not in ("", o.dtype)) for b in g.blocks
+        )
 
     def _attention(self, batch: int, q_len: int, kv_len: int) -> float:
         return self._sum(self.graph(batch, q_len, kv_len), attention=True)
@@ -142,13 +154,18 @@ class Iterations:
             gpu = a + b * cached
             return max(gpu, self.floor(n)) + self.between(n)
         rows = n + len(prompts)
-        gpu = self.body(n + new) + self.head(rows) + sum(self.prompt_attention(q, before) for q, before in prompts)
+        attention = sum(self.prompt_attention(q, before) for q, before in prompts)
+        whole, links = self.body(n + new), self.links(n + new)
+        slow = attention + whole - links - (self.body(n) - self.links(n) if n else 0.0)
+        extra = slow * (1 / self.engine.prefill_share - 1)
+        extra += (self.expanded(n + new) - (self.expanded(n) if n else 0.0)) * (1 / self.engine.expand_share - 1)
+        gpu = whole + attention + self.head(rows) + extra
         if n:
             a, b = self.decode(n)
             gpu += a + b * cached - self.body(n) - self.head(n)
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
-        extra = self.engine.prefill_s + over * self.engine.spill_s
-        return max(gpu, self.floor(rows, eager=True)) + extra + self.between(rows)
+        host = self.engine.prefill_s + over * self.engine.spill_s
+        return max(gpu, self.floor(rows, eager=True)) + host + self.between(rows)
 
 
 def one_shot(op: Op, cluster: Cluster) -> float:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.memory import training_peak
+from ridgeline.predict.pace import training_pace
 from ridgeline.predict.predict import predict
+from ridgeline.predict.step import block_times
 from ridgeline.predict.training import timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Technique
@@ -61,3 +63,18 @@ def quick(e: Experiment, made: list[Technique], always: bool = False) -> Quick:
         out.metrics["dollars_per_million_tokens"] = device.price_per_hour * e.world / 3600 / rate * 1e6
     out.floor = step.seconds - step.exposed - step.dispatch
     return out
+
+
+def computation(e: Experiment, made: list[Technique]) -> float:
+    """Least seconds of a training step: its computation alone, spread over all ranks without bubbles.
+
+    ``made`` may leave out what splits and places; the experiment need not be feasible.
+    """
+    cluster = rank_cluster(e)
+    g = rewritten(training_graph(e), e, made)
+    pace = training_pace(cluster)
+    once = 0.0
+    for b in g.blocks:
+        t = block_times(b, cluster, pace._replace(dispatch=0.0))
+        once += b.repeat * (t.forward + t.backward)
+    return once * e.batch_size / (e.data_parallel * e.micro_batch_size)

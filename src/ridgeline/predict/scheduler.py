@@ -44,8 +44,6 @@ class Limits:
     chunked: bool = True
     mixes: bool = True
     reserves: bool = False
-    overlap: bool = False
-    """Whether an iteration is composed while the one before it runs: what arrives meanwhile waits one longer."""
     request_s: float = 0.0
     overhead_tokens: int = 8
     """Cache lost per sequence to its last, part-filled block."""
@@ -94,7 +92,6 @@ class Simulation:
         self.costs, self.limits = costs, limits
         self.requests = requests
         self.now = 0.0
-        self.seen = 0.0  # arrivals up to here can join the next iteration
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
         self.partial: Job | None = None
@@ -128,7 +125,7 @@ class Simulation:
                 following = self._next_arrival()
                 if math.isinf(following):
                     return self.out
-                self.now = self.seen = max(self.now, following)
+                self.now = max(self.now, following)
 
     def _next_arrival(self) -> float:
         """When the next request reaches the engine."""
@@ -139,7 +136,7 @@ class Simulation:
         return math.inf
 
     def _arrive(self) -> None:
-        while self._next_arrival() <= self.seen:
+        while self._next_arrival() <= self.now:
             if self.closed:
                 at, i = heappop(self.due)
             else:
@@ -217,7 +214,7 @@ class Simulation:
         if decoding and not self.limits.reserves:
             decoding -= self._preempt()
         seconds = self.costs.mixed([(size, s.done) for s, size in chunks], decoding, self.cached if decoding else 0)
-        self._advance(1, seconds, seconds, decoding)
+        self._advance(1, seconds, decoding)
         for s, size in chunks:
             s.done += size
             if s.done == s.prompt:
@@ -243,12 +240,11 @@ class Simulation:
             per, slope = first + between, b * n
         if not self.waiting and self.partial is None:
             k = min(k, _until(self._next_arrival() - self.now, per, slope, k))
-        self._advance(k, k * per + slope * (k * (k - 1) / 2), per + slope * (k - 1), n)
+        self._advance(k, k * per + slope * (k * (k - 1) / 2), n)
 
-    def _advance(self, k: int, seconds: float, last: float, decoding: int) -> None:
-        """Time passes (``last``: of it the last iteration's); each decoding sequence gets ``k`` tokens; some leave."""
+    def _advance(self, k: int, seconds: float, decoding: int) -> None:
+        """Time passes; each decoding sequence gets ``k`` tokens; the finished leave."""
         self.now += seconds
-        self.seen = self.now - last if self.limits.overlap else self.now
         self.out.busy_s += seconds
         self.out.iterations += k
         if not decoding:

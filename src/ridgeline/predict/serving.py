@@ -70,7 +70,6 @@ def limits_of(w: Serve, engine: Engine, surface: Iterations, asked: Sequence[Req
         chunked=engine.chunked,
         mixes=engine.mixes,
         reserves=engine.reserves,
-        overlap=engine.overlap,
         request_s=engine.request_s,
     )
     return limits, space

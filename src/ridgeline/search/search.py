@@ -1,32 +1,45 @@
 """Branch and bound over the space of plans, on predictions.
 
-Per layout and shape one placement is timed in full; its computation bounds every other placement from below. What the
-bound leaves is sized first and timed only when it fits. Deterministic: workers share no incumbents but those of the
-first pass.
+Nodes (mesh × shape × micro-batch) are visited in the order of their bound: the computation alone. Below a node, the
+first placement of every split is timed in full; its computation, bubbles included, bounds the other placements. What
+is left is sized first, and timed only when it fits.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
-from ridgeline.predict.quick import Quick, quick
+from ridgeline.predict.quick import Quick, computation, quick
 from ridgeline.search.question import Question
-from ridgeline.search.space import Set, Slots, batches, candidate, micro_batches, slots, sub_clusters
+from ridgeline.search.space import (
+    Set,
+    Slots,
+    batches,
+    candidate,
+    micro_batches,
+    offloads,
+    slots,
+    splits_batch,
+    sub_clusters,
+    with_settled,
+)
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import check
 
 KEPT = 5
 """Answers."""
-SLACK = 1.5
+SLACK = 1.25
 """Plans whose bound is this many times slower than the best found are not looked at: also the reach of the front."""
 
 Progress = Callable[[int, int], None]
@@ -78,9 +91,22 @@ class Found:
     nearest: list[Tried] = field(default_factory=list)
     """Infeasible plans that miss by least."""
     counts: Counter[str] = field(default_factory=Counter)
-    """considered, refused, bounded (cut by the bound), oversize, missed (a limit), feasible, timed."""
+    """considered, and of them refused, bounded, dominated, oversize, missed (a limit) and feasible."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Reasons of ``check``."""
+
+    fastest: float = math.inf
+    """Seconds of the fastest plan that fits."""
+
+    def count(self, what: str, n: int) -> None:
+        """Account for ``n`` candidates."""
+        self.counts["considered"] += n
+        self.counts[what] += n
+
+    def refuse(self, reason: str, n: int) -> None:
+        """Account for ``n`` candidates that ``check`` refuses."""
+        self.count("refused", n)
+        self.refusals[reason] += n
 
     def feasible(self, t: Tried) -> None:
         """Take in a plan that fits and keeps the limits."""
@@ -136,45 +162,25 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
     start = time.perf_counter()
     bases = [b for c in sub_clusters(question.cluster, question.goal == "cost") for b in _bases(question, c)]
     settled = _settle(question, bases[0])
-    parts: list[tuple[Experiment, Slots, Set]] = []
-    for base in bases:
-        space = slots(base, question.techniques(), frozenset(settled))
-        parts += [(base, space, layout) for layout in space.layouts()]
-    first = Found()
-    if any_will_do:
-        workers = 1
-    for base, space, layout in parts:  # a quick pass for incumbents: the first shape and placement of every layout
-        _explore(question, base, space, layout, [], brief=True, found=first)
-    incumbent = [t.metrics.get("step_time_s", 0.0) for t in first.best]
-    run = partial(_part, question, incumbents=incumbent)
+    spaces = [slots(base, question.techniques(), tuple(t for t, _ in settled)) for base in bases]
     found = Found()
-    for done, part in enumerate(_each(run, parts, workers), 1):
-        found.merge(part)
-        if any_will_do and found.best:
-            break
-        if progress:
-            progress(done, len(parts))
+    nodes = [n for i, base in enumerate(bases) for n in _nodes(question, base, spaces[i], i, found)]
+    nodes.sort(key=lambda n: n.bound)
+    workers = 1 if any_will_do else max(1, min(workers, len(nodes) // 4))
+    tasks = [nodes[i::workers] for i in range(workers)]
+    run = partial(_walk, question, bases, spaces, any_will_do=any_will_do)
+    if workers == 1:
+        found.merge(run(tasks[0], progress=progress))
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+            for done, part in enumerate(pool.map(run, tasks), 1):
+                found.merge(part)
+                if progress:
+                    progress(done, workers)
     if question.training and question.goal != "memory" and found.best:  # beyond the bound's reach it is no front
         reach = SLACK * min(t.metrics["step_time_s"] for t in found.best)
         found.front = [t for t in found.front if t.metrics["step_time_s"] <= reach]
-    return Answer(question, found, settled, time.perf_counter() - start)
-
-
-def _each(
-    run: Callable[[tuple[Experiment, Slots, Set]], Found], parts: list[tuple[Experiment, Slots, Set]], workers: int
-) -> Iterable[Found]:
-    if workers < 2 or len(parts) < 4:
-        yield from map(run, parts)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        yield from pool.map(run, parts, chunksize=max(1, len(parts) // (8 * workers)))
-
-
-def _part(question: Question, part: tuple[Experiment, Slots, Set], incumbents: list[float]) -> Found:
-    base, space, layout = part
-    found = Found()
-    _explore(question, base, space, layout, incumbents, brief=False, found=found)
-    return found
+    return Answer(question, found, {t.card.name: why for t, why in settled}, time.perf_counter() - start)
 
 
 def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
@@ -186,55 +192,98 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
     return out
 
 
-def _explore(
-    q: Question, base: Experiment, space: Slots, layout: Set, incumbents: list[float], brief: bool, found: Found
-) -> None:
-    """All shapes, micro-batches and placements of one layout."""
-    best = min(incumbents, default=float("inf"))
-    degree = 1
-    for t in layout:
-        for n in t.axes().values():
-            degree *= n
-    if base.cluster.size % degree:
-        n = sum(1 for _ in space.shapes()) * sum(1 for _ in space.placements())
-        found.counts["considered"] += n
-        found.counts["refused"] += n
-        found.refusals[f"degrees that do not divide the {base.cluster.size} devices"] += n
-        return
-    placements = list(space.placements())
-    for shape in space.shapes():
-        e, _ = candidate(base, layout + shape)
-        sizes = micro_batches(e, q.free_micro_batch)
-        for micro in sizes[:1] if brief else sizes:
-            floor: float | None = None
-            for placement in placements:
-                found.counts["considered"] += 1
-                e, made = candidate(base, layout + shape + placement, micro)
-                try:
-                    check(e)
-                except Incompatible as refusal:
-                    found.counts["refused"] += 1
-                    found.refusals[str(refusal)] += 1
-                    continue
-                if floor is not None and floor > SLACK * best and q.goal != "memory":
-                    found.counts["bounded"] += 1
-                    continue
-                timed = quick(e, made, always=floor is None and q.training)
-                if floor is None:
-                    floor = timed.floor
-                _judge(q, e, timed, found)
-                if timed.fits and "step_time_s" in timed.metrics and not brief:
-                    best = min(best, timed.metrics["step_time_s"])
-                if brief:
-                    break
-            if brief and found.best:
-                break
+@dataclass(slots=True)
+class Node:
+    """A mesh, a shape and a micro-batch size, with the least seconds that any plan with them takes."""
+
+    base: int
+    chosen: Set
+    micro: int | None
+    bound: float
+
+
+def _nodes(q: Question, base: Experiment, space: Slots, index: int, found: Found) -> Iterator[Node]:
+    """Every mesh × shape × micro-batch with its bound. What ``check`` refuses takes its whole subtree along."""
+    below = space.below
+    for mesh in space.combinations("mesh"):
+        degree = math.prod(n for t in mesh for n in t.axes().values())
+        refused = "" if base.cluster.size % degree == 0 else f"mesh: {degree} ranks do not divide {base.cluster.size}"
+        refused = refused or _refusal(candidate(base, mesh)[0])
+        if refused:
+            found.refuse(refused, below * space.count("shape"))
+            continue
+        for shape in space.combinations("shape"):
+            chosen = mesh + shape
+            refused = _refusal(candidate(base, chosen)[0])
+            if refused:
+                found.refuse(refused, below)
+                continue
+            chosen = with_settled(base, chosen, space.settled)
+            for micro in micro_batches(base, degree, q.free_micro_batch):
+                e, made = candidate(base, chosen, micro)
+                yield Node(index, chosen, micro, computation(e, made) if q.training else 0.0)
+
+
+def _refusal(e: Experiment) -> str:
+    try:
+        check(e)
+    except Incompatible as refusal:
+        return str(refusal)
+    return ""
+
+
+def _walk(
+    q: Question, bases: list[Experiment], spaces: list[Slots], nodes: list[Node], any_will_do: bool = False,
+    progress: Progress | None = None,
+) -> Found:  # fmt: skip
+    """The nodes in order of their bounds; once a bound is out of reach, so are all after it."""
+    found = Found()
+    for done, node in enumerate(nodes):
+        space = spaces[node.base]
+        if node.bound > SLACK * found.fastest and q.goal != "memory":
+            found.count("bounded", sum(spaces[n.base].below for n in nodes[done:]))
+            break
+        _expand(q, bases[node.base], space, node, found)
+        if progress:
+            progress(done + 1, len(nodes))
+        if any_will_do and found.best:
+            break
+    return found
+
+
+def _expand(q: Question, base: Experiment, space: Slots, node: Node, found: Found) -> None:
+    """Every split and placement of a node. Offloading is only tried where no other placement fits."""
+    for split in space.combinations("split"):
+        floor: float | None = None
+        fits = False
+        for placement in space.placements:
+            e, made = candidate(base, node.chosen + split + placement, node.micro)
+            if e.data_parallel > 1 and q.training and not splits_batch(placement):
+                found.refuse("placement: data-parallel ranks must reduce their gradients", 1)
+                continue
+            if floor is not None and floor > SLACK * found.fastest and q.goal != "memory":
+                found.count("bounded", 1)
+                continue
+            if fits and offloads(placement) and q.goal != "memory":
+                found.count("dominated", 1)
+                continue
+            refused = _refusal(e)
+            if refused:
+                found.refuse(refused, 1)
+                continue
+            timed = quick(e, made, always=floor is None and q.training)
+            if floor is None:
+                floor = timed.floor
+            if timed.fits:
+                fits = True
+                found.fastest = min(found.fastest, timed.metrics.get("step_time_s", math.inf))
+            _judge(q, e, timed, found)
 
 
 def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> None:
     if not timed.fits:
-        found.counts["oversize"] += 1
-        found.infeasible(Tried(e, timed, float("inf")))
+        found.count("oversize", 1)
+        found.infeasible(Tried(e, timed, math.inf))
         return
     missed = q.misses(timed.metrics)
     if q.metric not in timed.metrics:
@@ -242,16 +291,16 @@ def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> None:
                         "give the device a price_per_hour, or choose another goal")  # fmt: skip
     t = Tried(e, timed, q.rank(timed.metrics), missed)
     if missed:
-        found.counts["missed"] += 1
+        found.count("missed", 1)
         found.infeasible(t)
     else:
-        found.counts["feasible"] += 1
+        found.count("feasible", 1)
         found.feasible(t)
 
 
-def _settle(q: Question, base: Experiment) -> dict[str, str]:
+def _settle(q: Question, base: Experiment) -> list[tuple[Technique, str]]:
     """Lossless techniques without options that are better in time and memory in every trial: no need to branch."""
-    settled: dict[str, str] = {}
+    settled: list[tuple[Technique, str]] = []
     known = q.techniques()
     for cls in known:
         options = cls.choices(base)
@@ -272,5 +321,5 @@ def _settle(q: Question, base: Experiment) -> dict[str, str]:
             off, on = results
             wins += key in on and on[key] <= off[key] and on["peak_bytes"] <= off["peak_bytes"]
         if trials and wins == trials:
-            settled[cls.card.name] = f"never slower nor larger in {trials} trials"
+            settled.append((options[0], f"never slower nor larger in {trials} trials"))
     return settled

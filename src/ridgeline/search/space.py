@@ -1,74 +1,108 @@
-"""The space of plans: parallel layouts × what shapes a block's operators × what places its states.
+"""The space of plans: meshes × what shapes a block's operators × how the model is split × where its states live.
 
-Techniques fall into the three groups by their phase, never by name. A *layout* fixes the mesh; *shape* techniques
-change what one block computes and keeps; *placement* techniques decide where parameters, gradients and states live.
-Placement never shortens computation, so the computation of one placement bounds all others of that layout and shape.
+Techniques fall into the four groups by their phase, never by name. A *mesh* technique divides operators over ranks, a
+*shape* technique changes what one block computes and keeps, a *split* cuts the model into stages, a *placement* decides
+where parameters, gradients and states live. Splits and placements never shorten computation, so the computation of a
+mesh and shape bounds all their plans from below.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 
 from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
 from ridgeline.techniques.base import PHASES, Technique
+from ridgeline.techniques.registry import check
 
-LAYOUT = frozenset({"split", "tensor", "sequence"})
-SHAPE = frozenset({"adapt", "recompute", "compile"})
+GROUPS = ("mesh", "shape", "split", "placement")
+_GROUP = {"tensor": "mesh", "sequence": "mesh", "adapt": "shape", "recompute": "shape", "compile": "shape",
+          "split": "split"}  # fmt: skip
 
 Set = tuple[Technique, ...]
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Every technique's choices (``None`` is off), by group."""
+    """Every technique's choices (``None`` is off) by group, and the techniques that are on wherever they can be."""
 
-    layout: tuple[tuple[Technique | None, ...], ...]
-    shape: tuple[tuple[Technique | None, ...], ...]
-    placement: tuple[tuple[Technique | None, ...], ...]
+    choices: dict[str, list[tuple[Technique | None, ...]]]
+    placements: tuple[Set, ...]
+    """Combinations of placement techniques that ``check`` lets stand side by side; those that offload come last."""
+    settled: Set = ()
 
-    def layouts(self) -> Iterator[Set]:
-        """Combinations that fix the mesh."""
-        return _combinations(self.layout)
+    def combinations(self, group: str) -> Iterator[Set]:
+        """Every combination of one group's choices."""
+        for chosen in product(*self.choices[group]):
+            yield tuple(t for t in chosen if t is not None)
 
-    def shapes(self) -> Iterator[Set]:
-        """Combinations that fix a block's operators."""
-        return _combinations(self.shape)
-
-    def placements(self) -> Iterator[Set]:
-        """Combinations that fix where states live."""
-        return _combinations(self.placement)
+    def count(self, group: str) -> int:
+        """How many combinations a group has."""
+        return math.prod(len(slot) for slot in self.choices[group])
 
     @property
-    def size(self) -> int:
-        """Number of combinations, batch sizes not counted."""
-        n = 1
-        for slot in (*self.layout, *self.shape, *self.placement):
-            n *= len(slot)
-        return n
+    def below(self) -> int:
+        """How many splits and placements one mesh and shape has."""
+        return self.count("split") * len(self.placements)
 
 
-def slots(base: Experiment, known: list[type[Technique]], settled: frozenset[str] = frozenset()) -> Slots:
-    """The choices of every technique on this experiment; those in ``settled`` are always on."""
-    groups: dict[str, list[tuple[Technique | None, ...]]] = {"layout": [], "shape": [], "placement": []}
+def slots(base: Experiment, known: list[type[Technique]], settled: Set = ()) -> Slots:
+    """The choices of every technique on this experiment."""
+    choices: dict[str, list[tuple[Technique | None, ...]]] = {g: [] for g in GROUPS}
+    always = {t.card.name for t in settled}
     for cls in known:
         options = cls.choices(base)
-        if not options:
+        if options and cls.card.name not in always:
+            choices[_GROUP.get(cls.phase, "placement")].append((None, *options))
+    apart = {
+        frozenset(pair)
+        for a, b in combinations(choices["placement"], 2)
+        for pair in product(a, b)
+        if None not in pair and _refused(base, pair)
+    }
+    together = [
+        tuple(t for t in chosen if t is not None)
+        for chosen in product(*choices["placement"])
+        if not any(frozenset(pair) in apart for pair in combinations(chosen, 2))
+    ]
+    return Slots(choices, tuple(sorted(together, key=lambda p: (offloads(p), len(p)))), settled)
+
+
+def _refused(base: Experiment, chosen: tuple[Technique | None, ...]) -> bool:
+    try:
+        check(candidate(base, tuple(t for t in chosen if t is not None))[0])
+    except Incompatible:
+        return True
+    return False
+
+
+def offloads(placement: Set) -> int:
+    """How many of its techniques move something out of the device's memory."""
+    return sum(t.phase == "offload" for t in placement)
+
+
+def with_settled(base: Experiment, chosen: Set, settled: Set) -> Set:
+    """``chosen`` and those of ``settled`` that ``check`` accepts beside it."""
+    for t in settled:
+        more = (*chosen, t)
+        try:
+            check(candidate(base, more)[0])
+        except Incompatible:
             continue
-        group = "layout" if cls.phase in LAYOUT else "shape" if cls.phase in SHAPE else "placement"
-        off: tuple[Technique | None, ...] = () if cls.card.name in settled else (None,)
-        groups[group].append((*off, *options))
-    return Slots(*(tuple(groups[g]) for g in ("layout", "shape", "placement")))
+        chosen = more
+    return chosen
 
 
-def _combinations(slot: tuple[tuple[Technique | None, ...], ...]) -> Iterator[Set]:
-    for chosen in product(*slot):
-        yield tuple(t for t in chosen if t is not None)
+def splits_batch(placement: Set) -> bool:
+    """Whether it makes data-parallel ranks work together."""
+    return any(t.splits_batch for t in placement)
 
 
 def candidate(base: Experiment, chosen: Set, micro_batch: int | None = None) -> tuple[Experiment, list[Technique]]:
@@ -88,14 +122,11 @@ def _call(t: Technique) -> Call:
     return Call.model_construct(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True))
 
 
-def micro_batches(e: Experiment, free: bool) -> list[int | None]:
-    """Sizes to try for this layout: powers of two that divide a rank's share of the batch."""
+def micro_batches(e: Experiment, degree: int, free: bool) -> list[int | None]:
+    """Sizes to try on a mesh of ``degree`` ranks: powers of two up to what one pipeline over all ranks would take."""
     if not isinstance(e.workload, Training) or not free:
         return [None]
-    share = e.batch_size // e.data_parallel
-    if not share or e.batch_size % e.data_parallel:
-        return []
-    return [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= share and share % m == 0]
+    return [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= e.batch_size and e.batch_size % m == 0]
 
 
 def batches(e: Experiment, free: bool) -> list[int]:

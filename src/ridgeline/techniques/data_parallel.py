@@ -43,7 +43,7 @@ class DataParallel(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """The defaults: nothing is gained by reducing late."""
+        """As it is: buckets that overlap."""
         return [cls()]
 
     def check(self, e: Experiment) -> None:

@@ -83,11 +83,24 @@ def _store(b: Block, compute: str) -> None:
     for p in b.params:
         if p.name in wide:
             p.bytes_per_element, p.dtype, p.trainable = 1.0, "fp8", False
-    b.forward = [_narrow(o, wide[o.param], compute) if _linear(o) and o.param in wide else o for o in b.forward]
+    ops: list[Op] = []
+    for o in b.forward:
+        if _linear(o) and o.param in wide:
+            if compute and not o.name.endswith(("k_proj", "v_proj", "up_proj")):  # they share another's input
+                elements = float(o.shape[-3] * o.shape[-1])
+                ops.append(Op(f"{o.name}.quantise", o.module, "quantise", bytes=3 * elements, dtype=o.dtype))
+            o = _narrow(o, wide[o.param], compute)
+        ops.append(o)
+    b.forward = ops
 
 
 def _narrow(op: Op, width: float, compute: str) -> Op:
     rows, out, inner = op.shape[-3:]
     operands = op.bytes - rows * out * width  # the result stays wide
     inputs = 0.0 if compute else rows * inner * width  # without fp8 units only the weights are narrow
-    return replace(op, bytes=rows * out * width + inputs + (operands - inputs) / width, dtype=compute or op.dtype)
+    return replace(
+        op,
+        bytes=rows * out * width + inputs + (operands - inputs) / width,
+        dtype=compute or op.dtype,
+        weight_dtype="fp8",
+    )

@@ -37,15 +37,15 @@ class KVQuant(Technique):
         """The cache and the attention's reads of it shrink."""
         ratio = DTYPE_BYTES[self.dtype] / DTYPE_BYTES[e.dtype]
         g.kv_cache *= ratio
-        return g.each_block(lambda b: _narrow(b, ratio), layers_only=True)
+        return g.each_block(lambda b: _narrow(b, ratio, self.dtype), layers_only=True)
 
 
-def _narrow(b: Block, ratio: float) -> None:
+def _narrow(b: Block, ratio: float, dtype: str) -> None:
     def narrow(o: Op) -> Op:
         if o.kind != "attention" or not o.shape:
             return o
         q_len, kv_len = o.shape[-3:-1]
         share = kv_len / (kv_len + q_len)  # of the traffic that is keys and values
-        return replace(o, bytes=o.bytes * (1 - share * (1 - ratio)))
+        return replace(o, bytes=o.bytes * (1 - share * (1 - ratio)), kv_dtype=dtype)
 
     b.forward = [narrow(o) for o in b.forward]

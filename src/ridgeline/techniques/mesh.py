@@ -19,8 +19,8 @@ def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:
     """A GEMM op with its dimensions (as of ``op.shape``) divided; FLOPs and bytes follow."""
     rows, cols, inner = op.shape
     small = (max(1, rows // m), max(1, cols // n), max(1, inner // k))
-    whole = rows * inner + rows * cols + cols * inner
-    part = small[0] * small[2] + small[0] * small[1] + small[1] * small[2]
+    whole = rows * inner + rows * cols + cols * inner * op.experts
+    part = small[0] * small[2] + small[0] * small[1] + small[1] * small[2] * op.experts
     return replace(op, flops=op.flops / (m * n * k), bytes=op.bytes * part / whole, shape=small)
 
 

@@ -63,4 +63,5 @@ def _narrow(op: Op, width: float) -> Op:
     rows, out, inner = op.shape[-3:]
     io = (rows * out + rows * inner) * 2.0
     weights = max(0.0, op.bytes - rows * out * 2.0 - rows * inner * width)
-    return replace(op, bytes=io + weights * BITS / 8 / width, dtype="bf16" if op.dtype == "fp8" else op.dtype)
+    return replace(op, bytes=io + weights * BITS / 8 / width, dtype="bf16" if op.dtype == "fp8" else op.dtype,
+                   weight_dtype="int4")  # fmt: skip

@@ -34,6 +34,12 @@ class ZeroInfinity(Technique):
     optimizer: Literal["cpu", "nvme"] = "cpu"
     """Where master weights and optimizer states rest."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """From host memory to disk, one part at a time."""
+        return [cls(parameters="cpu", optimizer="cpu"), cls(parameters="cpu", optimizer="nvme"),
+                cls(parameters="nvme", optimizer="nvme")]  # fmt: skip
+
     def check(self, e: Experiment) -> None:
         """Parameters can only leave when they are sharded."""
         self.needs(e.plan.has("zero"), "it streams the shards that zero makes", "add zero:stage=3")
