@@ -40,7 +40,7 @@ class Pace(NamedTuple):
         return self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
 
 
-_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": ""}
+_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": "", "quantise": ""}
 GROUPS = ("gemm", "attention", "pointwise", "fused")
 ALONE = Pace()
 """Operators as they are timed one by one."""
@@ -50,7 +50,7 @@ launch (assumption). spread: assumption, which fits the loss of 1-2 % from one n
 
 
 def group(kind: str) -> str:
-    """The group of a kind of operator; empty for the optimizer's, which are fused as they are counted."""
+    """The group of a kind of operator; empty for those that are fused as they are counted."""
     return _GROUP.get(kind, "pointwise")
 
 
