@@ -64,13 +64,13 @@ def test_twice_the_work_is_never_cheaper(m, n, k):
 
 
 def test_one_tile_too_many_costs_a_wave():
-    """108 processors of 256 × 128 tiles: 8 × 13 tiles fit one wave, 8 × 14 do not (arXiv:1803.04014)."""
+    """108 processors of 256 × 128 tiles: 8 × 13 tiles fit one wave, 8 × 14 do not."""
     fits, over = gemm(2048, 13 * 128, 4096), gemm(2048, 14 * 128, 4096)
     assert seconds(over) / seconds(fits) > 1.05 * 14 / 13
 
 
-def test_large_products_reach_what_is_published():
-    """cuBLAS on an A100 SXM reaches 250-290 of 312 TFLOP/s in bf16; an H100 SXM about 650-800 of 989 (under load)."""
+def test_large_products_reach_what_is_measured():
+    """The open measurements of large bf16 products: 0.82-0.93 of an A100's peak, 0.72-0.84 of an H100's."""
     op = gemm(8192, 8192, 8192)
     assert 245e12 < op.flops / seconds(op, A100) < 295e12
     assert 640e12 < op.flops / seconds(op, H100) < 830e12
@@ -129,10 +129,10 @@ def test_experts_share_one_kernel():
 # ---- attention ----------------------------------------------------------------------------------------------------
 
 
-def test_flash_attention_reaches_what_is_published():
-    """FlashAttention-2 (arXiv:2307.08691, figure 5): 150-190 TFLOP/s forward, causal, head size 128, on an A100."""
+def test_flash_attention_stays_below_the_best_published():
+    """FlashAttention-2 (arXiv:2307.08691, abstract): 50-73 % of an A100's peak; causal and short is the lower end."""
     op = attention(4, 16, 16, 4096, 4096)
-    assert 140e12 < op.flops / 2 / seconds(op) < 195e12
+    assert 0.45 * 312e12 < op.flops / 2 / seconds(op) < 0.73 * 312e12
 
 
 def test_causal_kernels_skip_half_and_backward_costs_more():

@@ -10,6 +10,7 @@ operators are accounted by the bytes they move.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -100,6 +101,13 @@ class Param:
     spread: int = 1
     """Data-parallel ranks over which the tensor is already divided (experts): fewer are left to share or reduce it."""
 
+    def copy(self) -> Param:
+        """One that may be changed without touching this one."""
+        return Param(
+            self.name, self.numel, self.dtype, self.trainable, self.bytes_per_element, self.shape, self.shards,
+            self.state_shards, self.grad_shards, self.grad_bytes, self.working_bytes, self.spread,
+        )  # fmt: skip
+
     @property
     def stored_bytes(self) -> float:
         """Bytes this rank stores at rest."""
@@ -135,6 +143,14 @@ class Block:
     def saved_bytes(self) -> float:
         """Activation bytes kept until backward, for one repeat."""
         return sum(s.bytes for s in self.saved.values())
+
+    def copy(self) -> Block:
+        """A block of its own lists and parameters; operators are immutable and shared."""
+        return Block(
+            self.name, self.repeat, [p.copy() for p in self.params], [*self.forward], [*self.backward],
+            {**self.saved}, self.workspace, self.backward_workspace, self.recomputed, [*self.gather_forward],
+            [*self.gather_backward], [*self.reduce], [*self.store],
+        )  # fmt: skip
 
     def drop_users(self, gone: Iterable[str]) -> None:
         """Remove backward operators and free the activations that nobody needs any more."""
@@ -207,6 +223,13 @@ class Graph:
     closing: list[Callable[[Graph], None]] = field(default_factory=list)
     """Passes to run after every technique's own: they copy operators that later phases still reprice."""
 
+    def copy(self) -> Graph:
+        """A graph that techniques may rewrite without touching this one."""
+        return replace(
+            self, blocks=[b.copy() for b in self.blocks], update=[*self.update], after_update=[*self.after_update],
+            closing=[*self.closing],
+        )  # fmt: skip
+
     def close(self) -> Graph:
         """Run the closing passes; returns the graph."""
         for run in self.closing:
@@ -231,16 +254,26 @@ class Graph:
         """Ranks that a micro-batch passes through one after the other."""
         return self.pipeline.degree if self.pipeline else 1
 
-    def stage_blocks(self, stage: int, of: int) -> list[Block]:
-        """The blocks of part ``stage`` of ``of``: an even cut of the layers; embedding first, head last."""
-        found: list[Block] = []
-        for b in self.blocks:
+    def cut(self, parts: int) -> list[list[Block]]:
+        """The blocks of each of ``parts`` stages: an even cut of the layers; embedding first, head last.
+
+        Blocks of one name (dense and expert layers, layers with and without recomputation) alternate evenly.
+        """
+        stacks: dict[str, list[int]] = {}
+        for i, b in enumerate(self.blocks):
             if b.name.startswith(("layers", "encoder")):
-                n = b.repeat * (stage + 1) // of - b.repeat * stage // of
-                if n:
-                    found.append(b if n == b.repeat else replace(b, repeat=n))
-            elif stage == (of - 1 if b.name == "head" else 0):
-                found.append(b)
+                stacks.setdefault(b.name, []).append(i)
+        order: list[int] = []
+        for stack in stacks.values():
+            places = [((n + 0.5) / self.blocks[i].repeat, i) for i in stack for n in range(self.blocks[i].repeat)]
+            order += [i for _, i in (sorted(places) if len(stack) > 1 else places)]
+        found: list[list[Block]] = []
+        for stage in range(parts):
+            mine = order[len(order) * stage // parts : len(order) * (stage + 1) // parts]
+            found.append([replace(self.blocks[i], repeat=n) for i, n in Counter(mine).items()])
+        others = [b for b in self.blocks if b.name not in stacks]
+        found[0] = [b for b in others if b.name != "head"] + found[0]
+        found[-1] += [b for b in others if b.name == "head"]
         return found
 
     @property

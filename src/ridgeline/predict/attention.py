@@ -68,8 +68,7 @@ def prefill(
     softmax = c.softmax_clocks * area / (_BLOCK * _BLOCK)
     if c.tensor_rate:
         softmax *= min(1.0, c.tensor_rate * m.clock / rate)
-    # Backward has five products against two, but takes its exponentials once.
-    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + softmax / m.clock
+    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + softmax / m.clock  # exponentials are taken once
     if causal:  # block i of n sees everything before it and itself
         before = max(0, kv_len - q_len) / _BLOCK
         longest = before + count * width / _BLOCK

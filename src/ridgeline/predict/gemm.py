@@ -5,8 +5,9 @@ For every tile shape and every split of k the kernel takes
     latency + (compute^p + memory^p)^(1/p) + fill + merging of splits,
 
 where compute is waves × one tile's time and memory is the traffic over the bandwidth that the busy processors can
-draw; the library is taken to choose the best one. Waves: Markidis et al. 2018 (arXiv:1803.04014); split and
-stream-k: Osama et al. 2023 (arXiv:2301.03598). Sizes are in elements, times in seconds.
+draw; the library is taken to choose the best one. Tile and wave quantisation: NVIDIA, Matrix Multiplication Background
+User's Guide (DU-09799-001), chapter 3; split k and stream-k: Osama et al. 2023 (arXiv:2301.03598). Sizes are in
+elements, times in seconds.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def training_peak(g: Graph) -> Peak:
         return _rank_peak(g, g.blocks, 1.0, g.accumulation > 1)
     pipe = g.pipeline
     best = Peak({}, "")
+    stages = g.cut(pipe.degree * pipe.chunks)
     for rank in sorted({0, 1, pipe.degree - 1}):
-        blocks = [b for i in range(rank, pipe.degree * pipe.chunks, pipe.degree)
-                  for b in g.stage_blocks(i, pipe.degree * pipe.chunks)]  # fmt: skip
+        blocks = [b for stage in stages[rank :: pipe.degree] for b in stage]
         held = in_flight(pipe.schedule, rank, pipe.degree, g.accumulation, pipe.chunks)
         peak = _rank_peak(g, blocks, held, True)
         if peak.total > best.total:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.graph import training_graph
+from ridgeline.graph import Graph, training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.memory import training_peak
 from ridgeline.predict.pace import training_pace
 from ridgeline.predict.predict import predict
 from ridgeline.predict.step import block_times
-from ridgeline.predict.training import timed, update_ops
+from ridgeline.predict.training import timed, update_ops, with_overheads
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Technique
+from ridgeline.techniques.base import PHASES, Technique
 
 
 @dataclass(slots=True)
@@ -34,16 +34,36 @@ class Quick:
         return self.metrics["peak_bytes"] <= self.limit
 
 
-def quick(e: Experiment, made: list[Technique], always: bool = False) -> Quick:
-    """Predict a normalised, checked experiment. Times are left out when it does not fit, unless ``always``."""
+def prepare(e: Experiment, made: list[Technique]) -> Graph:
+    """The training graph after the techniques of all phases before ``shard``: what placements have in common."""
+    g = training_graph(e)
+    for t in made:
+        if not _places(t):
+            g = t.rewrite(g, e)
+    return g
+
+
+def _places(t: Technique) -> bool:
+    return PHASES.index(t.phase) >= PHASES.index("shard")
+
+
+def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: Graph | None = None) -> Quick:
+    """Predict a normalised, checked experiment. Times are left out when it does not fit, unless ``always``.
+
+    ``prepared`` is the graph that :func:`prepare` made for it; it is not changed.
+    """
     if not e.is_training:
         r = predict(e)
         values = {k: m.value for k, m in r.metrics.items()}
         return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes)
     cluster = rank_cluster(e)
-    g = rewritten(training_graph(e), e, made)
+    g = prepared.copy() if prepared else prepare(e, made)
+    for t in made:
+        if _places(t):
+            g = t.rewrite(g, e)
+    g.close()
     update = update_ops(g, e)
-    peak = training_peak(g)
+    peak = with_overheads(training_peak(g), e)
     device = cluster.device
     categories = {**peak.categories, "framework": device.reserved_bytes}
     out = Quick({"peak_bytes": sum(categories.values())}, categories, device.memory_bytes)
@@ -72,7 +92,7 @@ def computation(e: Experiment, made: list[Technique]) -> float:
     """
     cluster = rank_cluster(e)
     g = rewritten(training_graph(e), e, made)
-    pace = training_pace(cluster)
+    pace = training_pace(cluster, g.fused)
     once = 0.0
     for b in g.blocks:
         t = block_times(b, cluster, pace._replace(dispatch=0.0))

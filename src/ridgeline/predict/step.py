@@ -282,10 +282,8 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record:
     pipe = g.pipeline
     assert pipe is not None
     ranks, chunks = pipe.degree, pipe.chunks
-    known = {b.name + str(id(b.params)): block_times(b, cluster, pace) for b in g.blocks}
-    stages: list[list[tuple[BlockTimes, int]]] = []
-    for i in range(ranks * chunks):
-        stages.append([(known[b.name + str(id(b.params))], b.repeat) for b in g.stage_blocks(i, ranks * chunks)])
+    known = {id(b.params): block_times(b, cluster, pace) for b in g.blocks}
+    stages = [[(known[id(b.params)], b.repeat) for b in stage] for stage in g.cut(ranks * chunks)]
     forward, backward, weight = [], [], []
     exposed = communication = slowed = inline = waited = 0.0
     for stage in stages:

@@ -46,7 +46,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
     update = update_ops(g, e)
     step, delay = timed(g, update, cluster)
     seconds = step.seconds + delay
-    peak = _with_overheads(training_peak(g), e)
+    peak = with_overheads(training_peak(g), e)
     tokens = e.batch_size * e.training.seq_len
     each = g.accumulation / g.stages / seconds
     dtype_peak = peak_flops(cluster.device, g.dtype)
@@ -71,7 +71,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
     return result
 
 
-def _with_overheads(peak: Peak, e: Experiment) -> Peak:
+def with_overheads(peak: Peak, e: Experiment) -> Peak:
     """Adds what a GPU's allocator and communicators take beyond the tensors."""
     if e.cluster.device.kind != "gpu":
         return peak

@@ -7,7 +7,6 @@ is left is sized first, and timed only when it fits.
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections import Counter
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
-from ridgeline.predict.quick import Quick, computation, quick
+from ridgeline.graph import Graph
+from ridgeline.predict.quick import Quick, computation, prepare, quick
 from ridgeline.search.question import Question
 from ridgeline.search.space import (
     Set,
@@ -35,14 +35,16 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Technique
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import check_made
 
 KEPT = 5
 """Answers."""
-SLACK = 1.25
+SLACK = 1.1
 """Plans whose bound is this many times slower than the best found are not looked at: also the reach of the front."""
 
 Progress = Callable[[int, int], None]
+Shape = tuple[int, Set, Set]
+"""Index of the base experiment, mesh and shape."""
 
 
 @dataclass(slots=True)
@@ -110,8 +112,9 @@ class Found:
 
     def feasible(self, t: Tried) -> None:
         """Take in a plan that fits and keeps the limits."""
-        if all(o.key != t.key for o in self.best):
-            self.best = heapq.nsmallest(KEPT, [*self.best, t], key=_order)
+        full = len(self.best) == KEPT
+        if not (full and self.best[-1].rank < t.rank) and all(o.key != t.key for o in self.best):
+            self.best = sorted([*self.best, t], key=_order)[:KEPT]
         if self.simplest is None or (len(t.names), *_order(t)) < (len(self.simplest.names), *_order(self.simplest)):
             self.simplest = t
         for name in t.names:
@@ -123,8 +126,10 @@ class Found:
 
     def infeasible(self, t: Tried) -> None:
         """Take in a plan that does not fit or misses a limit; the nearest are kept."""
+        if len(self.nearest) == KEPT and _miss(self.nearest[-1]) <= _miss(t):
+            return
         if all(o.key != t.key for o in self.nearest):
-            self.nearest = heapq.nsmallest(KEPT, [*self.nearest, t], key=lambda x: (x.over > 1, x.over, x.missed))
+            self.nearest = sorted([*self.nearest, t], key=_miss)[:KEPT]
 
     def merge(self, other: Found) -> None:
         """Take in another part's."""
@@ -153,6 +158,10 @@ class Answer:
         return self.found.best
 
 
+def _miss(t: Tried) -> tuple[bool, float, list[str]]:
+    return t.over > 1, t.over, t.missed
+
+
 def _order(t: Tried) -> tuple[float, float, list[str]]:
     return t.rank, t.metrics["peak_bytes"], t.experiment.plan.strings()
 
@@ -163,17 +172,16 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
     bases = [b for c in sub_clusters(question.cluster, question.goal == "cost") for b in _bases(question, c)]
     settled = _settle(question, bases[0])
     spaces = [slots(base, question.techniques(), tuple(t for t, _ in settled)) for base in bases]
-    found = Found()
-    nodes = [n for i, base in enumerate(bases) for n in _nodes(question, base, spaces[i], i, found)]
-    nodes.sort(key=lambda n: n.bound)
-    workers = 1 if any_will_do else max(1, min(workers, len(nodes) // 4))
-    tasks = [nodes[i::workers] for i in range(workers)]
+    shapes = [(i, mesh, shape) for i, space in enumerate(spaces) for mesh in space.combinations("mesh")
+              for shape in space.combinations("shape")]  # fmt: skip
+    workers = 1 if any_will_do else max(1, min(workers, len(shapes) // 8))
     run = partial(_walk, question, bases, spaces, any_will_do=any_will_do)
+    found = Found()
     if workers == 1:
-        found.merge(run(tasks[0], progress=progress))
+        found.merge(run(shapes, progress=progress))
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-            for done, part in enumerate(pool.map(run, tasks), 1):
+            for done, part in enumerate(pool.map(run, [shapes[i::workers] for i in range(workers)]), 1):
                 found.merge(part)
                 if progress:
                     progress(done, workers)
@@ -202,48 +210,44 @@ class Node:
     bound: float
 
 
-def _nodes(q: Question, base: Experiment, space: Slots, index: int, found: Found) -> Iterator[Node]:
+def _nodes(
+    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], found: Found
+) -> Iterator[Node]:
     """Every mesh × shape × micro-batch with its bound. What ``check`` refuses takes its whole subtree along."""
-    below = space.below
-    for mesh in space.combinations("mesh"):
+    for index, mesh, shape in shapes:
+        base, space = bases[index], spaces[index]
         degree = math.prod(n for t in mesh for n in t.axes().values())
         refused = "" if base.cluster.size % degree == 0 else f"mesh: {degree} ranks do not divide {base.cluster.size}"
-        refused = refused or _refusal(candidate(base, mesh)[0])
+        refused = refused or _refusal(candidate(base, mesh + shape))
         if refused:
-            found.refuse(refused, below * space.count("shape"))
+            found.refuse(refused, space.below)
             continue
-        for shape in space.combinations("shape"):
-            chosen = mesh + shape
-            refused = _refusal(candidate(base, chosen)[0])
-            if refused:
-                found.refuse(refused, below)
-                continue
-            chosen = with_settled(base, chosen, space.settled)
-            for micro in micro_batches(base, degree, q.free_micro_batch):
-                e, made = candidate(base, chosen, micro)
-                yield Node(index, chosen, micro, computation(e, made) if q.training else 0.0)
+        chosen = with_settled(base, mesh + shape, space.settled)
+        for micro in micro_batches(base, degree, q.free_micro_batch):
+            bound = computation(*candidate(base, chosen, micro)) if q.training else 0.0
+            yield Node(index, chosen, micro, bound)
 
 
-def _refusal(e: Experiment) -> str:
+def _refusal(point: tuple[Experiment, list[Technique]]) -> str:
     try:
-        check(e)
+        check_made(*point)
     except Incompatible as refusal:
         return str(refusal)
     return ""
 
 
 def _walk(
-    q: Question, bases: list[Experiment], spaces: list[Slots], nodes: list[Node], any_will_do: bool = False,
+    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], any_will_do: bool = False,
     progress: Progress | None = None,
 ) -> Found:  # fmt: skip
     """The nodes in order of their bounds; once a bound is out of reach, so are all after it."""
     found = Found()
+    nodes = sorted(_nodes(q, bases, spaces, shapes, found), key=lambda n: n.bound)
     for done, node in enumerate(nodes):
-        space = spaces[node.base]
         if node.bound > SLACK * found.fastest and q.goal != "memory":
             found.count("bounded", sum(spaces[n.base].below for n in nodes[done:]))
             break
-        _expand(q, bases[node.base], space, node, found)
+        _expand(q, bases[node.base], spaces[node.base], node, found)
         if progress:
             progress(done + 1, len(nodes))
         if any_will_do and found.best:
@@ -254,30 +258,49 @@ def _walk(
 def _expand(q: Question, base: Experiment, space: Slots, node: Node, found: Found) -> None:
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
     for split in space.combinations("split"):
-        floor: float | None = None
-        fits = False
-        for placement in space.placements:
-            e, made = candidate(base, node.chosen + split + placement, node.micro)
-            if e.data_parallel > 1 and q.training and not splits_batch(placement):
-                found.refuse("placement: data-parallel ranks must reduce their gradients", 1)
-                continue
-            if floor is not None and floor > SLACK * found.fastest and q.goal != "memory":
-                found.count("bounded", 1)
-                continue
-            if fits and offloads(placement) and q.goal != "memory":
-                found.count("dominated", 1)
-                continue
-            refused = _refusal(e)
-            if refused:
-                found.refuse(refused, 1)
-                continue
-            timed = quick(e, made, always=floor is None and q.training)
-            if floor is None:
-                floor = timed.floor
-            if timed.fits:
-                fits = True
-                found.fastest = min(found.fastest, timed.metrics.get("step_time_s", math.inf))
-            _judge(q, e, timed, found)
+        e, made = candidate(base, node.chosen + split, node.micro)
+        refused = _refusal((e, made))
+        if refused:
+            found.refuse(refused, len(space.placements))
+            continue
+        parallel = q.training and e.data_parallel > 1
+        placements = [p for p in space.placements if not q.training or splits_batch(p) == parallel]
+        if len(placements) < len(space.placements):
+            why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
+            found.refuse(why, len(space.placements) - len(placements))
+        _place(q, base, node, split, placements, prepare(e, made) if q.training else None, found)
+
+
+def _place(
+    q: Question, base: Experiment, node: Node, split: Set, placements: list[Set], prepared: Graph | None, found: Found
+) -> None:
+    """The placements of one split: those that offload come last."""
+    everything = q.goal == "memory"
+    floor = kept = 0.0  # least seconds of any of them; bytes that only offloading moves
+    fits = False
+    for done, placement in enumerate(placements):
+        if floor > SLACK * found.fastest and not everything:
+            found.count("bounded", len(placements) - done)
+            return
+        if fits and offloads(placement) and not everything:
+            found.count("dominated", len(placements) - done)
+            return
+        if kept > base.cluster.device.memory_bytes and not offloads(placement):
+            found.count("oversize", 1)
+            continue
+        e, made = candidate(base, node.chosen + split + placement, node.micro)
+        refused = _refusal((e, made))
+        if refused:
+            found.refuse(refused, 1)
+            continue
+        timed = quick(e, made, always=not floor and q.training, prepared=prepared)
+        floor = floor or timed.floor
+        if not offloads(placement):
+            kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
+        if timed.fits:
+            fits = True
+            found.fastest = min(found.fastest, timed.metrics.get("step_time_s", math.inf))
+        _judge(q, e, timed, found)
 
 
 def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> None:
@@ -299,27 +322,33 @@ def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> None:
 
 
 def _settle(q: Question, base: Experiment) -> list[tuple[Technique, str]]:
-    """Lossless techniques without options that are better in time and memory in every trial: no need to branch."""
-    settled: list[tuple[Technique, str]] = []
+    """Lossless techniques without options that are better in time and memory in every trial: no need to branch.
+
+    Trials are made beside every other technique, and on top of the one that shortens computation most.
+    """
     known = q.techniques()
+    micro = 1 if q.training and q.free_micro_batch else None
+
+    def metrics(chosen: Set) -> dict[str, float] | None:
+        point = candidate(base, chosen, micro)
+        return None if _refusal(point) else quick(*point, always=True).metrics
+
+    key = "step_time_s" if q.training else "e2e_s"
+    singles = [t for c in known for t in c.choices(base)[:2]]
+    tried = [(m[key], t) for t in singles if t.phase == "compile" and (m := metrics((t,))) and key in m]
+    lead = min(tried, key=lambda x: x[0])[1] if tried else None
+    settled: list[tuple[Technique, str]] = []
     for cls in known:
         options = cls.choices(base)
         if not cls.card.lossless or len(options) != 1 or options[0].axes():
             continue
         trials = wins = 0
-        for other in [(), *((t,) for c in known if c is not cls for t in c.choices(base)[:2])]:
-            try:
-                results = []
-                for chosen in (other, (*other, options[0])):
-                    e, made = candidate(base, chosen, 1 if q.training and q.free_micro_batch else None)
-                    check(e)
-                    results.append(quick(e, made, always=True).metrics)
-            except Incompatible:
-                continue
-            trials += 1
-            key = "step_time_s" if q.training else "e2e_s"
-            off, on = results
-            wins += key in on and on[key] <= off[key] and on["peak_bytes"] <= off["peak_bytes"]
+        for other in [(), *((t,) for t in singles if type(t) not in (cls, type(lead)))]:
+            start = (*other, lead) if lead is not None and type(lead) is not cls else other
+            off, on = metrics(start), metrics((*start, options[0]))
+            if off and on and key in off and key in on:
+                trials += 1
+                wins += on[key] <= off[key] and on["peak_bytes"] <= off["peak_bytes"]
         if trials and wins == trials:
             settled.append((options[0], f"never slower nor larger in {trials} trials"))
     return settled

@@ -66,7 +66,7 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool) -> None:
         old_backward = {f"{prefix}.{part}" for part in _BACKWARD_PARTS}
         each = max(1, heads // batch)
         shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
-        masked = causal and prefix == "attention" and not b.name.startswith("encoder")
+        masked = causal and prefix == "attention" and b.name == "layers"
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
                    dtype=scores.dtype, shape=shape, causal=masked)  # fmt: skip
         b.forward = _replace(b.forward, old, fused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -69,7 +68,7 @@ class LoRA(Technique):
                 continue
             self._adapt(b, sources)
             if first:
-                head = deepcopy(b)
+                head = b.copy()
                 head.repeat = 1
                 head.drop_users(_needless(set(self.targets), e.model.post_norm))
                 blocks.append(head)

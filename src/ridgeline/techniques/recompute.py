@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -75,7 +74,7 @@ class Recompute(Technique):
                 passed[block.name] = first + block.repeat
                 chosen = sum(i % self.every == 0 for i in range(first, first + block.repeat))
                 if block.repeat > chosen:
-                    rest = deepcopy(block)
+                    rest = block.copy()
                     rest.repeat = block.repeat - chosen
                     blocks.append(rest)
                 if chosen:

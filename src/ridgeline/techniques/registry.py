@@ -87,6 +87,12 @@ def check(e: Experiment) -> list[Technique]:
     Raises :class:`Incompatible` with the reason and the mend.
     """
     made = techniques(e.plan)
+    check_made(e, made)
+    return made
+
+
+def check_made(e: Experiment, made: list[Technique]) -> None:
+    """:func:`check` for technique objects that are at hand."""
     _check_workload(e)
     for t in made:
         if e.task not in t.card.tasks:
@@ -95,7 +101,6 @@ def check(e: Experiment) -> list[Technique]:
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
         t.check(e)
-    return made
 
 
 def require_runnable(e: Experiment) -> None:
