@@ -105,7 +105,7 @@ def test_it_holds_on_other_shapes_and_says_so(result, odd):
 def test_a_calibrated_device_is_a_toml_file(result, tmp_path, monkeypatch):
     monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path))
     device = result.on(DEVICE)
-    path = catalog.save_local_device(device)
+    path = catalog.save_device(device)
     again = catalog.device(str(path))
     assert again.efficiency == device.efficiency
 

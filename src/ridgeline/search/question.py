@@ -55,6 +55,10 @@ class Question:
             return "step_time_s" if self.training else "tpot_s" if self.workload.kind == "serve" else "e2e_s"
         return {"throughput": "tokens_per_s", "cost": "dollars_per_million_tokens", "memory": "peak_bytes"}[self.goal]
 
+    def weight(self, cluster: Cluster) -> float:
+        """What a second counts for: with goal cost a second of every device."""
+        return cluster.size if self.goal == "cost" else 1.0
+
     def techniques(self) -> list[type[Technique]]:
         """Registered techniques that the task, ``allow`` and ``forbid`` leave.
 

@@ -42,6 +42,9 @@ KEPT = 5
 SLACK = 1.1
 """Plans whose bound is this many times slower than the best found are not looked at: also the reach of the front."""
 
+SEEDS = 6
+"""Nodes that are looked at first."""
+
 Progress = Callable[[int, int], None]
 Shape = tuple[int, Set, Set]
 """Index of the base experiment, mesh and shape."""
@@ -66,6 +69,10 @@ class Tried:
     def over(self) -> float:
         """Peak memory over what the device has."""
         return self.metrics["peak_bytes"] / self.quick.limit
+
+    def weighed(self, q: Question) -> float:
+        """Seconds of a training step, weighed as the goal does."""
+        return self.metrics["step_time_s"] * q.weight(self.experiment.cluster)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -98,7 +105,7 @@ class Found:
     """Reasons of ``check``."""
 
     fastest: float = math.inf
-    """Seconds of the fastest plan that fits."""
+    """Seconds of the fastest plan that fits, weighed as the goal does."""
 
     def count(self, what: str, n: int) -> None:
         """Account for ``n`` candidates."""
@@ -186,8 +193,7 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
                 if progress:
                     progress(done, workers)
     if question.training and question.goal != "memory" and found.best:  # beyond the bound's reach it is no front
-        reach = SLACK * min(t.metrics["step_time_s"] for t in found.best)
-        found.front = [t for t in found.front if t.metrics["step_time_s"] <= reach]
+        found.front = [t for t in found.front if t.weighed(question) <= SLACK * found.best[0].weighed(question)]
     return Answer(question, found, {t.card.name: why for t, why in settled}, time.perf_counter() - start)
 
 
@@ -202,7 +208,7 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
 
 @dataclass(slots=True)
 class Node:
-    """A mesh, a shape and a micro-batch size, with the least seconds that any plan with them takes."""
+    """A mesh, a shape and a micro-batch size, with the least (weighed) seconds that any plan with them takes."""
 
     base: int
     chosen: Set
@@ -224,7 +230,7 @@ def _nodes(
             continue
         chosen = with_settled(base, mesh + shape, space.settled)
         for micro in micro_batches(base, degree, q.free_micro_batch):
-            bound = computation(*candidate(base, chosen, micro)) if q.training else 0.0
+            bound = computation(*candidate(base, chosen, micro)) * q.weight(base.cluster) if q.training else 0.0
             yield Node(index, chosen, micro, bound)
 
 
@@ -243,10 +249,12 @@ def _walk(
     """The nodes in order of their bounds; once a bound is out of reach, so are all after it."""
     found = Found()
     nodes = sorted(_nodes(q, bases, spaces, shapes, found), key=lambda n: n.bound)
+    small = [n for n in nodes if (n.micro or 1) <= 2][:SEEDS]  # they are likely to fit, and a good plan prunes the rest
+    nodes = small + [n for n in nodes if n not in small]
     for done, node in enumerate(nodes):
         if node.bound > SLACK * found.fastest and q.goal != "memory":
-            found.count("bounded", sum(spaces[n.base].below for n in nodes[done:]))
-            break
+            found.count("bounded", spaces[node.base].below)
+            continue
         _expand(q, bases[node.base], spaces[node.base], node, found)
         if progress:
             progress(done + 1, len(nodes))
@@ -294,12 +302,13 @@ def _place(
             found.refuse(refused, 1)
             continue
         timed = quick(e, made, always=not floor and q.training, prepared=prepared)
-        floor = floor or timed.floor
+        weight = q.weight(base.cluster)
+        floor = floor or timed.floor * weight
         if not offloads(placement):
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
         if timed.fits:
             fits = True
-            found.fastest = min(found.fastest, timed.metrics.get("step_time_s", math.inf))
+            found.fastest = min(found.fastest, timed.metrics.get("step_time_s", math.inf) * weight)
         _judge(q, e, timed, found)
 
 
