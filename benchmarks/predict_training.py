@@ -64,7 +64,8 @@ def runs(path: Path) -> tuple[list[Run], list[str]]:
         for r in result.breakdown:
             if r.phase in ("forward", "backward"):
                 name = pace.group(r.kind)
-                parts["fused" if fused and name == "pointwise" else name] += r.seconds
+                if name:
+                    parts["fused" if fused and name == "pointwise" else name] += r.seconds
         values = np.array([parts[k] for k in KINDS])
         rest = result.metrics["step_time_s"].value - values.sum()
         size = re.sub(r"-\d+-.*", "", row.text("id", e.model.name))

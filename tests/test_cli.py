@@ -90,7 +90,7 @@ def test_what_does_not_fit_exits_with_1_and_says_why(ridgeline):
     result = json.loads(out)
     assert (code, result["status"]) == (1, "infeasible")
     assert "largest category: optimizer" in result["reason"]
-    assert "153.5 GiB per rank of 80.0 GiB on a800-80g" in result["reason"]
+    assert "154.1 GiB per rank of 80.0 GiB on a800-80g" in result["reason"]
     code, out, _ = ridgeline(*question)
     assert code == 1
     assert "largest category: optimizer" in " ".join(out.split())
@@ -179,7 +179,7 @@ def test_one_plan_of_a_file(ridgeline, experiment):
     file = experiment(**{"flash =": 'other = { with = [], on = "2xlocal" }\nflash ='})
     code, out, _ = ridgeline("predict", file, "--plan", "flash", "--json")
     assert code == 0
-    assert json.loads(out)["experiment"]["plan"] == ["data_parallel:bucket_mb=25.0", "flash_attention"]
+    assert json.loads(out)["experiment"]["plan"] == ["data_parallel:bucket_mb=25.0,overlap=true", "flash_attention"]
     code, _, err = ridgeline("predict", file, "--plan", "flsh")
     assert code == 2
     assert "unknown plan 'flsh'" in err

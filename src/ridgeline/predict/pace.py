@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ridgeline.spec.device import Cluster
+from ridgeline.spec.device import Cluster, Device
 
 
 class Pace(NamedTuple):
@@ -40,7 +40,10 @@ class Pace(NamedTuple):
         return self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
 
 
-_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": ""}
+_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": "", "quantise": ""}
+_A100_FLOPS_PER_JOULE = 312e12 / 400
+_THROTTLE = 0.31
+_MOST_THROTTLED = 1.2
 GROUPS = ("gemm", "attention", "pointwise", "fused")
 ALONE = Pace()
 """Operators as they are timed one by one."""
@@ -50,7 +53,7 @@ launch (assumption). spread: assumption, which fits the loss of 1-2 % from one n
 
 
 def group(kind: str) -> str:
-    """The group of a kind of operator; empty for the optimizer's, which are fused as they are counted."""
+    """The group of a kind of operator; empty for those that are fused as they are counted."""
     return _GROUP.get(kind, "pointwise")
 
 
@@ -61,4 +64,19 @@ def training_pace(cluster: Cluster, fused: bool) -> Pace:
         return ALONE
     if device.rates:
         return ALONE._replace(spread=TRAINING.spread)
-    return TRAINING._replace(pointwise=TRAINING.fused) if fused else TRAINING
+    pointwise = TRAINING.fused if fused else TRAINING.pointwise
+    return TRAINING._replace(gemm=TRAINING.gemm * throttle(device), pointwise=pointwise)
+
+
+def throttle(device: Device) -> float:
+    """How much longer matrix products take once the power limit has brought the clock down.
+
+    A short measurement runs at the boost clock, a training run does not: the more FLOP/s per watt the datasheet
+    promises, the less of them last. 1 on an A100, whose runs the paces are fitted on, and 1.2 on an H100, which gives
+    the published 41 and 43 % of the peak of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4).
+    """
+    peak = device.peak_flops.get("bf16") or device.peak_flops.get("fp16") or 0.0
+    if not device.watts or not peak:
+        return 1.0
+    factor: float = (peak / device.watts / _A100_FLOPS_PER_JOULE) ** _THROTTLE
+    return min(_MOST_THROTTLED, max(1.0, factor))
