@@ -7,6 +7,7 @@ from typing import Literal
 
 from ridgeline.graph import Graph
 from ridgeline.predict.kernel import peak_flops
+from ridgeline.predict.machine import machine
 from ridgeline.predict.memory import Peak
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -61,7 +62,7 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
             "device": e.cluster.label,
             "peak_flops": dict(device.peak_flops),
             "memory_bandwidth": device.memory_bandwidth,
-            "rates": "measured profile" if device.rates else "class defaults on the datasheet",
+            "rates": source_of(cluster),
         },
         metrics=metrics,
         memory=[Memory(category=k, bytes=v) for k, v in sorted(categories.items(), key=lambda kv: -kv[1])],
@@ -82,7 +83,7 @@ def trained(g: Graph) -> float:
 
 def source_of(cluster: Cluster) -> str:
     """Where the rates of this cluster come from."""
-    return "measured profile" if cluster.device.rates else "class default"
+    return "measured profile" if cluster.device.rates else machine(cluster.device).source
 
 
 def peak_note(cluster: Cluster, dtype: str) -> str:

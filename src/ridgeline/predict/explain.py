@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ridgeline.predict.machine import machine
 from ridgeline.predict.predict import predict
 from ridgeline.spec.device import Device, Link, Rate
 from ridgeline.spec.errors import UserError
@@ -218,12 +219,15 @@ def improved(d: Device, resource: Resource, factor: float) -> Device:
         "link": link(d.link),
         "network": link(d.network),
     }
-    if resource == "compute":
+    constants = machine(d).efficiency
+    if resource == "compute":  # with the power that it needs
         update["peak_flops"] = {k: v * factor for k, v in d.peak_flops.items()}
+        update["watts"] = d.watts * factor
     elif resource == "memory":
         update["memory_bandwidth"] = d.memory_bandwidth * factor
     elif resource == "latency":
         update["launch_latency"] = d.launch_latency / factor
+        update["efficiency"] = constants.model_copy(update={"clock": constants.clock / factor})
         update["host_latency"] = {k: v / factor for k, v in d.host_latency.items()}
     return d.model_copy(update=update)
 

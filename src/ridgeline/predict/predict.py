@@ -5,6 +5,7 @@ from __future__ import annotations
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.inference import predict_generation
+from ridgeline.predict.interval import add_intervals
 from ridgeline.predict.serving import predict_serving
 from ridgeline.predict.step import Event
 from ridgeline.predict.training import predict_training, timed, update_ops
@@ -17,11 +18,10 @@ def predict(e: Experiment) -> Result:
     """The predicted Result of an experiment. Raises :class:`Incompatible` for a plan that cannot work."""
     e = normalise(e)
     made = check(e)
-    if e.is_training:
-        return predict_training(e, made)
-    if e.task == "generate":
-        return predict_generation(e, made)
-    return predict_serving(e, made)
+    task = predict_training if e.is_training else predict_generation if e.task == "generate" else predict_serving
+    result = task(e, made)
+    add_intervals(result.metrics, result.breakdown, e.task)
+    return result
 
 
 def predict_trace(e: Experiment) -> list[Event]:

@@ -1,0 +1,52 @@
+"""Intervals of predictions: the known errors of the parts, put together.
+
+Errors of one kind of operator go together (one constant is behind all of them), so their seconds add up; errors of
+different kinds are independent, so their squares do. What a model of whole steps misses beyond its parts is a
+constant per task, from cross-validation on open data (``benchmarks/results``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ridgeline.spec.result import Metric, Row
+
+STEP = {"pretrain": 0.05, "finetune": 0.05, "generate": 0.08, "serve": 0.12}
+"""Relative 68 % error of a whole step, batch or simulation beyond the errors of its operators."""
+QUEUE = 0.20
+"""The same of a time to first token under load, which waits in queues."""
+MEMORY = 0.04
+"""The same of peak memory."""
+_UNKNOWN = 0.3
+_EXACT = ("tokens_per_step", "trained_parameters", "kv_cache_tokens")
+_95 = 1.96
+
+
+def spread_of(rows: Iterable[Row], task: str) -> float:
+    """Relative 68 % error of a prediction whose time is broken down in ``rows``."""
+    kinds: dict[str, float] = defaultdict(float)
+    total = 0.0
+    for row in rows:
+        seconds = row.seconds if row.exposed_seconds is None else row.exposed_seconds
+        total += seconds
+        kinds[row.kind] += seconds * (_UNKNOWN if row.spread is None else row.spread)
+    parts = math.sqrt(sum(x * x for x in kinds.values())) / total if total else 0.0
+    return math.hypot(parts, STEP[task])
+
+
+def add_intervals(metrics: dict[str, Metric], rows: Iterable[Row], task: str) -> None:
+    """Give every metric its 95 % interval, in place."""
+    spread = spread_of(rows, task)
+    for name, m in metrics.items():
+        if name in _EXACT:
+            m.low = m.high = m.value
+            continue
+        own = MEMORY if name == "peak_bytes" else spread
+        if task == "serve" and name.startswith("ttft"):
+            own = math.hypot(own, QUEUE)
+        factor = math.exp(_95 * own)
+        m.low, m.high = m.value / factor, m.value * factor
+        if m.unit == "" and name.endswith(("_share", "mfu", "hfu")):
+            m.high = max(m.value, min(1.0, m.high))
