@@ -1,9 +1,9 @@
 """Inference engines: what the serving software adds to the operators, as a few named constants.
 
-Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does while
-the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it and the
-dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with the
-iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); newer hosts are faster by ``HOST_SPEED``.
+Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does
+while the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it
+and the dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with
+the iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); ``HOST_SPEED`` scales them for others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Engine:
     kernel: str = ""
     """Library of its attention kernels: flash, or trtllm."""
     expand_share: float = 0.33
-    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): those kernels are made for few rows."""
+    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): kernels made for few rows."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     memory_share: float = 0.9
@@ -94,7 +94,8 @@ ALIASES = {"sglang": "vllm", "tensorrt-llm": "trtllm", "tensorrt": "trtllm", "vl
 
 HOST_SPEED = {"hopper": 0.70, "blackwell": 0.60, "ada": 0.8, "cdna3": 0.75}
 """Host seconds relative to a DGX A100's, by the device's architecture: servers come with the host of their year.
-Hopper: 31 ms against 52 ms per token of Llama-70B, unbatched, on the same software (arXiv:2311.18677)."""
+Assumptions from the hosts' single-thread speeds; only Hopper's enters the fits, and there it scales constants that are
+fitted on Hopper anyway, so that no open row tests these ratios."""
 
 
 def find_engine(name: str, device: Device) -> Engine:

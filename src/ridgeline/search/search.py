@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 from ridgeline.graph import Graph
 from ridgeline.predict.quick import Quick, computation, prepare, quick
@@ -112,6 +113,13 @@ class Found:
         self.counts["considered"] += n
         self.counts[what] += n
 
+    def faster(self, seconds: float) -> None:
+        """Take in a plan's (weighed) seconds, and what other workers found."""
+        self.fastest = min(self.fastest, seconds)
+        for shared in _shared:
+            with shared.get_lock():
+                shared.value = self.fastest = min(self.fastest, shared.value)
+
     def refuse(self, reason: str, n: int) -> None:
         """Account for ``n`` candidates that ``check`` refuses."""
         self.count("refused", n)
@@ -187,7 +195,8 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
     if workers == 1:
         found.merge(run(shapes, progress=progress))
     else:
-        with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        fork = get_context("fork")
+        with ProcessPoolExecutor(workers, fork, _share, (fork.Value("d", math.inf),)) as pool:
             for done, part in enumerate(pool.map(run, [shapes[i::workers] for i in range(workers)]), 1):
                 found.merge(part)
                 if progress:
@@ -195,6 +204,14 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
     if question.training and question.goal != "memory" and found.best:  # beyond the bound's reach it is no front
         found.front = [t for t in found.front if t.weighed(question) <= SLACK * found.best[0].weighed(question)]
     return Answer(question, found, {t.card.name: why for t, why in settled}, time.perf_counter() - start)
+
+
+_shared: list[Any] = []
+"""In a worker: the fastest plan that any worker has found, in (weighed) seconds."""
+
+
+def _share(fastest: Any) -> None:
+    _shared[:] = [fastest]
 
 
 def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
@@ -252,6 +269,7 @@ def _walk(
     small = [n for n in nodes if (n.micro or 1) <= 2][:SEEDS]  # they are likely to fit, and a good plan prunes the rest
     nodes = small + [n for n in nodes if n not in small]
     for done, node in enumerate(nodes):
+        found.faster(math.inf)
         if node.bound > SLACK * found.fastest and q.goal != "memory":
             found.count("bounded", spaces[node.base].below)
             continue
@@ -308,7 +326,7 @@ def _place(
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
         if timed.fits:
             fits = True
-            found.fastest = min(found.fastest, timed.metrics.get("step_time_s", math.inf) * weight)
+            found.faster(timed.metrics.get("step_time_s", math.inf) * weight)
         _judge(q, e, timed, found)
 
 

@@ -26,14 +26,15 @@ NAME = "serving"
 REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "ttft_s", "tpot_s")
 
 WAVES = 10
-"""Requests per client: load generators of the field send ten, the first of which all come at once."""
+"""Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
 
 def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
-    """Workload fields of the load generator usually behind a backend's rows.
+    """Workload fields of the load generator taken to be behind a backend's rows.
 
-    vLLM's draws lengths evenly between 0.8 and 1 of the stated ones; TensorRT-LLM's rows have exact lengths, and
-    engines configured for one prompt beside the decoding batch (as aiconfigurator generates them).
+    The files do not say; these assumptions were inferred from the open rows. vLLM: lengths drawn evenly between 0.8 and
+    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of one
+    prompt beside the decoding batch (its times to the first token are the same multiple of a prefill at every length).
     """
     if backend == "trtllm":
         return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": prompt + clients}

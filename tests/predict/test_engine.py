@@ -1,0 +1,119 @@
+"""Engines and their cost surface: fusion, host time, tables, all-reduce."""
+
+import math
+
+import pytest
+
+from ridgeline import catalog, experiments
+from ridgeline.graph import tokens_graph
+from ridgeline.graph.layers import distinct_experts
+from ridgeline.predict.common import rank_cluster
+from ridgeline.predict.engine import ENGINES, find_engine
+from ridgeline.predict.iteration import GRID, Iterations, one_shot
+from ridgeline.spec.errors import UserError
+from ridgeline.techniques.registry import check
+
+
+def surface(model="llama3.1-8b", on="h100", plan=(), engine="vllm", contexts=(512, 4096)):
+    e = experiments.make(model, on, {"kind": "serve", "engine": engine}, list(plan))
+    return Iterations(e, check(e), rank_cluster(e), find_engine(engine, e.cluster.device), contexts)
+
+
+def names(g):
+    return [o.name for b in g.blocks if b.name == "layers" for o in b.forward]
+
+
+def test_fusion_keeps_the_work():
+    s = surface()
+    plain = tokens_graph(s.e.model, 4, 1, 512, "bf16")
+    fused = s.graph(4, 1, 512)
+    assert fused.flops == pytest.approx(plain.flops)
+    assert len(names(fused)) <= 9 < len(names(plain))
+    weights = 2 * (s.e.model.num_parameters - s.e.model.vocab_size * s.e.model.hidden_size)
+    gemms = sum(b.repeat * o.bytes for b in fused.blocks for o in b.forward if o.kind == "gemm")
+    assert gemms == pytest.approx(weights, rel=0.02)
+
+
+def test_8_bit_inputs_are_written_by_the_norm():
+    quantised = names(surface(plan=["fp8"]).graph(4, 1, 512))
+    assert [n for n in quantised if n.endswith(".quantise")] == ["attention.o_proj.quantise", "mlp.down_proj.quantise"]
+
+
+@pytest.mark.parametrize("plan", [[], ["fp8"], ["mxfp4:layers=all"]])
+def test_weights_take_their_bytes(plan):
+    s = surface(plan=plan)
+    stored = sum(p.stored_bytes * n for p, n in s.graph(1, 1, 1).params)
+    linear = sum(p.numel for p in s.e.model.parameters() if "_proj" in p.name)
+    width = {"": 2.0, "fp8": 1.0, "mxfp4:layers=all": 4.25 / 8}[plan[0] if plan else ""]
+    assert stored == pytest.approx(linear * width + (s.e.model.num_parameters - linear) * 2, rel=0.001)
+
+
+def test_tables_are_exact_on_the_grid_and_between():
+    s = surface()
+    for n in (1, 64, 2048):
+        assert s.body(n) == pytest.approx(s._sum(s.graph(n, 1, 1), attention=False, head=False))
+    low, high = s.body(64), s.body(96)
+    assert s.body(80) == pytest.approx((low + high) / 2)
+    assert all(s.body(n) > 0 for n in GRID[:10])
+
+
+def test_decode_is_linear_in_the_cache():
+    s = surface()
+    a, b = s.decode(16)
+    for context in (512, 2048, 4096):
+        exact = s.body(16) + s.head(16) + s._attention(16, 1, context)
+        assert a + b * 16 * context == pytest.approx(exact, rel=0.03)
+    assert s.mixed([], 16, 16 * 1024) == pytest.approx(a + b * 16 * 1024 + s.between(16))
+
+
+def test_a_window_caps_what_decode_reads():
+    s = surface("gpt-oss-20b")
+    kinds = {b.forward[-1].name: b.repeat for b in s.graph(1, 1, 4096).blocks if b.name == "layers"}
+    assert sum(b.repeat for b in s.graph(1, 1, 4096).blocks if b.name == "layers") == 24, kinds
+    windowed = [b for b in s.graph(1, 1, 4096).blocks if b.name == "layers"][1]
+    flash = next(o for o in windowed.forward if o.kind == "attention")
+    assert flash.shape[-2] == 128
+
+
+def test_chunks_of_a_prompt_cost_at_least_the_whole():
+    s = surface(engine="vllm")
+    whole = s.mixed([(4096, 0)], 0, 0)
+    parts = s.mixed([(2048, 0)], 0, 0) + s.mixed([(2048, 2048)], 0, 0)
+    assert whole < parts < 1.5 * whole
+
+
+def test_host_time_counts_where_it_is_longer():
+    plan = ["tensor_parallel:degree=8"]
+    eager = surface("llama2-70b", "8xa100", plan, "vllm-2023")
+    gpu = eager.decode(1)[0]
+    assert eager.floor(1) > gpu
+    assert eager.mixed([], 1, 512) == pytest.approx(eager.floor(1) + eager.between(1))
+    hidden = surface("llama2-70b", "8xa100", plan, "trtllm")
+    assert hidden.floor(256) > hidden.floor(1) > 0
+    assert hidden.between(256) == hidden.between(1)
+
+
+def test_engines_by_name():
+    a100, h100 = catalog.device("a100"), catalog.device("h100")
+    assert find_engine("SGLang", a100) == ENGINES["vllm"]
+    assert find_engine("vllm-2023", h100).dispatch_s == pytest.approx(0.7 * ENGINES["vllm-2023"].dispatch_s)
+    with pytest.raises(UserError, match="unknown engine 'vvlm'"):
+        find_engine("vvlm", a100)
+
+
+def test_one_shot_all_reduce():
+    s = surface("llama2-70b", "8xh100", ["tensor_parallel:degree=8"])
+    reduce = next(o for b in s.graph(8, 1, 1).blocks for o in b.forward if o.kind == "all_reduce")
+    assert 5e-6 < one_shot(reduce, s.cluster) < 40e-6
+    without = s.cluster.model_copy(update={"device": s.cluster.device.model_copy(update={"link": None})})
+    assert math.isinf(one_shot(reduce, without))
+    small = s.cluster.model_copy(update={"devices_per_node": 4})
+    assert math.isinf(one_shot(reduce, small))
+
+
+def test_uneven_routing_reaches_fewer_experts():
+    assert distinct_experts(128, 1) == pytest.approx(1.0, rel=0.01)
+    for rows in (16, 128, 1024):
+        even = 128 * (1 - (1 - 1 / 128) ** rows)
+        assert 0.7 * even < distinct_experts(128, rows) < even
+    assert distinct_experts(8, 10**6) == pytest.approx(8, rel=1e-4)
