@@ -259,19 +259,13 @@ class Graph:
 
         Blocks of one name (dense and expert layers, layers with and without recomputation) alternate evenly.
         """
-        stacks: dict[str, list[int]] = {}
-        for i, b in enumerate(self.blocks):
-            if b.name.startswith(("layers", "encoder")):
-                stacks.setdefault(b.name, []).append(i)
-        order: list[int] = []
-        for stack in stacks.values():
-            places = [((n + 0.5) / self.blocks[i].repeat, i) for i in stack for n in range(self.blocks[i].repeat)]
-            order += [i for _, i in (sorted(places) if len(stack) > 1 else places)]
+        layers = [b for b in self.blocks if b.name.startswith(("layers", "encoder"))]
+        order = [i for i, n in alternate(layers) for _ in range(n)]
         found: list[list[Block]] = []
         for stage in range(parts):
             mine = order[len(order) * stage // parts : len(order) * (stage + 1) // parts]
-            found.append([replace(self.blocks[i], repeat=n) for i, n in Counter(mine).items()])
-        others = [b for b in self.blocks if b.name not in stacks]
+            found.append([replace(layers[i], repeat=n) for i, n in Counter(mine).items()])
+        others = [b for b in self.blocks if not b.name.startswith(("layers", "encoder"))]
         found[0] = [b for b in others if b.name != "head"] + found[0]
         found[-1] += [b for b in others if b.name == "head"]
         return found
@@ -288,3 +282,20 @@ class Graph:
             b.repeat * (sum(o.flops for o in b.forward) + sum(o.flops for o in b.backward if not o.recompute))
             for b in self.blocks
         )
+
+
+def alternate(blocks: list[Block]) -> list[tuple[int, int]]:
+    """The order in which blocks run, as (index, how many in a row): those of one name alternate evenly."""
+    names = [b.name for b in blocks]
+    if len(set(names)) == len(names):
+        return [(i, b.repeat) for i, b in enumerate(blocks)]
+    runs: list[tuple[int, int]] = []
+    for name in dict.fromkeys(names):
+        stack = [i for i, n in enumerate(names) if n == name]
+        places = sorted(((n + 0.5) / blocks[i].repeat, i) for i in stack for n in range(blocks[i].repeat))
+        for _, i in places:
+            if runs and runs[-1][0] == i:
+                runs[-1] = (i, runs[-1][1] + 1)
+            else:
+                runs.append((i, 1))
+    return runs

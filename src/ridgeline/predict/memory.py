@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.graph.graph import Block, Graph
+from ridgeline.graph.graph import Block, Graph, alternate
 from ridgeline.predict.schedule import in_flight
 
 
@@ -90,24 +90,27 @@ def _rank_peak(g: Graph, blocks: list[Block], held: float, accumulates: bool) ->
     saved = (held - 1) * sum(kept(b) * b.repeat for b in blocks if b.name != "head")
     moving = 2 * max((b.saved_bytes for b in blocks), default=0.0) if g.host_activations else 0.0
     gathered = 0.0
-    for b in blocks:
+    runs = alternate(blocks)
+    for i, repeat in runs:
+        b = blocks[i]
         keep = g.keep_gathered or not sharded or not b.name.startswith(("layers", "encoder"))
         work = _working(b)
         for_block = work if keep else 2 * work  # this block's and the prefetched next one's
-        for first in {0, b.repeat - 1}:
+        for first in {0, repeat - 1}:
             piled = saved + kept(b) * (first + 1) + moving
             during = gathered + (work * (first + 1) if keep else for_block)
             consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
-        saved += kept(b) * b.repeat
-        gathered += work * b.repeat if keep else 0.0
+        saved += kept(b) * repeat
+        gathered += work * repeat if keep else 0.0
 
     # Backward: in reverse, activations go and gradients come.
     gradients = base_gradients
-    for b in reversed(blocks):
+    for i, repeat in reversed(runs):
+        b = blocks[i]
         keep = g.keep_gathered or not sharded or not b.name.startswith(("layers", "encoder"))
         work = _working(b)
         grad = 0.0 if accumulated or g.host_states else _gradients(b)
-        for done in {0, b.repeat - 1}:
+        for done in {0, repeat - 1}:
             left = saved - kept(b) * done + moving
             during = gathered - (work * done if keep else 0.0) + (0.0 if keep else 2 * work)
             now = gradients + grad * done
@@ -116,9 +119,9 @@ def _rank_peak(g: Graph, blocks: list[Block], held: float, accumulates: bool) ->
             tail = left - kept(b)
             # Reduction copies the unreduced gradients into one flat buffer.
             consider(f"end of backward of {b.name}", during, now + grad, tail, 2 * full)
-        saved -= kept(b) * b.repeat
-        gathered -= work * b.repeat if keep else 0.0
-        gradients += grad * b.repeat
+        saved -= kept(b) * repeat
+        gathered -= work * repeat if keep else 0.0
+        gradients += grad * repeat
     consider("optimizer step", 0.0, all_gradients, 0.0, 0.0)
     return best
 

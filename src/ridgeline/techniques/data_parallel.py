@@ -81,6 +81,5 @@ class DataParallel(Technique):
         )
         run.call = wrapped
         run.loss_scale *= run.world
-        # Dropped gradients would be made anew beside the buckets in the micro-batches that are not reduced.
-        run.keep_gradients = run.experiment.accumulation > 1
+        run.keep_gradients = True  # dropped ones would be made anew beside the buckets that they are copied into
         run.sync = lambda last: nullcontext() if last else wrapped.no_sync()

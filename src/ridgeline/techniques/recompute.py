@@ -73,14 +73,14 @@ class Recompute(Technique):
                 first = passed.get(block.name, 0)
                 passed[block.name] = first + block.repeat
                 chosen = sum(i % self.every == 0 for i in range(first, first + block.repeat))
-                if block.repeat > chosen:
-                    rest = block.copy()
-                    rest.repeat = block.repeat - chosen
-                    blocks.append(rest)
-                if chosen:
+                rest = block.copy()
+                rest.repeat = block.repeat - chosen
+                if chosen:  # first, as the chosen layer is the first of each group
                     block.repeat = chosen
                     _full(block, g.residual)
                     blocks.append(block)
+                if rest.repeat:
+                    blocks.append(rest)
         g.blocks = blocks
 
     def build(self, run: TrainBuild) -> None:
@@ -119,9 +119,25 @@ def _full(b: Block, kept: float) -> None:
     quantised = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
     if b.forward[end].kind != "gemm" or quantised:
         end += 1
-    b.recomputed = b.saved_bytes
+    b.recomputed = _rebuilt(b)
     b.saved = {"input": Saved(kept, frozenset({"recompute"}))}
     b.backward = _again(b.forward[:end]) + b.backward
+
+
+def _rebuilt(b: Block) -> float:
+    """Rebuilt bytes at the worse of two instants, as seen beside the largest workspace of the backward pass.
+
+    The MLP's gradients come first, with everything rebuilt alive; when those of attention come, its part is gone.
+    """
+    everything = b.saved_bytes
+    mlp = sum(s.bytes for s in b.saved.values() if all(user.startswith("mlp") for user in s.users))
+    act = next((o for o in b.backward if o.kind == "activation"), None)
+    if act is None or not mlp:
+        return everything
+    gated = "mlp.gate" in b.saved
+    in_mlp = act.bytes * (0.6 if gated else 2 / 3)  # of what it moves: the gradients that come in and go out
+    at = max(everything + min(in_mlp, b.backward_workspace), everything - mlp + b.backward_workspace)
+    return at - b.backward_workspace
 
 
 def _selective(b: Block) -> None:

@@ -91,7 +91,7 @@ class Zero(Technique):
         if low:  # parameters arrive already cast
             for b in g.blocks:
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantise" in o.name]
-        if self.stage == 3 or not (g.low_weights or g.pipeline):
+        if self.stage == 3:  # lower stages gather in forward only, before activations have piled up
             g.buffers += max((sum(p.numel * p.working_bytes for p in b.params) for b in g.blocks), default=0.0)
         return g
 
