@@ -30,32 +30,15 @@ from ridgeline.predict.collective import collective_time
 from ridgeline.predict.kernel import op_time, peak_flops
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.efficiency import Efficiency
-from ridgeline.validate import attention, collectives, gemm
-from ridgeline.validate.table import BadCell, read_table
+from ridgeline.validate.samples import OPERATORS, samples
 
 DEVICES = {"a100-80g-sxm": "ampere", "h100-sxm": "hopper"}
-SCHEMAS = {
-    "gemm": gemm.ops, "attention": lambda r: [attention.op_of(r)], "collectives": lambda r: [collectives.op_of(r)],
-}  # fmt: skip
 HEADER = """# {name}: constants of operator and collective times (see ridgeline/spec/efficiency.py for each)
 #
 # {data}
 # Seconds are those at the clock below.
 
 """
-
-
-def load(directory: Path, device: str) -> list[Sample]:
-    out = []
-    for name, ops in SCHEMAS.items():
-        path = directory / f"{name}.csv"
-        for row in read_table(path) if path.is_file() else ():
-            try:
-                if row.text("device") == device and row.text("link", "intra-node") == "intra-node":
-                    out.append(Sample(tuple(ops(row)), row.number("seconds", above=0)))
-            except BadCell:
-                continue
-    return out
 
 
 def half(s: Sample) -> int:
@@ -174,11 +157,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "predict_operators.json")
     args = parser.parse_args()
     began = time.perf_counter()
-    report: dict = {"data": sorted(SCHEMAS), "devices": {}}
+    report: dict = {"data": sorted(OPERATORS), "devices": {}}
     rows, fitted, spreads = {}, {}, {}
     for name in DEVICES:
         device = catalog.device(name)
-        rows[name] = load(args.data, name)
+        rows[name], _ = samples([args.data], name)
         everything = calibrate(rows[name], device, start(device), "open data")
         fitted[name] = everything.efficiency
         one = {"in_sample": grouped(rows[name], errors(rows[name], everything.on(device)), label)}

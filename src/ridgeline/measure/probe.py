@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from ridgeline import catalog
 from ridgeline.measure.environment import cores, cpu_model
 from ridgeline.predict import predict
+from ridgeline.predict.calibrate import calibrate
 from ridgeline.spec.device import Cluster, Device, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Pretrain
 from ridgeline.train.launch import Job, JobFailed, run_job
+from ridgeline.validate.samples import as_samples
 
 
 def probe(
@@ -64,10 +67,48 @@ def host_latency(device: Device, found: dict[int, dict[str, Any]]) -> dict[str, 
     return out
 
 
+def gpu_device(one: dict[str, Any]) -> Device:
+    """A GPU's profile: its datasheet where the catalogue has it, with constants fitted to the measured operators."""
+    what = one["gpu"]
+    known = datasheet(what, one["memory_bytes"])
+    source = f"ridgeline probe of {what}, {date.today().isoformat()}, torch {one['torch']}"
+    if known is None:
+        device = Device(
+            name="local", title=what, kind="gpu", peak_flops=one["peak_flops"], memory_bytes=one["memory_bytes"],
+            memory_bandwidth=one["memory_bandwidth"], sm_count=one["units"],
+            source=f"{source}; not in the catalogue: peaks and bandwidth are the best that was measured",
+        )  # fmt: skip
+    else:
+        device = known.model_copy(
+            update={"name": "local", "title": what, "source": f"{source}; datasheet of {known.name}"}
+        )
+    return calibrate(as_samples(one["rows"]), device).on(device)
+
+
+def datasheet(title: str, memory: float) -> Device | None:
+    """The catalogue's device whose title shares most words with a driver's name for it, and whose memory agrees."""
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"[a-z0-9]+", text.lower())) - {"nvidia", "amd", "geforce", "gpu", "tensor", "core"}
+
+    said = words(title)
+    best: tuple[float, str] | None = None
+    for name in catalog.devices():
+        d = catalog.device(name)
+        common = words(d.title) & said
+        model = {w for w in words(d.title) if re.search(r"\d", w) and not w.endswith("gb")}
+        if d.kind == "gpu" and model & said and abs(d.memory_bytes / memory - 1) < 0.1:
+            score = (len(common) - 0.1 * len(words(d.title) - said), name)
+            best = max(best, score) if best else score
+    return catalog.device(best[1]) if best else None
+
+
 def _device(found: dict[int, dict[str, Any]]) -> Device:
     one = found[1]
+    if one["kind"] == "gpu":
+        return gpu_device(one)
     rates = {r: {k: Rate(**v) for k, v in f["rates"].items()} for r, f in found.items()}
-    what = one.get("gpu") or cpu_model()
+    what = cpu_model()
     device = Device(
         name="local",
         title=what,

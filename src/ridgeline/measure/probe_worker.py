@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline import catalog
+from ridgeline.measure.operators import operator_rows
 from ridgeline.measure.probe import REFERENCE, reference_experiment
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
@@ -66,11 +67,15 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device)
+    rows: list[dict[str, Any]] = []
+    if device.type == "cuda" and ranks == 1:
+        rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
     if ranks > 1:
         report({"stage": "collectives"})
         rates.update(_collectives(timer, device, ranks))
     return {
         "rates": rates,
+        "rows": rows,
         "peak_flops": peaks,
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ridgeline.experiments import AblationSpec
     from ridgeline.measure.ablate import CellRef
     from ridgeline.measure.compare import Comparison
+    from ridgeline.predict.calibrate import Fit
     from ridgeline.spec.ablation import Ablation
     from ridgeline.spec.device import Device
     from ridgeline.spec.result import Result
@@ -214,6 +215,13 @@ def print_plan_predictions(rows: Sequence[tuple[str, Result]], repeats: int, fol
 
 
 # ---- lists ----------------------------------------------------------------------------------------------------------
+
+
+def print_fits(device: str, fits: Sequence[Fit]) -> None:
+    """What calibration did to each family of constants."""
+    columns = [Column("Family", align="left"), Column("Rows"), Column("Mean error before"), Column("after")]
+    rows = [[f.family, str(f.rows), units.percent(f.before), units.percent(f.after)] for f in fits]
+    print_tables(Table(f"Constants of {device} fitted to measured operators", columns, rows))
 
 
 def print_runs(rows: Sequence[Run]) -> None:

@@ -1,0 +1,82 @@
+"""Measured operators of one device, from files of the gemm, attention and collectives schemas: food for calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from ridgeline import catalog
+from ridgeline.graph.graph import Op
+from ridgeline.predict.calibrate import Sample
+from ridgeline.spec.errors import UserError
+from ridgeline.validate import attention, collectives, gemm
+from ridgeline.validate.table import BadCell, Row, Skip, Table, read_table
+
+OPERATORS: dict[str, Callable[[Row], list[Op]]] = {
+    gemm.NAME: gemm.ops,
+    attention.NAME: lambda row: [attention.op_of(row)],
+    collectives.NAME: lambda row: [collectives.op_of(row)],
+}
+"""By schema: what one row measured."""
+_REQUIRED = {m.NAME: m.REQUIRED for m in (gemm, attention, collectives)}
+
+
+def samples(paths: list[Path], device: str) -> tuple[list[Sample], list[Skip]]:
+    """The rows of ``device`` (a catalogue name, its aliases too) and what was skipped.
+
+    Directories stand for their CSV files; files of other schemas are passed over. Raises :class:`UserError` when there
+    is no row at all.
+    """
+    files = [f for p in paths for f in (sorted(p.glob("*.csv")) if p.is_dir() else [p])]
+    found: list[Sample] = []
+    skipped: list[Skip] = []
+    others: set[str] = set()
+    for file in files:
+        table = read_table(file)
+        schema = next((n for n, required in _REQUIRED.items() if set(required) <= set(table.columns)), None)
+        if schema is None:
+            if len(files) == 1:
+                raise UserError(
+                    f"{file} is not of an operator schema",
+                    "columns needed: " + "; ".join(f"{n}: {','.join(r)}" for n, r in _REQUIRED.items()),
+                )
+            continue
+        _take(table, OPERATORS[schema], device, found, skipped, others)
+    if not found:
+        seen = f"; they hold {', '.join(sorted(others))}" if others else ""
+        raise UserError(
+            f"no row of device {device!r} in {', '.join(map(str, paths))}{seen}", "name a device that they hold"
+        )
+    return found, skipped
+
+
+def _take(
+    table: Table, ops: Callable[[Row], list[Op]], device: str, found: list[Sample], skipped: list[Skip],
+    others: set[str],
+) -> None:  # fmt: skip
+    for row in table:
+        try:
+            name = row.text("device")
+            if not same_device(name, device):
+                others.add(name)
+            elif row.text("link", "intra-node").lower().startswith("intra"):
+                found.append(Sample(tuple(ops(row)), row.number("seconds", above=0)))
+        except (BadCell, UserError) as e:
+            skipped.append(Skip(row.line, f"{table.path.name}: {e}"))
+    skipped += table.skipped
+
+
+def as_samples(rows: Iterable[Mapping[str, object]]) -> list[Sample]:
+    """Rows that were just measured, in the columns of the gemm or attention schema."""
+    out = []
+    for i, cells in enumerate(rows, 1):
+        row = Row(i, {k: str(v) for k, v in cells.items()})
+        schema = next(n for n, required in _REQUIRED.items() if set(required) <= set(cells))
+        out.append(Sample(tuple(OPERATORS[schema](row)), row.number("seconds", above=0)))
+    return out
+
+
+def same_device(a: str, b: str) -> bool:
+    """Whether two names stand for one device."""
+    names = {catalog.DEVICE_ALIASES.get(x.strip().lower(), x.strip().lower()) for x in (a, b)}
+    return len(names) == 1
