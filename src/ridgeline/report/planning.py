@@ -9,7 +9,7 @@ from ridgeline.experiments import to_toml
 from ridgeline.report.files import write_atomic
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
-from ridgeline.search.search import Answer, Tried
+from ridgeline.search.search import SLACK, Answer, Tried
 from ridgeline.search.why import Relaxation, WhyNot
 from ridgeline.techniques.registry import registry
 
@@ -51,8 +51,8 @@ def _counts(a: Answer) -> str:
     c = a.found.counts
     return (
         f"{c['considered']} candidate plans in {a.seconds:.1f} s: {c['refused']} refused by check, {c['bounded']}"
-        f" slower than 1.5x the best by their computation alone, {c['oversize']} too large, {c['missed']} past a limit,"
-        f" {c['feasible']} feasible"
+        f" slower than {SLACK:g}x the best by their computation alone, {c['dominated']} offload where it is not needed,"
+        f" {c['oversize']} too large, {c['missed']} past a limit, {c['feasible']} feasible"
     )
 
 

@@ -81,6 +81,11 @@ class Tried:
         e = self.experiment
         return e.cluster.label, e.batch_size, e.micro_batch_size, tuple(e.plan.strings())
 
+    def idles_beside(self, other: Tried) -> bool:
+        """Whether it is the other plan, or the other plan with techniques more that change nothing."""
+        same = self.rank == other.rank and self.metrics["peak_bytes"] == other.metrics["peak_bytes"]
+        return self.key == other.key or (same and self.key[:3] == other.key[:3] and other.names < self.names)
+
     @property
     def names(self) -> frozenset[str]:
         """Techniques that are on."""
@@ -108,6 +113,9 @@ class Found:
     fastest: float = math.inf
     """Seconds of the fastest plan that fits, weighed as the goal does."""
 
+    smallest: float = math.inf
+    """Peak bytes of the smallest plan that fits."""
+
     def count(self, what: str, n: int) -> None:
         """Account for ``n`` candidates."""
         self.counts["considered"] += n
@@ -127,9 +135,9 @@ class Found:
 
     def feasible(self, t: Tried) -> None:
         """Take in a plan that fits and keeps the limits."""
-        full = len(self.best) == KEPT
-        if not (full and self.best[-1].rank < t.rank) and all(o.key != t.key for o in self.best):
-            self.best = sorted([*self.best, t], key=_order)[:KEPT]
+        if len(self.best) < KEPT or t.rank <= self.best[-1].rank:
+            ranked = sorted([*self.best, t], key=_order)
+            self.best = [o for i, o in enumerate(ranked) if not any(o.idles_beside(p) for p in ranked[:i])][:KEPT]
         if self.simplest is None or (len(t.names), *_order(t)) < (len(self.simplest.names), *_order(self.simplest)):
             self.simplest = t
         for name in t.names:
@@ -177,8 +185,8 @@ def _miss(t: Tried) -> tuple[bool, float, list[str]]:
     return t.over > 1, t.over, t.missed
 
 
-def _order(t: Tried) -> tuple[float, float, list[str]]:
-    return t.rank, t.metrics["peak_bytes"], t.experiment.plan.strings()
+def _order(t: Tried) -> tuple[float, float, int, list[str]]:
+    return t.rank, t.metrics["peak_bytes"], len(t.names), t.experiment.plan.strings()
 
 
 def search(question: Question, workers: int = 2, progress: Progress | None = None, any_will_do: bool = False) -> Answer:
@@ -246,7 +254,8 @@ def _nodes(
             found.refuse(refused, space.below)
             continue
         chosen = with_settled(base, mesh + shape, space.settled)
-        for micro in micro_batches(base, degree, q.free_micro_batch):
+        sizes = micro_batches(base, degree, q.free_micro_batch)
+        for micro in sizes[:1] if q.goal == "memory" else sizes:  # activations grow with the micro-batch
             bound = computation(*candidate(base, chosen, micro)) * q.weight(base.cluster) if q.training else 0.0
             yield Node(index, chosen, micro, bound)
 
@@ -314,6 +323,9 @@ def _place(
         if kept > base.cluster.device.memory_bytes and not offloads(placement):
             found.count("oversize", 1)
             continue
+        if everything and kept > found.smallest and not offloads(placement):
+            found.count("bounded", 1)
+            continue
         e, made = candidate(base, node.chosen + split + placement, node.micro)
         refused = _refusal((e, made))
         if refused:
@@ -326,6 +338,7 @@ def _place(
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
         if timed.fits:
             fits = True
+            found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
             found.faster(timed.metrics.get("step_time_s", math.inf) * weight)
         _judge(q, e, timed, found)
 

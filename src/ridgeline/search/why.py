@@ -16,6 +16,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve, Training
+from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import check, normalise
 
 GB = 1e9
@@ -47,7 +48,6 @@ def why_not(answer: Answer) -> list[WhyNot]:
     q = answer.question
     best = answer.best[0] if answer.best else None
     out = [w for w in [_plain(answer)] if w]
-    reasons = _refusals(answer)
     reference = predict(best.experiment) if best else None
     for cls in q.techniques():
         name = cls.card.name
@@ -57,11 +57,13 @@ def why_not(answer: Answer) -> list[WhyNot]:
         if other and best and reference:
             out.append(_slower(name, best, reference, other))
             continue
+        alone = _alone(q, cls)
+        if alone:
+            out.append(WhyNot(name, alone, "no plan has it"))
+            continue
         near = next((t for t in answer.found.nearest if name in t.names), None)
         if near:
             out.append(WhyNot(name, _misses(near), "no plan with it was feasible"))
-        elif name in reasons:
-            out.append(WhyNot(name, reasons[name], "no plan with it was considered"))
         else:
             out.append(WhyNot(name, "no plan with it fits or comes near the best", "it was left out"))
     return out
@@ -124,14 +126,20 @@ def _phases(r: Result) -> dict[str, float]:
     return out
 
 
-def _refusals(answer: Answer) -> dict[str, str]:
-    """The commonest reason of ``check`` per technique that no considered plan could have."""
-    out: dict[str, str] = {}
-    for reason, _ in answer.found.refusals.most_common():
-        name, colon, rest = reason.partition(":")
-        if colon and name not in answer.found.with_technique:
-            out.setdefault(name, rest.strip().splitlines()[0])
-    return out
+def _alone(q: Question, cls: type[Technique]) -> str:
+    """Why ``check`` refuses the technique whatever else is on: the reason that holds with those it asks for."""
+    base = Experiment.model_construct(model=q.model, cluster=q.cluster, workload=q.workload)
+    reason = ""
+    for t in cls.choices(base):
+        partners = [p for other in q.techniques() if other is not cls for p in other.choices(base)[:1]]
+        for beside in [(), *((p,) for p in partners)]:
+            try:
+                check(candidate(base, (*beside, t))[0])
+                return ""
+            except Incompatible as refusal:
+                if not beside:
+                    reason = refusal.what.removeprefix(f"{cls.card.name}: ")
+    return reason
 
 
 # ---- no feasible plan -----------------------------------------------------------------------------------------------

@@ -26,11 +26,11 @@ class RingAttention(Technique):
     card: ClassVar[Card] = Card(
         name="ring_attention",
         title="Ring attention (context parallelism)",
-        paper="arXiv:2310.01889",
+        paper="arXiv:2105.13120",
         taxonomy="training/distributed/ring_attention",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
-        claim="sequences as many times longer as there are devices, with communication behind computation",
+        claim="3.0x longer sequences than tensor parallelism on 64 P100; over 27x with sparse attention",
         min_ranks=2,
         example={"degree": 2},
         runs=False,
