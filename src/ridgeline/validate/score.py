@@ -90,12 +90,17 @@ def baseline(rows: list[Case]) -> tuple[float, str]:
     width = min(len(c.terms) for c in rows)
     target = np.array([1 / c.measured if c.inverse else c.measured for c in rows])
     terms = np.array([c.terms[:width] for c in rows], dtype=float)
-    weights, _ = nnls(terms / target[:, None], np.ones(len(rows)))
+    scaled = terms / target[:, None]
+    usable = np.isfinite(scaled).all(axis=1)
+    try:
+        weights, _ = nnls(scaled[usable], np.ones(int(usable.sum())))
+    except RuntimeError:  # no convergence
+        weights = np.zeros(width)
     guess = terms @ weights
     measured = np.array([c.measured for c in rows])
     said = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
     name = "one constant" if width == 1 else f"{width}-constant roofline"
-    return float(np.mean(np.abs(said / measured - 1))), name
+    return float(np.mean(np.abs(said / measured - 1)[usable])) if usable.any() else 1.0, name
 
 
 def quantile(ordered: list[float], q: float) -> float:
