@@ -7,6 +7,7 @@ from typing import Any
 from ridgeline.predict.common import rank_cluster
 from ridgeline.predict.engine import find_engine
 from ridgeline.predict.inference import engine_times
+from ridgeline.predict.interval import STEP
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -75,7 +76,8 @@ def cases(row: Row) -> list[Case]:
         if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
             out.append(
                 Case(f"{device.name} {m.name} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted,
-                     terms=terms, rivals=(*plan, name) if name == "tpot_s" else None, **shared)
+                     terms=terms, rivals=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
+                     **shared)
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

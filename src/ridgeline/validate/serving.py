@@ -8,6 +8,7 @@ from typing import Any
 from ridgeline.predict.arrivals import requests
 from ridgeline.predict.common import rank_cluster
 from ridgeline.predict.engine import ALIASES, find_engine
+from ridgeline.predict.interval import QUEUE, STEP
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.scheduler import Simulation
 from ridgeline.predict.serving import limits_of
@@ -126,7 +127,8 @@ def cases(row: Row) -> list[Case]:
         if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
             out.append(
                 Case(f"{group} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted, label=label,
-                     terms=terms, rivals=same if name == "tpot_s" else None, line=row.line)
+                     terms=terms, rivals=same if name == "tpot_s" else None, line=row.line,
+                     spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0))
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Hashable
 
+from ridgeline.predict.interval import MEMORY, spread_of
 from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.predict import predict
 from ridgeline.spec.device import Cluster, Device, Link
@@ -182,6 +183,7 @@ def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
         label=f"{m.name}: {row.count('n_devices')} × {e.cluster.device.name}, {' '.join(e.plan.strings())}",
         terms=(seconds,),
         inverse=name != "step_s",
+        spread=spread_of(result.breakdown, e.task),
         why=_why(result),
         rivals=_rivals(row),
         better="lower" if name == "step_s" else "higher",
@@ -201,6 +203,7 @@ def _memory(row: Row, e: Experiment, result: Result) -> Case | None:
         label=f"{e.model.name}: {' '.join(e.plan.strings())}",
         terms=(sum(categories.get(k, 0.0) for k in ("parameters", "gradients", "optimizer")),
                categories.get("activations", 0.0)),
+        spread=MEMORY,
         why=f"largest category: {max(categories, key=lambda k: categories[k])}",
         line=row.line,
     )  # fmt: skip
