@@ -151,3 +151,17 @@ def test_reasons_are_chains():
     assert "therefore" in str(said["plain plan"])
     off = {c.card.name for c in answer.question.techniques()} - answer.best[0].names
     assert off <= set(said)
+
+
+def test_a_limit_that_nobody_keeps_is_loosened_to_the_nearest():
+    w = Generate(batch_size=8, prompt_len=512, output_len=64)
+    answer = search(question(workload=w, on="a100-80g-sxm", slo={"tpot_s": 1e-4, "ttft_s": 100.0}))
+    assert answer.best == []
+    near, misses = closest_miss(answer)
+    assert near.quick.fits
+    assert misses.startswith("tpot_s")
+    first = relaxations(answer)[0]
+    name, value = first.change.split("=")
+    assert name == "tpot_s"
+    kept = search(replace(answer.question, slo={"tpot_s": float(value) * 1.01}))
+    assert kept.best

@@ -198,7 +198,12 @@ def _model_index() -> dict[str, _ModelEntry]:
 
 def devices() -> list[str]:
     """The names of all catalogue devices, sorted. ``local`` is not among them."""
-    return [file.name.removesuffix(".toml") for file in _data_files("devices")]
+    return list(_device_names())
+
+
+@cache
+def _device_names() -> tuple[str, ...]:
+    return tuple(file.name.removesuffix(".toml") for file in _data_files("devices"))
 
 
 def device(name: str) -> Device:
@@ -213,10 +218,14 @@ def device(name: str) -> Device:
     if low == "local":
         return local_device()
     key = DEVICE_ALIASES.get(low, low)
+    if key not in _device_names():  # "H100_SXM" is as good
+        spelt = re.sub(r"[_ ]+", "-", low)
+        spelt = DEVICE_ALIASES.get(spelt, spelt)
+        key = spelt if spelt in _device_names() else key
     own = profile_path(key)
     if own.is_file():
         return _profile(own, own.stat().st_mtime_ns)
-    if key in devices():
+    if key in _device_names():
         return _catalogue_device(key)
     if name.endswith(".toml") or name.startswith((".", "~", "/")):
         return _read_device(Path(name).expanduser())
@@ -274,7 +283,12 @@ def efficiency(device: Device) -> Efficiency:
 
 def architectures() -> list[str]:
     """The architectures whose constants are known, and ``generic``."""
-    return [file.name.removesuffix(".toml") for file in _data_files("efficiency")]
+    return list(_architecture_names())
+
+
+@cache
+def _architecture_names() -> tuple[str, ...]:
+    return tuple(file.name.removesuffix(".toml") for file in _data_files("efficiency"))
 
 
 @cache

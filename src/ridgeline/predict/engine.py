@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
@@ -141,7 +141,7 @@ def fuse(g: Graph, kernel: str = "") -> Graph:
 
     def each(b: Block) -> None:
         _fuse(b)
-        b.forward = [replace(o, kernel=kernel) if o.kind == "attention" else o for o in b.forward]
+        b.forward = [changed(o, kernel=kernel) if o.kind == "attention" else o for o in b.forward]
 
     return g.each_block(each, layers_only=True)
 
@@ -157,14 +157,14 @@ def _fuse(b: Block) -> None:
         if name.removesuffix(".quantise") in ("attention.q_proj", *_AFTER_NORM):
             del ops[name]  # the norm before it writes 8 bits
         else:
-            ops[name] = replace(ops[name], kind="cast")  # one pass: the scales are known or per token
+            ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token
     rotated = [ops.pop(name) for name in _ROTATED if name in ops]
     if rotated:
-        one = replace(rotated[-1], name="attention.rope_and_cache", bytes=sum(o.bytes for o in rotated))
+        one = changed(rotated[-1], name="attention.rope_and_cache", bytes=sum(o.bytes for o in rotated))
         ops = _insert_before(ops, next(n for n in ops if n.startswith(("attention.flash", "attention.scores"))), one)
     for residual, norm in (("attention_residual", "mlp_norm"), ("mlp_residual", "attention_norm")):
         if residual in ops and norm in ops:
-            ops[residual] = replace(ops[residual], bytes=ops[residual].bytes * 4 / 3)
+            ops[residual] = changed(ops[residual], bytes=ops[residual].bytes * 4 / 3)
             del ops[norm]
     b.forward = list(ops.values())
 
@@ -175,7 +175,7 @@ def _side_by_side(ops: list[Op]) -> Op:
     width = 1.0 if ops[0].dtype == "fp8" else 2.0
     shape = (*ops[0].shape[:-3], rows, sum(o.shape[-2] for o in ops), inner)
     traffic = sum(o.bytes for o in ops) - (len(ops) - 1) * rows * inner * width
-    return replace(ops[0], shape=shape, flops=sum(o.flops for o in ops), bytes=traffic)
+    return changed(ops[0], shape=shape, flops=sum(o.flops for o in ops), bytes=traffic)
 
 
 def _insert_before(ops: dict[str, Op], name: str, op: Op) -> dict[str, Op]:

@@ -124,6 +124,51 @@ def run(
     return Timeline(a.seconds + more, tuple(x + more for x in a.ends), tuple(x * micros / first for x in a.busy))
 
 
+class _Step(NamedTuple):
+    """One action of a whole pipeline, in an order in which all that it waits for comes before it."""
+
+    rank: int
+    duration: int
+    """Place in the list of durations: forward, backward and weight gradients of every stage, one after the other."""
+    need: int
+    """Place, in this order, of the action it waits for; -1: none."""
+    sent: bool
+    """Whether what it waits for comes from another rank."""
+    action: Action
+
+
+@lru_cache(maxsize=128)
+def _order(schedule: str, ranks: int, micros: int, chunks: int) -> tuple[_Step, ...]:
+    """The actions of all ranks so that one pass over them times the schedule, whatever each takes."""
+    stages = ranks * chunks
+    last = stages - 1
+    plans = [actions(schedule, r, ranks, micros, chunks) for r in range(ranks)]
+    at = [0] * ranks
+    place: dict[Action, int] = {}
+    order: list[_Step] = []
+    waiting = deque(range(ranks))
+    while waiting:
+        r = waiting.popleft()
+        before = at[r]
+        while at[r] < len(plans[r]):
+            action = plans[r][at[r]]
+            kind, stage, micro = action
+            need, sent = -1, False
+            if kind == "F" and stage:
+                need, sent = place.get(Action("F", stage - 1, micro), -2), True
+            elif kind == "B":
+                sent = stage < last
+                need = place.get(Action("B", stage + 1, micro) if sent else Action("F", stage, micro), -2)
+            if need == -2:
+                break
+            place[action] = len(order)
+            order.append(_Step(r, stage + stages * "FBW".index(kind), need, sent, action))
+            at[r] += 1
+        if at[r] > before and ranks > 1:
+            waiting.extend(x for x in {(r + 1) % ranks, (r - 1) % ranks} if at[x] < len(plans[x]))
+    return tuple(order)
+
+
 def _play(
     schedule: str,
     ranks: int,
@@ -135,51 +180,24 @@ def _play(
     chunks: int,
     record: bool,
 ) -> Timeline:
-    last = ranks * chunks - 1
-    plans = [actions(schedule, r, ranks, micros, chunks) for r in range(ranks)]
-    at, clock = [0] * ranks, [0.0] * ranks
+    order = _order.__wrapped__ if record else _order
+    durations = (*forward, *backward, *(weight or (0.0,) * len(forward)))
+    clock = [0.0] * ranks
     starts: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
-    unknown = [-1.0] * micros
-    forwards, backwards = [unknown[:] for _ in range(last + 1)], [unknown[:] for _ in range(last + 1)]
-    waiting = deque(range(ranks))
-    while waiting:
-        r = waiting.popleft()
-        plan, i, now = plans[r], at[r], clock[r]
-        moved: set[int] = set()
-        for action in plan[i:]:
-            kind, stage, micro = action
-            hop = send
-            if kind == "F":
-                need = forwards[stage - 1][micro] if stage else 0.0
-                took, own = forward[stage], forwards
-                if not stage:
-                    hop = 0.0
-            elif kind == "B":
-                took, own = backward[stage], backwards
-                if stage < last:
-                    need = backwards[stage + 1][micro]
-                else:
-                    need, hop = forwards[stage][micro], 0.0
-            else:
-                now += weight[stage]
-                i += 1
-                if record:
-                    starts[r].append((action, now - weight[stage]))
-                continue
-            if need < 0:
-                break
-            if need + hop > now:
-                now = need + hop
-            if record:
-                starts[r].append((action, now))
-            now += took
-            own[stage][micro] = now
-            moved.add(1 if kind == "F" else -1)
-            i += 1
-        at[r], clock[r] = i, now
-        waiting.extend((r + way) % ranks for way in moved if ranks > 1)
+    done: list[float] = []
+    for r, duration, need, sent, action in order(schedule, ranks, micros, chunks):
+        now = clock[r]
+        if need >= 0:
+            ready = done[need] + send if sent else done[need]
+            if ready > now:
+                now = ready
+        if record:
+            starts[r].append((action, now))
+        now += durations[duration]
+        clock[r] = now
+        done.append(now)
     busy = [0.0] * ranks
-    for stage in range(last + 1):
+    for stage in range(len(forward)):
         busy[stage % ranks] += micros * (
             forward[stage] + backward[stage] + (weight[stage] if schedule == "zero_bubble" else 0.0)
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ridgeline.graph import Graph, Op, optimizer_ops, training_graph
+from ridgeline.graph.graph import changed
 from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
 from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.memory import Peak, training_peak
@@ -25,7 +24,7 @@ def update_ops(g: Graph, e: Experiment) -> list[Op]:
     """Build the optimizer's operators, keep them in the graph and return them."""
     g.update = optimizer_ops(g, e.training.optimizer, e.training.grad_clip > 0)
     if g.host_states:
-        g.update = [replace(op, kind="host_update", axis="host") for op in g.update]
+        g.update = [changed(op, kind="host_update", axis="host") for op in g.update]
     return g.update
 
 

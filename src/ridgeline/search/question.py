@@ -80,14 +80,20 @@ class Question:
 
     def misses(self, metrics: Mapping[str, float]) -> list[str]:
         """The limits that these metrics break, in words."""
-        out = []
-        for name, limit in self.slo.items():
-            if name not in metrics:
-                raise unknown("metric", name, metrics, "slo")
-            value = metrics[name]
-            if (value < limit) if name in HIGHER else (value > limit):
-                out.append(f"{name} {value:.4g} {'below' if name in HIGHER else 'above'} the limit {limit:.4g}")
-        return out
+        return [
+            f"{name} {metrics[name]:.4g} {'below' if name in HIGHER else 'above'} the limit {limit:.4g}"
+            for name, limit in self.slo.items()
+            if self._factor(name, limit, metrics) > 1
+        ]
+
+    def excess(self, metrics: Mapping[str, float]) -> float:
+        """By what factor the limit that is broken worst is broken; at most 1 when all are kept."""
+        return max((self._factor(name, limit, metrics) for name, limit in self.slo.items()), default=0.0)
+
+    def _factor(self, name: str, limit: float, metrics: Mapping[str, float]) -> float:
+        if name not in metrics:
+            raise unknown("metric", name, metrics, "slo")
+        return limit / metrics[name] if name in HIGHER else metrics[name] / limit
 
 
 def parse_slo(items: Iterable[str]) -> dict[str, float]:

@@ -60,6 +60,8 @@ class Tried:
     rank: float
     missed: list[str] = field(default_factory=list)
     """Limits it breaks."""
+    excess: float = 0.0
+    """By what factor it breaks the worst of them."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -181,8 +183,8 @@ class Answer:
         return self.found.best
 
 
-def _miss(t: Tried) -> tuple[bool, float, list[str]]:
-    return t.over > 1, t.over, t.missed
+def _miss(t: Tried) -> tuple[bool, float, int]:
+    return t.over > 1, t.over if t.over > 1 else t.excess, len(t.names)
 
 
 def _order(t: Tried) -> tuple[float, float, int, list[str]]:
@@ -352,7 +354,7 @@ def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> None:
     if q.metric not in timed.metrics:
         raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
                         "give the device a price_per_hour, or choose another goal")  # fmt: skip
-    t = Tried(e, timed, q.rank(timed.metrics), missed)
+    t = Tried(e, timed, q.rank(timed.metrics), missed, q.excess(timed.metrics))
     if missed:
         found.count("missed", 1)
         found.infeasible(t)

@@ -156,11 +156,20 @@ def closest_miss(answer: Answer) -> tuple[Tried, str] | None:
 def relaxations(answer: Answer) -> list[Relaxation]:
     """Single changes of the question after which a plan exists, the smallest of each kind."""
     q = answer.question
-    out = _climb(q)
+    out = [r for r in [_looser(answer)] if r] + _climb(q)
     if not out and (q.forbid or q.allow):
         free = replace(q, forbid=frozenset(), allow=frozenset())
         out = [Relaxation(f"allow every technique, and {r.change}", r.plan) for r in _climb(free)]
     return out
+
+
+def _looser(answer: Answer) -> Relaxation | None:
+    """The limits at which the closest miss would do."""
+    near = next((t for t in answer.found.nearest if t.quick.fits), None)
+    if near is None:
+        return None
+    broken = [m.split()[0] for m in near.missed]
+    return Relaxation(" and ".join(f"{n}={near.metrics[n]:.3g}" for n in broken), near.experiment.plan.strings())
 
 
 def _climb(q: Question) -> list[Relaxation]:
@@ -182,8 +191,6 @@ def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
     if q.forbid or q.allow:
         freed = [(f"allow {name}", replace(q, forbid=q.forbid - {name})) for name in sorted(q.forbid)]
         yield [*freed, ("allow every technique", replace(q, forbid=frozenset(), allow=frozenset()))]
-    for name in q.slo:
-        yield [(f"drop the limit on {name}", replace(q, slo={k: v for k, v in q.slo.items() if k != name}))]
     w = q.workload
     if isinstance(w, Training):
         lengths = [n for n in (w.seq_len // 2, w.seq_len // 4, w.seq_len // 8) if n >= 128]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
 
@@ -85,7 +84,7 @@ def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
     else:
         n, k = op.shape[1:]
     before, after = (rows * (n + k) + n * k * chosen for chosen in (op.experts, touched))
-    return replace(op, bytes=op.bytes * after / before, shape=shape, experts=touched)
+    return changed(op, bytes=op.bytes * after / before, shape=shape, experts=touched)
 
 
 def _sent(ops: list[Op], d: int, stride: int, direction: str) -> list[Op]:

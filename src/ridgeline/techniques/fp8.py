@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -67,7 +66,7 @@ def _lowered(op: Op) -> list[Op]:
     if not _linear(op):
         return [op]
     m, n, k = op.shape
-    low = replace(op, dtype="fp8", bytes=op.bytes * 2 / 3)
+    low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
     new = {"dx": m * k, "dw": 0}.get(op.name.rpartition(".")[2], m * k + n * k * op.experts)
     if not new:
         return [low]
@@ -98,7 +97,7 @@ def _narrow(op: Op, width: float, compute: str) -> Op:
     rows, out, inner = op.shape[-3:]
     operands = op.bytes - rows * out * width  # the result stays wide
     inputs = 0.0 if compute else rows * inner * width  # without fp8 units only the weights are narrow
-    return replace(
+    return changed(
         op,
         bytes=rows * out * width + inputs + (operands - inputs) / width,
         dtype=compute or op.dtype,

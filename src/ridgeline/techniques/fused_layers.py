@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -81,7 +81,7 @@ def _merge(ops: list[Op], names: list[str], new: str, side: int) -> list[Op]:
         return s[0] * s[1] + s[0] * s[2] + s[1] * s[2]
 
     moved = first.bytes * elements(shape) / elements(first.shape)
-    merged = replace(first, name=new, flops=sum(op.flops for op in found), bytes=moved, shape=shape)
+    merged = changed(first, name=new, flops=sum(op.flops for op in found), bytes=moved, shape=shape)
     return [merged if op is first else op for op in ops if op is first or op.name not in names]
 
 
@@ -89,7 +89,7 @@ def _fuse_elementwise(b: Block) -> None:
     def fuse(ops: list[Op]) -> list[Op]:
         # A sum that stays in registers for the norm after it is written, but not read again.
         kept = [op for op in ops if not op.name.endswith(".db")]
-        return [replace(op, bytes=op.bytes * 2 / 3) if op.kind == "residual" else op for op in kept]
+        return [changed(op, bytes=op.bytes * 2 / 3) if op.kind == "residual" else op for op in kept]
 
     b.forward, b.backward = fuse(b.forward), fuse(b.backward)
 
@@ -98,6 +98,6 @@ def _fuse_loss(b: Block, width: float) -> None:
     if "logits" not in b.saved:
         return
     logits = b.saved["logits"].bytes / 4.0
-    b.forward = [replace(op, bytes=2 * logits * width) if op.name == "loss" else op for op in b.forward]
-    b.backward = [replace(op, bytes=2 * logits * width) if op.name == "loss.bwd" else op for op in b.backward]
+    b.forward = [changed(op, bytes=2 * logits * width) if op.name == "loss" else op for op in b.forward]
+    b.backward = [changed(op, bytes=2 * logits * width) if op.name == "loss.bwd" else op for op in b.backward]
     b.saved["logits"] = replace(b.saved["logits"], bytes=logits * width)

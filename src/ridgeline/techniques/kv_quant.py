@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Literal
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
@@ -46,6 +45,6 @@ def _narrow(b: Block, ratio: float, dtype: str) -> None:
             return o
         q_len, kv_len = o.shape[-3:-1]
         share = kv_len / (kv_len + q_len)  # of the traffic that is keys and values
-        return replace(o, bytes=o.bytes * (1 - share * (1 - ratio)), kv_dtype=dtype)
+        return changed(o, bytes=o.bytes * (1 - share * (1 - ratio)), kv_dtype=dtype)
 
     b.forward = [narrow(o) for o in b.forward]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op, Param, Saved
+from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -95,8 +94,8 @@ class LoRA(Technique):
             at = b.forward.index(op)
             b.forward[at : at + 1] = [down, up, op, add]
             for part, (rows, out, inner) in ((down, (m, r, k)), (up, (m, n, r))):
-                dx = replace(part, name=f"{part.name}.dx", direction="backward", shape=(rows, inner, out))
-                dw = replace(part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows))
+                dx = changed(part, name=f"{part.name}.dx", direction="backward", shape=(rows, inner, out))
+                dw = changed(part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows))
                 b.backward += [dx, dw]
                 b.params.append(Param(part.param, out * inner, "fp32", True, 4.0, shape=(out, inner), grad_bytes=4.0))
             b.backward.append(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from ridgeline.graph.graph import Block, Op, Saved
+from ridgeline.graph.graph import Block, Op, Saved, changed
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Linear layers whose outputs tensor parallelism divides (Megatron's column-parallel layers)."""
@@ -21,12 +20,12 @@ def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:
     small = (max(1, rows // m), max(1, cols // n), max(1, inner // k))
     whole = rows * inner + rows * cols + cols * inner * op.experts
     part = small[0] * small[2] + small[0] * small[1] + small[1] * small[2] * op.experts
-    return replace(op, flops=op.flops / (m * n * k), bytes=op.bytes * part / whole, shape=small)
+    return changed(op, flops=op.flops / (m * n * k), bytes=op.bytes * part / whole, shape=small)
 
 
 def split_bytes(op: Op, by: float) -> Op:
     """An elementwise op over ``by`` times fewer elements."""
-    return replace(op, flops=op.flops / by, bytes=op.bytes / by)
+    return changed(op, flops=op.flops / by, bytes=op.bytes / by)
 
 
 def split_saved(b: Block, names: Iterable[str], by: float) -> None:

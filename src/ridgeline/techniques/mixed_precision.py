@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -85,7 +85,7 @@ def _all_low(g: Graph, dtype: str) -> Graph:
     def low(o: Op) -> Op:
         if o.dtype != "fp32" or o.kind == "loss" or "dequantise" in o.name:
             return o
-        return replace(o, dtype=dtype, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
+        return changed(o, dtype=dtype, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
 
     for b in g.blocks:
         b.forward = [low(o) for o in b.forward]
@@ -104,9 +104,9 @@ def _all_low(g: Graph, dtype: str) -> Graph:
 def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     def low(o: Op) -> Op:
         if o.axis and o.axis != "dp":  # partial sums of matrix products travel in the dtype they come out in
-            return replace(o, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
+            return changed(o, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
         if o.kind in _MATMUL or (o.kind in ("rope", "activation", "softmax", "mask", "copy") and o.dtype == "fp32"):
-            return replace(o, dtype=dtype, bytes=o.bytes / 2)
+            return changed(o, dtype=dtype, bytes=o.bytes / 2)
         return o
 
     b.forward = [low(o) for o in b.forward]

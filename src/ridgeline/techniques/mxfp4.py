@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Literal
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -66,6 +65,6 @@ def _narrow(op: Op, width: float, native: bool) -> Op:
     io = rows * out * 2.0 + rows * inner * (1.0 if native else 2.0)
     weights = max(0.0, op.bytes - rows * out * 2.0 - rows * inner * width)
     if native:
-        return replace(op, bytes=io + weights * BITS / 8 / width, dtype="fp8")
-    return replace(op, bytes=io + weights * BITS / 8 / width, dtype="bf16" if op.dtype == "fp8" else op.dtype,
+        return changed(op, bytes=io + weights * BITS / 8 / width, dtype="fp8")
+    return changed(op, bytes=io + weights * BITS / 8 / width, dtype="bf16" if op.dtype == "fp8" else op.dtype,
                    weight_dtype="int4")  # fmt: skip

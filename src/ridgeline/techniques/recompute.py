@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op, Saved
+from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -102,7 +102,7 @@ class Recompute(Technique):
 
 def _again(ops: list[Op]) -> list[Op]:
     return [
-        replace(
+        changed(
             o, name=f"{o.name}.again", direction="backward", recompute=True, behind=o.behind and f"{o.behind}.again"
         )
         for o in ops

@@ -17,6 +17,10 @@ from ridgeline.techniques.base import PHASES, Technique
 
 _NOT_TECHNIQUES = {"base", "cards", "matrix", "mesh", "registry"}
 
+_made: dict[tuple[type[Technique], str], Technique] = {}
+"""Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
+_MOST_MADE = 4096
+
 
 @lru_cache(maxsize=1)
 def registry() -> dict[str, type[Technique]]:
@@ -38,6 +42,15 @@ def make(call: Call) -> Technique:
     if call.name not in known:
         raise unknown("technique", call.name, known, "plan")
     cls = known[call.name]
+    key = (cls, repr(call.options))
+    if key not in _made:
+        if len(_made) > _MOST_MADE:
+            _made.clear()
+        _made[key] = _valid(cls, call)
+    return _made[key]
+
+
+def _valid(cls: type[Technique], call: Call) -> Technique:
     for key in call.options:
         if key not in cls.model_fields:
             if not cls.model_fields:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
@@ -81,7 +80,7 @@ class RingAttention(Technique):
 
 def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
     if op.axis:
-        return replace(op, bytes=op.bytes / c, link_bytes=op.link_bytes / c)
+        return changed(op, bytes=op.bytes / c, link_bytes=op.link_bytes / c)
     if op.kind == "gemm":
         return split_gemm(op, **{"k" if op.name.endswith(".dw") else "m": c})
     if op.kind == "cast":
@@ -89,7 +88,7 @@ def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
     if op.kind == "bmm":
         at = _QUERY_SIDE[op.name.partition(".")[2]]
         shape = tuple(d // c if i == at else d for i, d in enumerate(op.shape))
-        return replace(split_bytes(op, c), shape=shape)
+        return changed(split_bytes(op, c), shape=shape)
     if op.name.endswith(".dw") and op.param in parameters:  # an embedding's gradient: the table, and the tokens' rows
         return op
     return split_bytes(op, c)
@@ -100,7 +99,7 @@ def _balanced(op: Op, c: int) -> Op:
     if op.kind != "attention" or not op.causal:
         return op
     batch, heads, kv_heads, q_len, kv_len, dim = op.shape
-    return replace(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
+    return changed(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
 
 
 def _exchange(g: Graph, pair: float, c: int, stride: int) -> None:

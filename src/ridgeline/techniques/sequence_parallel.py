@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
-from ridgeline.graph.graph import Block, Graph, Op, Saved
+from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import split_bytes
@@ -61,10 +60,10 @@ class SequenceParallel(Technique):
 
 def _rewritten(op: Op, t: int) -> list[Op]:
     if op.kind == "all_reduce" and op.axis == "tp" and not op.name.startswith("loss"):
-        scatter = replace(op, name=f"{op.name}_scatter", kind="reduce_scatter")
+        scatter = changed(op, name=f"{op.name}_scatter", kind="reduce_scatter")
         if op.name == "embed.reduce":
             return [scatter]
-        return [scatter, replace(op, name=f"{op.name.removesuffix('.reduce')}.gather", kind="all_gather")]
+        return [scatter, changed(op, name=f"{op.name.removesuffix('.reduce')}.gather", kind="all_gather")]
     outside = op.module in ("norm", "residual") or op.name.endswith(("o_proj.db", "down_proj.db"))
     return [split_bytes(op, t) if outside and not op.axis else op]
 
@@ -77,5 +76,5 @@ def _regathers(b: Block) -> list[Op]:
             label = op.name.partition(".")[0]
             beside = next((o.name for o in b.backward if o.module == label and o.name.endswith("_proj.dx")), "")
             if beside:
-                found.append(replace(op, name=f"{label}.regather", kind="all_gather", behind=beside))
+                found.append(changed(op, name=f"{label}.regather", kind="all_gather", behind=beside))
     return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op, Param
+from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
@@ -100,7 +99,7 @@ def _divide(op: Op, t: int, kv: int) -> Op:
     if op.module == "attention" and suffix in ATTENTION_CORE:
         by = kv if suffix.startswith("k_rope") else t
         shape = (op.shape[0] // t, *op.shape[1:]) if op.shape else ()
-        return replace(split_bytes(op, by), shape=shape)
+        return changed(split_bytes(op, by), shape=shape)
     if suffix in ("q_norm", "k_norm", "q_norm.bwd", "k_norm.bwd"):
         return split_bytes(op, t if suffix[0] == "q" else kv)
     if suffix in ("act", "act.bwd") and op.module == "mlp":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import reductions
@@ -84,7 +83,7 @@ class Zero(Technique):
         if copies > 1:  # each shard's gradient is then averaged over the copies
             for b in g.blocks:
                 b.reduce += [
-                    replace(o, name="all_reduce", kind="all_reduce", bytes=o.bytes / o.ranks,
+                    changed(o, name="all_reduce", kind="all_reduce", bytes=o.bytes / o.ranks,
                             link_bytes=o.link_bytes / o.ranks, ranks=copies, stride=stride * ranks)
                     for o in b.reduce if o.kind == "reduce_scatter"
                 ]  # fmt: skip

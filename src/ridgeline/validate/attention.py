@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ridgeline import catalog
 from ridgeline.graph.graph import Op
 from ridgeline.predict.kernel import op_time, peak_flops
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.validate.case import Case
 from ridgeline.validate.dtypes import dtype_of
+from ridgeline.validate.nouns import device_of
 from ridgeline.validate.table import BadCell, Row
 
 NAME = "attention"
@@ -25,7 +25,7 @@ def op_of(row: Row) -> Op:
         raise BadCell(f"column 'n_kv_heads': {kv_heads} does not divide n_heads {heads}")
     if q_len > kv_len:
         raise BadCell(f"column 'kv_len': {kv_len} is less than q_len {q_len}")
-    causal = row.text("causal", "1").lower() in ("1", "true", "yes")
+    causal = row.flag("causal", True)
     keys = 2.0 * batch * kv_heads * kv_len * dim * DTYPE_BYTES[kv_dtype]
     queries = 2.0 * batch * heads * q_len * dim * max(2.0, DTYPE_BYTES[dtype])
     return Op(
@@ -37,7 +37,7 @@ def op_of(row: Row) -> Op:
 
 def cases(row: Row) -> list[Case]:
     """The row's prediction beside its measurement. Raises :class:`BadCell` or :class:`UserError`."""
-    device = catalog.device(row.text("device"))
+    device = device_of(row)
     measured = row.number("seconds", above=0)
     phase = row.text("phase").lower()
     op = op_of(row)
@@ -48,7 +48,7 @@ def cases(row: Row) -> list[Case]:
     return [
         Case(
             group=f"{device.name} {phase} {op.kv_dtype}", quantity="seconds", measured=measured,
-            predicted=timed.seconds, why=timed.bound, terms=terms, line=row.line,
+            predicted=timed.seconds, why=timed.bound, terms=terms, line=row.line, spread=timed.spread,
             label=f"{phase} (batch, heads, kv heads, q, kv, dim) {op.shape} {op.dtype}/{op.kv_dtype} on {device.name}",
         )
     ]  # fmt: skip

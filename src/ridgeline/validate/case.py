@@ -30,6 +30,8 @@ class Case:
     rivals: Hashable = None
     """Equal for rows that differ only in their plan; None: not a planning question."""
     better: Literal["lower", "higher"] = "lower"
+    spread: float | None = None
+    """Relative 68 % error that the prediction states for itself; None: it states none."""
     line: int = 0
     """Line of the file."""
 

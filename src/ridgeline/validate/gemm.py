@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ridgeline import catalog
 from ridgeline.graph.graph import Op
 from ridgeline.predict.kernel import op_time, peak_flops
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.validate.case import Case
 from ridgeline.validate.dtypes import dtype_of, weight_dtype_of
+from ridgeline.validate.nouns import device_of
 from ridgeline.validate.table import Row
 
 NAME = "gemm"
@@ -30,7 +30,7 @@ def ops(row: Row) -> list[Op]:
 
 def cases(row: Row) -> list[Case]:
     """The row's prediction beside its measurement. Raises :class:`BadCell` or :class:`UserError`."""
-    device = catalog.device(row.text("device"))
+    device = device_of(row)
     measured = row.number("seconds", above=0)
     parts = ops(row)
     timed = [op_time(op, device) for op in parts]
@@ -43,5 +43,6 @@ def cases(row: Row) -> list[Case]:
         Case(
             group=f"{device.name} {name}", quantity="seconds", measured=measured, predicted=seconds,
             label=f"{m}x{n}x{k} {name} on {device.name}", terms=terms, why=timed[-1].bound, line=row.line,
+            spread=timed[-1].spread,
         )
     ]  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ridgeline import catalog
 from ridgeline.predict.common import rank_cluster
 from ridgeline.predict.engine import find_engine
 from ridgeline.predict.inference import engine_times
+from ridgeline.predict.interval import STEP
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -15,6 +15,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import check, normalise
 from ridgeline.validate.case import Case
+from ridgeline.validate.nouns import device_of, model_of
 from ridgeline.validate.table import BadCell, Row
 
 NAME = "generation"
@@ -34,8 +35,8 @@ def experiment(row: Row) -> Experiment:
     plan = [f"tensor_parallel:degree={tp}"] if tp > 1 else []
     return normalise(
         Experiment(
-            model=long_enough(catalog.model(row.text("model")), prompt + output),
-            cluster=cluster_of(catalog.device(row.text("device")), tp),
+            model=long_enough(model_of(row), prompt + output),
+            cluster=cluster_of(device_of(row), tp),
             workload=workload,
             plan=Plan.parse(plan),
         )
@@ -61,7 +62,9 @@ def cases(row: Row) -> list[Case]:
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
     ttft, tpot, _ = engine_times(e, check(e), cluster, find_engine(w.engine, cluster.device), w)
-    where = f"{e.model.name} tp{row.text('tp')} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
+    where = (
+        f"{e.model.name} tp{e.parallel.get('tp', 1)} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
+    )
     shared: dict[str, Any] = {"label": where, "line": row.line}
     m, device = e.model, e.cluster.device
     weights = 2.0 * m.num_active_parameters
@@ -73,7 +76,8 @@ def cases(row: Row) -> list[Case]:
         if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
             out.append(
                 Case(f"{device.name} {m.name} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted,
-                     terms=terms, rivals=(*plan, name) if name == "tpot_s" else None, **shared)
+                     terms=terms, rivals=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
+                     **shared)
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

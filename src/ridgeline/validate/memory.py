@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
-from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -13,6 +13,8 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import check, normalise
 from ridgeline.validate.case import Case
+from ridgeline.validate.dtypes import precision_of
+from ridgeline.validate.nouns import device_of, model_of
 from ridgeline.validate.table import BadCell, Row
 
 NAME = "memory"
@@ -36,7 +38,9 @@ def cases(row: Row) -> list[Case]:
     kept = _categories(result, "activations")
     if quantity == "weights+optim_GiB":
         return [_case(row, e, quantity, measured, states, (e.model.num_parameters * 18 / e.world / _GIB,), plan)]
-    stream = e.training.seq_len * e.micro_batch_size * e.model.hidden_size * e.model.num_layers / e.parallel["tp"]
+    stream = (
+        e.training.seq_len * e.micro_batch_size * e.model.hidden_size * e.model.num_layers / e.parallel.get("tp", 1)
+    )
     if quantity == "activations_GiB":
         return [_case(row, e, quantity, measured, kept, (34 * stream / _GIB,), plan)]
     if quantity == "activation_pct_of_baseline":
@@ -48,28 +52,30 @@ def cases(row: Row) -> list[Case]:
 def experiment(row: Row, baseline: bool = False) -> Experiment:
     """The run of a row; ``baseline``: without recomputation and sequence parallelism."""
     tp, pp, ranks = row.count("tensor_par"), row.count("pipeline_par"), row.count("num_procs")
-    spec = catalog.model(row.text("model").lower()).model_copy(update={"dropout": 0.1})
-    each = min(8, ranks)
-    if ranks % each:
-        raise BadCell(f"column 'num_procs': {ranks} devices do not fill nodes of {each}")
-    device = catalog.device(row.text("device", _DEVICE))
-    dtype = "bf16" if row.text("datatype", "float16").startswith("b") else "fp16"
+    spec = model_of(row).model_copy(update={"dropout": 0.1})
+    each = math.gcd(8, ranks)
+    device = device_of(row, _DEVICE)
+    dtype = "bf16" if precision_of(row, "datatype", "float16") == "bf16" else "fp16"
     plan = [f"mixed_precision:dtype={dtype},weights=low", "fused_layers:loss=false"]
     if tp > 1:
         plan.append(f"tensor_parallel:degree={tp}")
         if row.text("tensor_par_comm_type", "ar") != "ar" and not baseline:
             plan.append("sequence_parallel")
+    micro = row.count("microbatch_size", 1)
+    share = max(1, ranks // (tp * pp)) * micro
+    micros = max(1, round(row.count("batch_size") / share))  # the nearest number that divides
     chunks = row.count("pipeline_interleaving", 1)
     if pp > 1:
-        how = f"schedule=interleaved,chunks={chunks}" if chunks > 1 else "schedule=1f1b"
+        fits = chunks > 1 and micros % pp == 0
+        how = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
         plan.append(f"pipeline:degree={pp},{how}")
     policy = row.cells.get("activation_recompute", "").strip()
     if policy in ("full", "attn_only") and not baseline:
         plan.append(f"recompute:policy={'full' if policy == 'full' else 'selective'}")
     workload = Pretrain(
         seq_len=row.count("seq_len", spec.max_positions),
-        batch_size=row.count("batch_size"),
-        micro_batch_size=row.count("microbatch_size", 1),
+        batch_size=micros * share,
+        micro_batch_size=micro,
     )
     cluster = Cluster(device=device, devices_per_node=each, nodes=ranks // each)
     e = normalise(Experiment(model=spec, cluster=cluster, workload=workload, plan=Plan.parse(plan)))

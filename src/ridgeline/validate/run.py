@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ridgeline import validate
-from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.errors import UserError
 from ridgeline.validate.case import Case
 from ridgeline.validate.score import Choice, Score, choices, regret_summary, score
 from ridgeline.validate.table import BadCell, Row, Skip, Table, read_table
@@ -146,9 +146,16 @@ def _file(name: str, schema: Schema, table: Table, progress: Callable[[str, int,
     skipped = list(table.skipped)
     for i, row in enumerate(table):
         try:
-            cases += _sound(row, schema.cases(row))
-        except (BadCell, UserError, Incompatible) as e:
+            for case in schema.cases(row):
+                why = _unsound(case)
+                if why:
+                    skipped.append(Skip(row.line, why))
+                else:
+                    cases.append(replace(case, line=row.line))
+        except (BadCell, UserError) as e:
             skipped.append(Skip(row.line, str(e)))
+        except (ValueError, ArithmeticError, LookupError, AssertionError) as e:  # a hole in a model: the others count
+            skipped.append(Skip(row.line, f"cannot be predicted: {type(e).__name__}: {_first_line(e)}"))
         if progress and i % 64 == 0:
             progress(name, i, len(table.rows))
     skipped.sort(key=lambda s: s.line)
@@ -158,13 +165,16 @@ def _file(name: str, schema: Schema, table: Table, progress: Callable[[str, int,
     )
 
 
-def _sound(row: Row, cases: Iterable[Case]) -> list[Case]:
-    """The cases with their line. A prediction that is no positive number is an error of ours, and said so."""
-    out = []
-    for c in cases:
-        if not (math.isfinite(c.predicted) and c.predicted > 0):
-            raise BadCell(f"{c.quantity} was predicted as {c.predicted}: no positive number")
-        if not (math.isfinite(c.measured) and c.measured > 0):
-            raise BadCell(f"column {c.quantity!r}: {c.measured} is not a positive number")
-        out.append(replace(c, line=row.line))
-    return out
+def _unsound(c: Case) -> str:
+    """What is wrong with a case; empty: nothing. A prediction that is no positive number is an error of ours."""
+    if not (math.isfinite(c.predicted) and c.predicted > 0):
+        return f"{c.quantity} was predicted as {c.predicted}: no positive number"
+    if not (math.isfinite(c.measured) and c.measured > 0):
+        return f"column {c.quantity!r}: {c.measured} is not a positive number"
+    if not math.isfinite(c.error):
+        return f"{c.quantity} {c.measured} and its prediction {c.predicted} have no ratio"
+    return ""
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).splitlines() or [""])[0]

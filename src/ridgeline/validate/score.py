@@ -33,6 +33,8 @@ class Score:
     """Mean error of the trivial baseline, its constants fitted to these very rows."""
     baseline: str
     """What the baseline is."""
+    inside: float | None
+    """Share of rows inside the 95 % interval that their prediction states; None where it states none."""
     rank_correlation: float | None
     """Spearman's coefficient of predicted and measured; None for fewer than three rows."""
 
@@ -75,8 +77,14 @@ def _score(file: str, group: str, quantity: str, rows: list[Case]) -> Score:
         within_20=sum(x <= 0.2 for x in sizes) / len(sizes),
         baseline_mean_ape=trivial,
         baseline=what,
+        inside=_inside(rows),
         rank_correlation=spearman([c.predicted for c in rows], [c.measured for c in rows]),
     )
+
+
+def _inside(rows: list[Case]) -> float | None:
+    stated = [(abs(math.log(c.predicted / c.measured)), 1.96 * c.spread) for c in rows if c.spread is not None]
+    return sum(error <= reach for error, reach in stated) / len(stated) if stated else None
 
 
 def baseline(rows: list[Case]) -> tuple[float, str]:
@@ -90,12 +98,17 @@ def baseline(rows: list[Case]) -> tuple[float, str]:
     width = min(len(c.terms) for c in rows)
     target = np.array([1 / c.measured if c.inverse else c.measured for c in rows])
     terms = np.array([c.terms[:width] for c in rows], dtype=float)
-    weights, _ = nnls(terms / target[:, None], np.ones(len(rows)))
+    scaled = terms / target[:, None]
+    usable = np.isfinite(scaled).all(axis=1)
+    try:
+        weights, _ = nnls(scaled[usable], np.ones(int(usable.sum())))
+    except RuntimeError:  # no convergence
+        weights = np.zeros(width)
     guess = terms @ weights
     measured = np.array([c.measured for c in rows])
     said = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
     name = "one constant" if width == 1 else f"{width}-constant roofline"
-    return float(np.mean(np.abs(said / measured - 1))), name
+    return float(np.mean(np.abs(said / measured - 1)[usable])) if usable.any() else 1.0, name
 
 
 def quantile(ordered: list[float], q: float) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ridgeline import catalog
 from ridgeline.predict.arrivals import requests
 from ridgeline.predict.common import rank_cluster
-from ridgeline.predict.engine import find_engine
+from ridgeline.predict.engine import ALIASES, find_engine
+from ridgeline.predict.interval import QUEUE, STEP
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.scheduler import Simulation
 from ridgeline.predict.serving import limits_of
@@ -20,6 +20,7 @@ from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import check, normalise
 from ridgeline.validate.case import Case
 from ridgeline.validate.generation import cluster_of, long_enough
+from ridgeline.validate.nouns import device_of, model_of
 from ridgeline.validate.table import BadCell, Row
 
 NAME = "serving"
@@ -27,6 +28,12 @@ REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "
 
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
+
+_WIDE = ("bf16", "fp16", "float16", "bfloat16", "half", "auto", "16")
+_INT8 = ("int8", "int8_wo", "w8a16")
+_FP8 = ("fp8", "fp8_block", "fp8_static", "fp8_e4m3", "fp8_kv", "mxfp8", "w8a8")
+_FOUR_BITS = ("fp4", "nvfp4", "mxfp4", "int4", "int4_wo", "awq", "awq_marlin", "gptq", "gptq_marlin", "w4a8", "w4a16",
+              "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")  # fmt: skip
 
 
 def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
@@ -45,14 +52,16 @@ def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, A
 def plan_of(model: ModelSpec, precision: str, backend: str) -> list[str]:
     """The techniques behind a precision's name. Raises :class:`UserError` for one that is not known."""
     name = precision.lower().replace("-", "_")
-    if name in ("bf16", "fp16", "float16", "bfloat16", "auto"):
+    if name in _WIDE:
         return []
-    if name in ("fp8", "fp8_block", "w8a8", "fp8_static"):
-        cache = ["kv_quant"] if backend == "trtllm" else []  # its fp8 checkpoints ask for an fp8 cache
+    if name in _INT8:
+        return ["rtn:bits=8"]
+    if name in _FP8:  # TensorRT-LLM's fp8 checkpoints ask for an fp8 cache
+        cache = ["kv_quant"] if backend == "trtllm" or name == "fp8_kv" else []
         return ["mxfp4", *cache] if model.family == "gpt_oss" else ["fp8", *cache]
-    if name in ("fp4", "mxfp4", "w4a16", "int4", "awq", "gptq", "w4a16_mxfp4", "nvfp4", "w4a8_mxfp4_mxfp8"):
+    if name in _FOUR_BITS:
         return ["mxfp4"] if model.family == "gpt_oss" else ["mxfp4:layers=all"]
-    raise UserError(f"precision {precision!r} is not known", "use bf16, fp16, fp8 or fp4")
+    raise UserError(f"precision {precision!r} is not known", "use bf16, fp16, fp8, int8 or fp4")
 
 
 def experiment(row: Row) -> Experiment:
@@ -61,16 +70,17 @@ def experiment(row: Row) -> Experiment:
     tp = row.count("tp", 1)
     if row.count("pp", 1) > 1:
         raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")
-    model = catalog.model(row.text("model"))
+    model = model_of(row)
     backend = row.text("backend", "vllm").lower()
-    fields = harness(backend, prompt, output, clients)
+    software = ALIASES.get(backend, backend)
+    fields = harness(software, prompt, output, clients)
     workload = Serve(concurrency=clients, requests=WAVES * clients, engine=backend, **fields)
-    plan = plan_of(model, row.text("precision", "bf16"), backend)
+    plan = plan_of(model, row.text("precision", "bf16"), software)
     plan += [f"tensor_parallel:degree={tp}"] if tp > 1 else []
     return normalise(
         Experiment(
             model=long_enough(model, prompt + output),
-            cluster=cluster_of(catalog.device(row.text("device")), tp),
+            cluster=cluster_of(device_of(row), tp),
             workload=workload,
             plan=Plan.parse(plan),
         )
@@ -102,7 +112,7 @@ def cases(row: Row) -> list[Case]:
     ttft, tpot = steady(e)
     m, device = e.model, e.cluster.device
     lengths = f"input {row.text('input_len')} output {row.text('output_len')} concurrency {w.concurrency}"
-    label = f"{m.name} {w.engine} {row.text('precision', 'bf16')} tp{row.text('tp')} {lengths}"
+    label = f"{m.name} {w.engine} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} {lengths}"
     group = f"{device.name} {m.name} {w.engine}"
     # The trivial baseline: prefill at peak, and the active weights streamed once per token, plus a constant.
     flops = 2.0 * m.num_active_parameters * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
@@ -114,10 +124,11 @@ def cases(row: Row) -> list[Case]:
         ("ttft_s", ttft, (flops, 1.0)),
         ("tpot_s", tpot, (stream, flops * clients / w.output_len, 1.0)),
     ):
-        if row.has(name):
+        if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
             out.append(
                 Case(f"{group} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted, label=label,
-                     terms=terms, rivals=same if name == "tpot_s" else None, line=row.line)
+                     terms=terms, rivals=same if name == "tpot_s" else None, line=row.line,
+                     spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0))
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from ridgeline.spec.errors import UserError
 
 EMPTY = {"", "?", "na", "nan", "none", "null"}
 """Cells that say "not published"."""
+_YES = {"true", "t", "yes", "y", "on"}
+_NO = {"false", "f", "no", "n", "off"}
+_MOST = 1e15
 
 
 class BadCell(Exception):
@@ -54,11 +58,24 @@ class Row:
         return value
 
     def count(self, column: str, default: int | None = None, least: int = 1) -> int:
-        """The cell as a whole number of at least ``least``."""
+        """The cell as a whole number of at least ``least``, and small enough to be one of something."""
         value = self.number(column, default)
         if value != int(value) or value < least:
-            raise BadCell(f"column {column!r}: {self.cells[column]!r} is not a whole number of at least {least}")
+            raise BadCell(f"column {column!r}: {value:g} is not a whole number of at least {least}")
+        if value > _MOST:
+            raise BadCell(f"column {column!r}: {value:g} is more than {_MOST:.0e}")
         return int(value)
+
+    def flag(self, column: str, default: bool) -> bool:
+        """The cell as yes or no: 1/0, true/false, yes/no; a version (``2``, ``v3``, ``fa2``) is a yes."""
+        text = self.text(column, "").lower()
+        if not text:
+            return default
+        if text in _NO or re.fullmatch(r"0+(\.0*)?", text):
+            return False
+        if text in _YES or re.fullmatch(r"[a-z]*[ _-]?v?\d+(\.\d+)*", text):
+            return True
+        raise BadCell(f"column {column!r}: {self.cells[column]!r} is neither yes nor no")
 
 
 @dataclass(slots=True)
@@ -83,14 +100,20 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a CSV file. Raises :class:`UserError` when it is no CSV; short rows are skipped and counted."""
+    """Read a CSV file, with or without a byte-order mark; letters that are no UTF-8 are replaced.
+
+    Raises :class:`UserError` when it is no CSV; rows of another length are skipped and counted.
+    """
     try:
-        with path.open(encoding="utf-8", newline="") as f:
-            reader = csv.reader(f)
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as f:
+            reader = csv.reader(f, skipinitialspace=True)
             header = next(reader, None)
             if not header or len(header) < 2:
                 raise UserError(f"{path} has no CSV header", "the first line must name the columns, comma-separated")
-            columns = tuple(c.strip() for c in header)
+            columns = tuple(c.strip().lower() for c in header)
+            twice = sorted({c for c in columns if c and columns.count(c) > 1})
+            if twice:
+                raise UserError(f"{path}, line 1: column {twice[0]!r} is there twice", "give every column its own name")
             table = Table(path, columns, [])
             for cells in reader:
                 if not cells or all(not c.strip() for c in cells):
@@ -100,5 +123,5 @@ def read_table(path: Path) -> Table:
                 else:
                     table.rows.append(Row(reader.line_num, dict(zip(columns, cells, strict=True))))
             return table
-    except (OSError, UnicodeDecodeError, csv.Error) as e:
+    except (OSError, csv.Error) as e:
         raise UserError(f"{path} cannot be read as CSV: {e}", "give a CSV file or a directory of them") from None

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Hashable
 
-from ridgeline import catalog
+from ridgeline.predict.interval import MEMORY, spread_of
 from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.predict import predict
 from ridgeline.spec.device import Cluster, Device, Link
-from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
@@ -18,6 +18,8 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import check, normalise
 from ridgeline.validate.case import Case
+from ridgeline.validate.dtypes import precision_of
+from ridgeline.validate.nouns import architecture, device_of
 from ridgeline.validate.table import BadCell, Row
 
 NAME = "training"
@@ -38,44 +40,9 @@ def cases(row: Row) -> list[Case]:
 # ---- the row as an experiment ---------------------------------------------------------------------------------------
 
 
-def model(row: Row) -> ModelSpec:
-    """The architecture from the row's own columns; what a family implies is filled in."""
-    family = row.text("family", "llama").lower()
-    hidden, heads = row.count("hidden"), row.count("heads")
-    gpt = family in ("gpt", "gpt2", "gpt3", "megatron", "opt", "bloom")
-    plain = gpt or family == "mpt"
-    gated = bool(row.number("gated", 0.0 if plain else 1.0))
-    ffn = row.count("ffn", -(-8 * hidden // 3 // 256) * 256 if gated else 4 * hidden)
-    position = {"mpt": "alibi", "bloom": "alibi"}.get(family, "learned" if gpt else "rope")
-    return ModelSpec(
-        name=row.text("id", f"{family}-{hidden}"),
-        family={"gpt": "gpt2"}.get(family, family),
-        vocab_size=row.count("vocab", 51200 if gpt else 32000),
-        hidden_size=hidden,
-        num_layers=row.count("layers"),
-        num_heads=heads,
-        num_kv_heads=row.count("kv_heads", heads),
-        head_dim=hidden // heads,
-        intermediate_size=ffn,
-        max_positions=row.count("seq_len"),
-        norm="layernorm" if plain else "rmsnorm",
-        norm_bias=family != "mpt",
-        activation="gelu" if plain else "silu",
-        gated=gated,
-        position=position,
-        qkv_bias=gpt,
-        out_bias=gpt,
-        mlp_bias=gpt,
-        tie_embeddings=plain,
-        dropout=0.1 if gpt else 0.0,
-        num_experts=row.count("experts", 0, least=0),
-        experts_per_token=row.count("experts_per_token", 0, least=0),
-    )
-
-
 def experiment(row: Row) -> Experiment:
     """The run as an Experiment: its cluster with the row's own network, its layout as a plan."""
-    spec, cluster = model(row), _cluster(row)
+    spec, cluster = architecture(row), _cluster(row)
     degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
     ranks = cluster.size // (degrees["tp"] * degrees["pp"] * degrees["cp"]) or 1
     micro = row.count("micro_batch", max(1, row.count("global_batch", ranks) // ranks))
@@ -99,18 +66,21 @@ def experiment(row: Row) -> Experiment:
 
 
 def _cluster(row: Row) -> Cluster:
-    device, n = catalog.device(row.text("device")), row.count("n_devices")
+    device, n = device_of(row), row.count("n_devices")
     each = math.gcd(n, row.count("nodes_of", 8))
     wire = network(row.text("inter_node", ""), device, each)
     return Cluster(device=device.model_copy(update={"network": wire}), devices_per_node=each, nodes=n // each)
 
 
 def network(text: str, device: Device, per_node: int) -> Link | None:
-    """``8x200Gb/s`` (cards × rate) or ``1600Gb/s per node`` → the link of one device; empty: the device's own."""
-    match = re.search(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(Tb|Gb|GB)(?:it)?/?p?s", text)
-    if match is None:
+    """``8x200Gb/s`` (cards × rate), ``1600Gb/s per node``, ``400Gb/s per GPU`` or ``100GbE`` → the link of one device;
+    anything else: the device's own."""
+    match = re.search(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(Tb|Gb|GB)(?:it)?(?:/?p?s|E)", text)
+    if match is None or not float(match[2]) * int(match[1] or 1):
         return device.network
     cards, rate, unit = int(match[1] or 1), float(match[2]), match[3]
+    if re.search(r"per (gpu|device|card|rank)", text.lower()):
+        cards = per_node
     total = cards * rate * {"Gb": 1.25e8, "GB": 1e9, "Tb": 1.25e11}[unit]
     latency = device.network.latency if device.network else 5e-6
     return Link(name=text, bandwidth=total / per_node, latency=latency, source="the row's inter_node column")
@@ -118,21 +88,21 @@ def network(text: str, device: Device, per_node: int) -> Link | None:
 
 def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy: str) -> list[str]:
     """The row's layout as technique calls; ``micros``: micro-batches per step; ``policy``: of recomputation."""
-    precision = row.text("precision", "bf16" if "bf16" in device.peak_flops else "fp16").lower()
+    precision = precision_of(row, "precision", "bf16" if "bf16" in device.peak_flops else "fp16")
     plan = [] if precision in ("fp32", "tf32") else [
         f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},weights=low"]  # fmt: skip
     if precision == "fp8":
         plan.append("fp8")
-    flash = bool(row.number("flash", 1.0))
+    flash = row.flag("flash", True)
     if flash:
         plan.append("flash_attention")
     megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1
-    compiled = bool(row.number("compile", 0.0))
+    compiled = row.flag("compile", False)
     fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
     plan.append(f"fused_layers:elementwise={str(megatron or compiled).lower()},loss={fused_loss}")
     if degrees["tp"] > 1:
         plan.append(f"tensor_parallel:degree={degrees['tp']}")
-        if row.number("sequence_parallel", 0.0):
+        if row.flag("sequence_parallel", False):
             plan.append("sequence_parallel")
     if degrees["pp"] > 1:
         chunks = row.count("interleave", 1)
@@ -141,7 +111,7 @@ def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy
         plan.append(f"pipeline:degree={degrees['pp']},{schedule}")
     if degrees["cp"] > 1:
         plan.append(f"ring_attention:degree={degrees['cp']}")
-    if policy in ("full", "1", "true", "yes"):
+    if policy in ("full", "1", "true", "yes", "block", "uniform", "all"):
         plan.append("recompute:policy=full")
     elif policy.startswith(("sel", "attn")):
         if not flash:
@@ -149,10 +119,13 @@ def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy
         elif row.count("zero_stage", 0, least=0) > 1:  # PyTorch's: about every second matrix product is run again
             plan.append("recompute:every=2")
         # Megatron's drops the score matrix, which flash attention never keeps.
-    if row.number("activation_offload", 0.0):
+    if row.flag("activation_offload", False):
         plan.append("activation_offload")
     ranks = row.count("n_devices") // (degrees["tp"] * degrees["pp"] * degrees["cp"])
-    stage = row.count("zero_stage", 0, least=0)
+    stage = min(3, row.count("zero_stage", 0, least=0))
+    experts = row.count("ep", 1, least=0)
+    if experts > 1 and ranks > 1:
+        plan.append(f"expert_parallel:degree={min(experts, ranks)}")
     if ranks > 1:
         plan.append(f"zero:stage={stage}" if stage else "data_parallel:overlap=false")
     return plan
@@ -210,6 +183,7 @@ def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
         label=f"{m.name}: {row.count('n_devices')} × {e.cluster.device.name}, {' '.join(e.plan.strings())}",
         terms=(seconds,),
         inverse=name != "step_s",
+        spread=spread_of(result.breakdown, e.task),
         why=_why(result),
         rivals=_rivals(row),
         better="lower" if name == "step_s" else "higher",
@@ -229,6 +203,7 @@ def _memory(row: Row, e: Experiment, result: Result) -> Case | None:
         label=f"{e.model.name}: {' '.join(e.plan.strings())}",
         terms=(sum(categories.get(k, 0.0) for k in ("parameters", "gradients", "optimizer")),
                categories.get("activations", 0.0)),
+        spread=MEMORY,
         why=f"largest category: {max(categories, key=lambda k: categories[k])}",
         line=row.line,
     )  # fmt: skip
@@ -256,4 +231,4 @@ def _rivals(row: Row) -> Hashable:
     return tuple(row.text(c, "") for c in (*same, "global_batch"))
 
 
-__all__ = ["NAME", "REQUIRED", "UserError", "cases", "experiment", "flops_per_token", "model", "network"]
+__all__ = ["NAME", "REQUIRED", "cases", "experiment", "flops_per_token", "network"]
