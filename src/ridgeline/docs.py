@@ -20,7 +20,7 @@ def catalogue_markdown() -> str:
         "# Support matrix",
         "Every pair either has a passing parity test (✓), can be predicted but not yet run (○), or is refused with a"
         " reason (✗).",
-        _matrix(support_matrix()),
+        _matrix(support_matrix(), {c["name"]: set(c["tasks"]) for c in found}),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -45,7 +45,7 @@ def _card(c: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _matrix(pairs: list[Pair]) -> str:
+def _matrix(pairs: list[Pair], tasks: dict[str, set[str]]) -> str:
     names = sorted({p.a for p in pairs} | {p.b for p in pairs})
     status = {frozenset((p.a, p.b)): p for p in pairs}
     lines = ["| | " + " | ".join(f"`{n}`" for n in names) + " |", "|---" * (len(names) + 1) + "|"]
@@ -55,7 +55,11 @@ def _matrix(pairs: list[Pair]) -> str:
             p = status.get(frozenset((a, b))) if a != b else None
             marks.append("" if p is None else "✗" if p.status == "refused" else "✓" if p.runs else "○")
         lines.append(f"| `{a}` | " + " | ".join(marks) + " |")
-    lines += ["", *(f"- `{p.a}` × `{p.b}`: {p.reason}" for p in pairs if p.status == "refused")]
+    refused = [p for p in pairs if p.status == "refused"]
+    together = [p for p in refused if tasks[p.a] & tasks[p.b]]
+    lines += ["", *(f"- `{p.a}` × `{p.b}`: {p.reason}" for p in together)]
+    if len(together) < len(refused):
+        lines.append("- The other pairs marked ✗ have no task in common.")
     return "\n".join(lines)
 
 
