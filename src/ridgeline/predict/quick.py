@@ -81,6 +81,8 @@ def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: 
     }
     if device.price_per_hour:
         out.metrics["dollars_per_million_tokens"] = device.price_per_hour * e.world / 3600 / rate * 1e6
+    if device.watts:
+        out.metrics["joules_per_token"] = device.watts * e.world / rate
     out.floor = step.seconds - step.exposed - step.dispatch
     return out
 

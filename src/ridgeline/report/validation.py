@@ -41,17 +41,18 @@ def score_table(report: Report) -> Table:
     columns = [Column("File", align="left"), Column("Group", align="left"), Column("Quantity", align="left"),
                Column("n"), Column("Median"), Column("Mean"), Column("p90"), Column("Bias", "bias"),
                Column("≤ 10 %"), Column("≤ 20 %"), Column("In 95 %", "inside"),
-               Column("Trivial", "baseline"), Column("Rank", "rank")]  # fmt: skip
+               Column("Trivial", "baseline"), Column("Rank", "rank"), Column("Constants", align="left")]  # fmt: skip
     rows = [
         [s.file, s.group, s.quantity, str(s.n), percent(s.median_ape), percent(s.mean_ape), percent(s.p90_ape),
          percent(s.bias, signed=True), percent(s.within_10), percent(s.within_20), percent(s.inside),
          percent(s.baseline_mean_ape),
-         NONE if s.rank_correlation is None else f"{s.rank_correlation:.3f}"]
+         NONE if s.rank_correlation is None else f"{s.rank_correlation:.3f}", s.source]
         for f in report.files for s in f.scores
     ]  # fmt: skip
     notes = [
         "errors are |predicted / measured - 1|; Trivial: mean error of a baseline (one constant, or a roofline of a"
-        " few) fitted to these very rows; In 95 %: rows inside the 95 % interval that the prediction states"
+        " few) fitted to these very rows; In 95 %: rows inside the 95 % interval that the prediction states",
+        "constants from open data were fitted on rows like these: for held-out figures see the benchmarks' results",
     ]
     return Table("Predictions against measurements", columns, rows, notes)
 

@@ -49,6 +49,7 @@ def cases(row: Row) -> list[Case]:
         Case(
             group=f"{device.name} {phase} {op.kv_dtype}", quantity="seconds", measured=measured,
             predicted=timed.seconds, why=timed.bound, terms=terms, line=row.line, spread=timed.spread,
+            source=timed.source,
             label=f"{phase} (batch, heads, kv heads, q, kv, dim) {op.shape} {op.dtype}/{op.kv_dtype} on {device.name}",
         )
     ]  # fmt: skip

@@ -32,6 +32,9 @@ class Case:
     better: Literal["lower", "higher"] = "lower"
     spread: float | None = None
     """Relative 68 % error that the prediction states for itself; None: it states none."""
+    source: str = ""
+    """Where the constants behind the prediction come from: measured profile, open data (then the row may be one of
+    those that they were fitted on), or class default."""
     line: int = 0
     """Line of the file."""
 

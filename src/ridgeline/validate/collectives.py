@@ -68,6 +68,6 @@ def cases(row: Row) -> list[Case]:
         Case(
             group=f"{device.name} {op.kind}", quantity="seconds", measured=measured, predicted=timed.seconds,
             label=f"{op.kind} of {op.link_bytes:.0f} bytes on {n} {device.name}", terms=terms, why=timed.bound,
-            line=row.line, spread=timed.spread,
+            line=row.line, spread=timed.spread, source=timed.source,
         )
     ]  # fmt: skip

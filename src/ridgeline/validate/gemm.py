@@ -43,6 +43,6 @@ def cases(row: Row) -> list[Case]:
         Case(
             group=f"{device.name} {name}", quantity="seconds", measured=measured, predicted=seconds,
             label=f"{m}x{n}x{k} {name} on {device.name}", terms=terms, why=timed[-1].bound, line=row.line,
-            spread=timed[-1].spread,
+            spread=timed[-1].spread, source=timed[-1].source,
         )
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ridgeline.predict.common import rank_cluster
+from ridgeline.predict.common import rank_cluster, source_of
 from ridgeline.predict.engine import find_engine
 from ridgeline.predict.inference import engine_times
 from ridgeline.predict.interval import STEP
@@ -77,7 +77,7 @@ def cases(row: Row) -> list[Case]:
             out.append(
                 Case(f"{device.name} {m.name} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted,
                      terms=terms, rivals=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
-                     **shared)
+                     source=source_of(cluster), **shared)
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from ridgeline.predict.common import source_of
 from ridgeline.predict.predict import predict
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -107,5 +108,6 @@ def _case(row: Row, e: Experiment, quantity: str, measured: float, predicted: fl
         label=f"{e.model.name} {row.text('mode', '')}: {plan}",
         terms=terms,
         rivals=(e.model.name, e.world, e.batch_size) if time else None,
+        source=source_of(e.cluster) if time else "formulas",
         line=row.line,
     )

@@ -35,6 +35,8 @@ class Score:
     """What the baseline is."""
     inside: float | None
     """Share of rows inside the 95 % interval that their prediction states; None where it states none."""
+    source: str
+    """Where the constants behind the predictions come from."""
     rank_correlation: float | None
     """Spearman's coefficient of predicted and measured; None for fewer than three rows."""
 
@@ -78,6 +80,7 @@ def _score(file: str, group: str, quantity: str, rows: list[Case]) -> Score:
         baseline_mean_ape=trivial,
         baseline=what,
         inside=_inside(rows),
+        source=", ".join(dict.fromkeys(c.source for c in rows if c.source)),
         rank_correlation=spearman([c.predicted for c in rows], [c.measured for c in rows]),
     )
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ridgeline.predict.arrivals import requests
-from ridgeline.predict.common import rank_cluster
+from ridgeline.predict.common import rank_cluster, source_of
 from ridgeline.predict.engine import ALIASES, find_engine
 from ridgeline.predict.interval import QUEUE, STEP
 from ridgeline.predict.iteration import Iterations
@@ -128,7 +128,8 @@ def cases(row: Row) -> list[Case]:
             out.append(
                 Case(f"{group} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted, label=label,
                      terms=terms, rivals=same if name == "tpot_s" else None, line=row.line,
-                     spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0))
+                     spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
+                     source=source_of(e.cluster))
             )  # fmt: skip
     if not out:
         raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")

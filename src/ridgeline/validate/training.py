@@ -184,6 +184,7 @@ def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
         terms=(seconds,),
         inverse=name != "step_s",
         spread=spread_of(result.breakdown, e.task),
+        source=result.metrics["step_time_s"].source,
         why=_why(result),
         rivals=_rivals(row),
         better="lower" if name == "step_s" else "higher",
