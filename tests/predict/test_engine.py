@@ -117,3 +117,11 @@ def test_uneven_routing_reaches_fewer_experts():
         even = 128 * (1 - (1 - 1 / 128) ** rows)
         assert 0.7 * even < distinct_experts(128, rows) < even
     assert distinct_experts(8, 10**6) == pytest.approx(8, rel=1e-4)
+
+
+def test_surfaces_share_what_does_not_depend_on_the_workload():
+    one, other = surface("llama2-7b", "a100-80g-sxm", (128, 256)), surface("llama2-7b", "a100-80g-sxm", (512, 4096))
+    assert one.body is other.body
+    assert one.contexts != other.contexts
+    assert one.decode(8) != other.decode(8)
+    assert surface("llama2-7b", "h100-sxm", (128, 256)).body is not one.body

@@ -9,7 +9,7 @@ closed form.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from ridgeline.graph import Graph, Op, tokens_graph
@@ -17,7 +17,7 @@ from ridgeline.predict.collective import collective_time
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.engine import Engine, fuse
 from ridgeline.predict.kernel import op_time
-from ridgeline.spec.device import Cluster
+from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Technique
 from ridgeline.techniques.flash_attention import FlashAttention
@@ -56,38 +56,42 @@ class Table:
         return a + (b - a) * (x - low) / (high - low)
 
 
-class Iterations:
-    """The cost surface of one replica (``data_parallel`` of them share the arrivals).
+class Parts:
+    """The operators' times of one model, plan and engine: what is the same whatever the requests' lengths.
 
-    ``contexts`` are the least and largest numbers of cached tokens a sequence will have, between which decode attention
-    is taken as linear.
+    Attributes are tables over the tokens of an iteration: ``body`` (all layers but attention), ``head`` (over
+    sequences), ``links`` (collectives of the body), ``expanded`` (products of weights stored narrow), in seconds.
     """
 
-    def __init__(
-        self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, contexts: tuple[int, int]
-    ) -> None:
+    def __init__(self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
         self.made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
-        low, high = max(1, contexts[0]), max(2, contexts[1])
-        self.contexts = (low, max(high, low + 64))
         self._graphs: dict[int, Graph] = {}
+        self._attended: dict[tuple[int, int, int], float] = {}
         self.body = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=False))
         self.head = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=True))
         self.links = Table(lambda t: self._links(self.graph(t, 1, 1)))
         self.expanded = Table(lambda t: self._expanded(self.graph(t, 1, 1)))
-        self._short = Table(lambda b: self._attention(b, 1, self.contexts[0]))
-        self._long = Table(lambda b: self._attention(b, 1, self.contexts[1]))
-        self._chunk = Table(lambda q: self._attention(1, q, q))
-        self._behind = Table(lambda q: self._attention(1, q, q + self.contexts[1]))
         ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
         self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
-        """Host seconds to issue the operators of one eager iteration."""
-        self._decode: dict[int, tuple[float, float]] = {}
 
     def graph(self, batch: int, q_len: int, kv_len: int) -> Graph:
-        """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
+        """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens; to read."""
+        alone = q_len == kv_len == 1
+        if alone and batch in self._graphs:
+            return self._graphs[batch]
         g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
-        return fuse(rewritten(g, self.e, self.made), self.engine.kernel)
+        g = fuse(rewritten(g, self.e, self.made), self.engine.kernel)
+        if alone and len(self._graphs) < 2 * len(GRID):
+            self._graphs[batch] = g
+        return g
+
+    def attention(self, batch: int, q_len: int, kv_len: int) -> float:
+        """Attention seconds of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
+        key = (batch, q_len, kv_len)
+        if key not in self._attended:
+            self._attended[key] = self._sum(self.graph(*key), attention=True)
+        return self._attended[key]
 
     def seconds(self, op: Op) -> float:
         """GPU seconds of one operator or collective."""
@@ -105,17 +109,54 @@ class Iterations:
         return total
 
     def _links(self, g: Graph) -> float:
-        """Seconds of the collectives."""
         return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if b.name != "head")
 
     def _expanded(self, g: Graph) -> float:
-        """Seconds of products whose weights are stored narrower than they are multiplied."""
         return sum(
             b.repeat * sum(self.seconds(o) for o in b.forward if o.weight_dtype not in ("", o.dtype)) for b in g.blocks
         )
 
-    def _attention(self, batch: int, q_len: int, kv_len: int) -> float:
-        return self._sum(self.graph(batch, q_len, kv_len), attention=True)
+
+_parts: dict[tuple[Hashable, ...], tuple[Device, Parts]] = {}
+_MOST_PARTS = 32
+
+
+def parts_of(e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine) -> Parts:
+    """The :class:`Parts` of an inference experiment, remembered for others that differ only in their workload."""
+    device = cluster.device
+    mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes, id(device))
+    key = (e.model, tuple(e.plan.strings()), mesh, e.dtype, engine)
+    found = _parts.get(key)
+    if found is None or found[0] is not device:  # an id may be given again
+        if len(_parts) >= _MOST_PARTS:
+            del _parts[next(iter(_parts))]
+        found = _parts[key] = (device, Parts(e, made, cluster, engine))
+    return found[1]
+
+
+class Iterations:
+    """The cost surface of one replica (``data_parallel`` of them share the arrivals).
+
+    ``contexts`` are the least and largest numbers of cached tokens a sequence will have, between which decode attention
+    is taken as linear.
+    """
+
+    def __init__(
+        self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, contexts: tuple[int, int]
+    ) -> None:
+        self.e, self.cluster, self.engine = e, cluster, engine
+        low, high = max(1, contexts[0]), max(2, contexts[1])
+        self.contexts = (low, max(high, low + 64))
+        parts = parts_of(e, made, cluster, engine)
+        self.graph, self.body, self.head = parts.graph, parts.body, parts.head
+        self.links, self.expanded = parts.links, parts.expanded
+        self._short = Table(lambda b: parts.attention(b, 1, self.contexts[0]))
+        self._long = Table(lambda b: parts.attention(b, 1, self.contexts[1]))
+        self._chunk = Table(lambda q: parts.attention(1, q, q))
+        self._behind = Table(lambda q: parts.attention(1, q, q + self.contexts[1]))
+        self.dispatch_s = parts.dispatch_s
+        """Host seconds to issue the operators of one eager iteration."""
+        self._decode: dict[int, tuple[float, float]] = {}
 
     def prompt_attention(self, q: int, before: int) -> float:
         """Attention seconds of a prompt chunk of ``q`` tokens behind ``before`` that are cached already."""

@@ -138,6 +138,11 @@ def _check_workload(e: Experiment) -> None:
         )
     if e.task in ("generate", "serve") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
+    if m.is_encoder_decoder and getattr(w, "engine", ""):
+        raise Incompatible(
+            f"{m.name} has an encoder and a decoder: the serving engines here batch decoders only",
+            "use a decoder, or task generate without an engine",
+        )
     length = getattr(w, "seq_len", 0) or getattr(w, "prompt_len", 0) + getattr(w, "output_len", 0)
     if m.position not in ("relative", "alibi") and length > m.max_positions:
         raise Incompatible(

@@ -1,0 +1,45 @@
+"""What `plan` writes is what `predict` reads: the same metrics, for every task and goal, and no plan twice."""
+
+import pytest
+
+from ridgeline import catalog, experiments
+from ridgeline.predict import predict
+from ridgeline.report.planning import write_plans
+from ridgeline.search import Question, search
+
+SMALL = {"kind": "pretrain", "seq_len": 512, "batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "workload", "goal"),
+    [
+        ("llama2-7b", "8xa100-80g-sxm", SMALL, "throughput"),
+        ("llama2-7b", "2xrtx4090", {**SMALL, "kind": "finetune"}, "memory"),
+        ("mixtral-tiny", "2x2xh100-sxm", SMALL, "cost"),
+        ("llama2-13b", "2xh100-sxm", {"kind": "generate", "prompt_len": 128, "output_len": 32}, "throughput"),
+        ("llama2-13b", "2xh100-sxm", {"kind": "serve", "requests": 20, "rate": 2.0}, "latency"),
+        ({"base": "llama2-7b", "num_layers": 4, "name": "short"}, "2xl40s", SMALL, "latency"),
+    ],
+)
+def test_files_predict_what_was_promised(model, on, workload, goal, tmp_path):
+    e = experiments.make(model, on, workload, [])
+    free = workload["kind"] == "generate"
+    answer = search(Question(e.model, catalog.cluster(on), e.workload, goal, free_batch=free), workers=1)
+    files = write_plans(answer, tmp_path)
+    assert len(files) == len(answer.best) > 0
+    plans = set()
+    for file, found in zip(files, answer.best, strict=True):
+        read = experiments.load(file)
+        assert read.id == found.experiment.id
+        plans.add((read.id, read.micro_batch_size, read.cluster.label))
+        metrics = predict(read).metrics
+        for name, value in found.metrics.items():
+            assert metrics[name].value == pytest.approx(getattr(value, "value", value), rel=1e-9), name
+    assert len(plans) == len(files)
+
+
+def test_serving_plans_split_what_one_device_cannot_hold():
+    e = experiments.make("llama2-70b", "4xh100-sxm", {"kind": "serve", "requests": 20, "rate": 2.0}, [])
+    answer = search(Question(e.model, e.cluster, e.workload, "latency"), workers=1)
+    best = answer.best[0].experiment
+    assert best.parallel.get("tp", 1) > 1
