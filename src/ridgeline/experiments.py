@@ -248,7 +248,7 @@ def _validate(cls: type[T], fields: dict[str, Any], where: str) -> T:
         first = e.errors()[0]
         key = ".".join(str(p) for p in first["loc"]) or "value"
         given = f" = {first['input']!r}" if first["loc"] and not isinstance(first["input"], dict) else ""
-        raise UserError(f"{where}: {key}{given} is not valid: {first['msg']}") from None
+        raise UserError(f"{where}: {key}{given} is not valid: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _override(table: dict[str, Any], item: str) -> None:

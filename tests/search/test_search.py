@@ -132,9 +132,9 @@ def test_no_feasible_plan_has_a_closest_miss_and_a_way_out():
     assert answer.best == []
     near, misses = closest_miss(answer)
     assert near.over > 1
-    assert "exceed the 26 GB of rtx4090" in misses
+    assert "exceed the 24 GiB of rtx4090" in misses
     found = {r.change: r for r in relaxations(answer)}
-    assert any(change.endswith("devices") or "GB)" in change for change in found)
+    assert any(change.endswith("devices") or "GiB)" in change for change in found)
     # The smallest number of devices that works is named: one step less does not work.
     devices = next((c for c in found if c.endswith(" devices")), None)
     if devices:
@@ -146,7 +146,7 @@ def test_no_feasible_plan_has_a_closest_miss_and_a_way_out():
 def test_reasons_are_chains():
     answer = search(question())
     said = {w.what.split(":")[0]: w for w in why_not(answer)}
-    assert said["plain plan"].because.startswith("optimizer 54 GB")
+    assert said["plain plan"].because.startswith("optimizer 50 GiB")
     assert "nearest fix" in said["plain plan"].therefore
     assert "therefore" in str(said["plain plan"])
     off = {c.card.name for c in answer.question.techniques()} - answer.best[0].names

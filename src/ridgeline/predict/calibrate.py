@@ -77,6 +77,7 @@ def calibrate(
         families.setdefault(family_of(sample.ops[-1]), []).append(sample)
     out = Calibrated(base)
     update: dict[str, Any] = {"source": source, "fitted_on": [device.name], "spread": dict(base.spread)}
+    update["data"] = f"Fitted on {sum(map(len, families.values()))} measured rows of {device.name}."
     errors: dict[str, list[float]] = {}
     for (kind, key), rows in sorted(families.items()):
         table = getattr(base, kind)

@@ -99,7 +99,8 @@ def explain(e: Experiment, moves: bool = True) -> Explanation:
 
 def headline(r: Result) -> str:
     """The time that is explained: of a step, of a batch, or of one output token."""
-    for name in ("step_time_s", "e2e_s", "tpot_s"):
+    served = "batch_mean" in r.metrics  # the breakdown is of one iteration, which gives every sequence one token
+    for name in ("step_time_s", "tpot_s") if served else ("step_time_s", "e2e_s"):
         if name in r.metrics:
             return name
     raise UserError("this prediction has no time to explain")
@@ -116,11 +117,6 @@ def tree(r: Result, name: str) -> Node:
         node = _phase(phase, rows, total)
         if node.seconds > 0 or node.note:
             root.children.append(node)
-    bubble = r.metrics.get("bubble_s")
-    if bubble and bubble.value > 0:
-        root.children.append(
-            Node("pipeline bubble", bubble.value, bubble.value / total, {"bubble": 1.0}, "stages wait for each other")
-        )
     left = total - sum(c.seconds for c in root.children)
     if left > 0.005 * total:
         root.children.append(Node("waiting", left, left / total, {"latency": 1.0}, "time no operator accounts for"))
@@ -249,7 +245,7 @@ def _moves(e: Experiment, name: str, now: float) -> list[Move]:
             out.append(Move(change, gain, r.status == "ok", "" if r.status == "ok" else r.reason))
 
     for technique, cls in registry().items():
-        if e.plan.has(technique):
+        if e.plan.has(technique) or (e.task == "pretrain" and cls.card.bound == "falls"):
             continue
         quality = "" if cls.card.lossless else " (may change quality)"
         for options in [{}, dict(cls.card.example)] if cls.card.example else [{}]:

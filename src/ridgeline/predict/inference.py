@@ -15,6 +15,8 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.base import Technique
+from ridgeline.techniques.flash_attention import FlashAttention
+from ridgeline.techniques.registry import in_order
 
 
 def predict_generation(e: Experiment, made: list[Technique]) -> Result:
@@ -23,6 +25,8 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
     engine = engine_of(e)
+    if engine is not None:  # engines compute attention in one kernel whatever the plan says
+        made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
     prefill = rewritten(prefill_graph(e), e, made)
     decode = rewritten(decode_graph(e), e, made)
     steps = decode.decode_steps
@@ -46,8 +50,8 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
                        "", "higher", peak_note(cluster, prefill.dtype)),
     }  # fmt: skip
     result = assemble(e, metrics, peak, cluster)
-    rows = breakdown(prefill, cluster, [])
-    later = breakdown(decode, cluster, [], times=steps)
+    rows = breakdown(prefill, cluster, [], times=waves)
+    later = breakdown(decode, cluster, [], times=steps * waves)
     for row in rows:
         row.phase = "prefill" if row.phase == "forward" else row.phase
     for row in later:

@@ -25,13 +25,15 @@ class Quick:
     """Bytes per category at the instant of peak."""
     limit: float
     """Bytes that one rank has."""
+    blocked: str = ""
+    """Why it cannot run although its tensors fit (no room for one request's cache)."""
     floor: float = 0.0
     """Seconds that no other placement of the same states goes below: computation without communication and update."""
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.metrics["peak_bytes"] <= self.limit
+        """Whether it can run: the peak is within the device's memory, and nothing else blocks it."""
+        return self.metrics["peak_bytes"] <= self.limit and not self.blocked
 
 
 def prepare(e: Experiment, made: list[Technique]) -> Graph:
@@ -55,7 +57,8 @@ def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: 
     if not e.is_training:
         r = predict(e)
         values = {k: m.value for k, m in r.metrics.items()}
-        return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes)
+        blocked = r.reason if r.status != "ok" else ""
+        return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes, blocked)
     cluster = rank_cluster(e)
     g = prepared.copy() if prepared else prepare(e, made)
     for t in made:

@@ -95,13 +95,13 @@ def _expose(rows: list[Row], g: Graph, step: Step) -> None:
 def _waits(step: Step, delay: float) -> list[Row]:
     """Rows for the seconds in which no operator of this rank makes progress."""
     parts = {
-        ("pipeline bubble", "bubble"): step.bubble,
-        ("slowed by collectives", "contention"): step.slowed,
-        ("waiting for the host", "dispatch"): step.dispatch,
-        ("waiting for the slowest rank", "straggler"): delay,
+        ("pipeline bubble", "bubble", "bubble"): step.bubble,
+        ("slowed by collectives", "contention", "link"): step.slowed,
+        ("waiting for the host", "dispatch", "host"): step.dispatch,
+        ("waiting for the slowest rank", "straggler", "latency"): delay,
     }
     return [
-        Row(phase="other", module="schedule", operator=name, kind=kind, seconds=s)
-        for (name, kind), s in parts.items()
+        Row(phase="other", module="schedule", operator=name, kind=kind, seconds=s, bound=bound)
+        for (name, kind, bound), s in parts.items()
         if s > 0
     ]

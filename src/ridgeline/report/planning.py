@@ -13,8 +13,10 @@ from ridgeline.search.search import SLACK, Answer, Tried
 from ridgeline.search.why import Relaxation, WhyNot
 from ridgeline.techniques.registry import registry
 
+TIGHT = 0.95
+"""Share of the memory above which a plan is called tight."""
 SHOWN = {
-    "tokens_per_s": ("tokens/s", "tokens/s"), "step_time_s": ("Step", "s"), "ttft_s": ("TTFT", "s"),
+    "tokens_per_s": ("Throughput", "tokens/s"), "step_time_s": ("Step", "s"), "ttft_s": ("TTFT", "s"),
     "tpot_s": ("TPOT", "s"), "e2e_s": ("E2E", "s"), "dollars_per_million_tokens": ("$ per 1M tokens", ""),
     "joules_per_token": ("J per token", ""),
 }  # fmt: skip
@@ -27,6 +29,13 @@ def answer_tables(a: Answer) -> list[Table]:
     tables[0].notes += [_counts(a), *(f"{name}: always on, {why}" for name, why in a.settled.items())]
     lossy = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.lossless}
     tables[0].notes += [f"{name} may change quality: {registry()[name].card.quality}" for name in sorted(lossy)]
+    waiting = {c.name for t in a.best for c in t.experiment.plan.calls if not registry()[c.name].card.runs}
+    if waiting:
+        tables[0].notes.append(f"predicted only, not run by this version: {', '.join(sorted(waiting))}")
+    if a.best and a.best[0].over > TIGHT:
+        tables[0].notes.append(
+            f"the first plan takes {percent(a.best[0].over)} of the memory: little is left for error"
+        )
     front = sorted(a.found.front, key=lambda t: t.metrics["peak_bytes"])
     if len(front) > 1:
         tables.append(_table(f"Pareto front: {q.metric} against memory", front))
@@ -34,9 +43,11 @@ def answer_tables(a: Answer) -> list[Table]:
 
 
 def _table(title: str, plans: list[Tried]) -> Table:
+    training = any(t.experiment.is_training for t in plans)
     keys = [k for k in SHOWN if any(k in t.metrics for t in plans)]
-    columns = [Column("#", align="left"), Column("Plan", align="left"), Column("Devices"), Column("Micro-batch"),
-               *(Column(SHOWN[k][0], k) for k in keys), Column("Memory", "peak_bytes"), Column("Of it")]  # fmt: skip
+    columns = [Column("#", align="left"), Column("Plan", align="left"), Column("Devices"),
+               Column("Micro-batch" if training else "Batch"), *(Column(SHOWN[k][0], k) for k in keys),
+               Column("Memory", "peak_bytes"), Column("Of it")]  # fmt: skip
     rows = [
         [str(i), " ".join(t.experiment.plan.strings()) or "(no technique)", t.experiment.cluster.label,
          str(t.experiment.micro_batch_size),
@@ -58,7 +69,8 @@ def _counts(a: Answer) -> str:
 
 def write_plans(a: Answer, folder: Path) -> list[Path]:
     """One runnable experiment file per answer, best first."""
-    return [write_atomic(folder / f"plan-{i}.toml", to_toml(t.experiment)) for i, t in enumerate(a.best, 1)]
+    named = [t.experiment.model_copy(update={"name": f"plan-{i}"}) for i, t in enumerate(a.best, 1)]
+    return [write_atomic(folder / f"{e.name}.toml", to_toml(e)) for e in named]
 
 
 def as_dict(a: Answer, reasons: list[WhyNot], ways: list[Relaxation], miss: tuple[Tried, str] | None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
-            raise unknown("goal", self.goal, GOALS)
+            raise UserError(f"unknown goal {self.goal!r}", f"goals: {', '.join(GOALS)}")
         for name in (*self.allow, *self.forbid):
             if name not in registry():
                 raise unknown("technique", name, registry(), "allow/forbid")

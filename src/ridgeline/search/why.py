@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from ridgeline.spec.workload import Generate, Serve, Training
 from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import check, normalise
 
-GB = 1e9
+GIB = 2.0**30
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
 
 
@@ -51,7 +51,7 @@ def why_not(answer: Answer) -> list[WhyNot]:
     reference = predict(best.experiment) if best else None
     for cls in q.techniques():
         name = cls.card.name
-        if best and name in best.names:
+        if (best and name in best.names) or name in answer.settled:
             continue
         other = answer.found.with_technique.get(name)
         if other and best and reference:
@@ -91,10 +91,14 @@ def _plain(answer: Answer) -> WhyNot | None:
 
 def size_of(t: Tried) -> str:
     """``optimizer 552 GB + parameters 276 GB + … exceed 64 x 80 GB``: what of its peak exceeds the device."""
+    if t.quick.blocked:
+        return t.quick.blocked
     parts = sorted(t.quick.peak.items(), key=lambda kv: -kv[1])
-    big = " + ".join(f"{name} {value / GB:.0f} GB" for name, value in parts[:3] if value >= GB / 2)
+    big = " + ".join(f"{name} {value / GIB:.0f} GiB" for name, value in parts[:3] if value >= GIB / 2)
     cluster = t.experiment.cluster
-    return f"{big} on each rank exceed the {t.quick.limit / GB:.0f} GB of {cluster.device.name} ({cluster.size} in all)"
+    return (
+        f"{big} on each rank exceed the {t.quick.limit / GIB:.0f} GiB of {cluster.device.name} ({cluster.size} in all)"
+    )
 
 
 def _misses(t: Tried) -> str:
@@ -129,17 +133,19 @@ def _phases(r: Result) -> dict[str, float]:
 def _alone(q: Question, cls: type[Technique]) -> str:
     """Why ``check`` refuses the technique whatever else is on: the reason that holds with those it asks for."""
     base = Experiment.model_construct(model=q.model, cluster=q.cluster, workload=q.workload)
-    reason = ""
-    for t in cls.choices(base):
-        partners = [p for other in q.techniques() if other is not cls for p in other.choices(base)[:1]]
+    partners = [p for other in q.techniques() if other is not cls for p in other.choices(base)]
+    reasons: Counter[str] = Counter()
+    for t in cls.choices(base) or [cls()]:
         for beside in [(), *((p,) for p in partners)]:
             try:
                 check(candidate(base, (*beside, t))[0])
                 return ""
             except Incompatible as refusal:
-                if not beside:
-                    reason = refusal.what.removeprefix(f"{cls.card.name}: ")
-    return reason
+                name, _, said = refusal.what.partition(": ")
+                if name == cls.card.name and not any(p.card.name in said for p in beside):
+                    reasons[said] += 1
+    # What one partner would lift is refused beside all others; the rarest reason is what stays even then.
+    return min(reasons, key=reasons.__getitem__) if reasons else ""
 
 
 # ---- no feasible plan -----------------------------------------------------------------------------------------------
@@ -211,6 +217,9 @@ def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
     known = [d for d in map(catalog.device, catalog.devices()) if d.kind == c.device.kind and d.memory_bytes > room]
     known.sort(key=lambda d: (d.memory_bytes, d.name))
     yield [
-        (f"{c.size} x {d.name} ({d.memory_bytes / GB:.0f} GB)", replace(q, cluster=c.model_copy(update={"device": d})))
+        (
+            f"{c.size} x {d.name} ({d.memory_bytes / GIB:.0f} GiB)",
+            replace(q, cluster=c.model_copy(update={"device": d})),
+        )
         for d in known
     ]

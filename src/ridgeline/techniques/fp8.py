@@ -31,6 +31,11 @@ class FP8(Technique):
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 2
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Only where the device multiplies in fp8: elsewhere it is emulated, or a way to store weights."""
+        return [cls()] if "fp8" in e.cluster.device.peak_flops else []
+
     def check(self, e: Experiment) -> None:
         """Training needs 16-bit arithmetic around it and a GPU that multiplies in fp8; inference one weight format."""
         if not e.is_training:

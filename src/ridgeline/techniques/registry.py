@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.base import PHASES, Technique
 
 _NOT_TECHNIQUES = {"base", "cards", "matrix", "mesh", "registry"}
@@ -138,7 +139,7 @@ def _check_workload(e: Experiment) -> None:
         )
     if e.task in ("generate", "serve") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
-    if m.is_encoder_decoder and getattr(w, "engine", ""):
+    if m.is_encoder_decoder and isinstance(w, (Generate, Serve)) and w.engine:
         raise Incompatible(
             f"{m.name} has an encoder and a decoder: the serving engines here batch decoders only",
             "use a decoder, or task generate without an engine",

@@ -161,7 +161,14 @@ def _file(name: str, schema: Schema, table: Table, progress: Callable[[str, int,
     skipped.sort(key=lambda s: s.line)
     worst = sorted(cases, key=lambda c: -abs(math.log(c.predicted / c.measured)))[:WORST]
     return FileReport(
-        name, schema.NAME, len(table.rows), score(name, cases), worst, skipped, choices(name, cases), cases
+        name,
+        schema.NAME,
+        len(table.rows) + len(table.skipped),
+        score(name, cases),
+        worst,
+        skipped,
+        choices(name, cases),
+        cases,
     )
 
 
