@@ -246,7 +246,11 @@ def _nodes(
             found.refuse(refused, space.below)
             continue
         chosen = with_settled(base, mesh + shape, space.settled)
-        for micro in micro_batches(base, degree, q.free_micro_batch):
+        sizes = micro_batches(base, degree, q.free_micro_batch)
+        if q.goal == "memory" and not q.slo:  # a larger micro-batch only keeps more
+            found.count("dominated", space.below * (len(sizes) - 1))
+            sizes = sizes[:1]
+        for micro in sizes:
             bound = computation(*candidate(base, chosen, micro)) * q.weight(base.cluster) if q.training else 0.0
             yield Node(index, chosen, micro, bound)
 
