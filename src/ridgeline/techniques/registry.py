@@ -138,7 +138,8 @@ def _check_workload(e: Experiment) -> None:
         )
     if e.task in ("generate", "serve") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
-    if m.is_encoder_decoder and getattr(w, "engine", ""):
+    engine: str = getattr(w, "engine", "")
+    if m.is_encoder_decoder and engine:
         raise Incompatible(
             f"{m.name} has an encoder and a decoder: the serving engines here batch decoders only",
             "use a decoder, or task generate without an engine",
