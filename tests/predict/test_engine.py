@@ -51,7 +51,7 @@ def test_weights_take_their_bytes(plan):
 def test_tables_are_exact_on_the_grid_and_between():
     s = surface()
     for n in (1, 64, 2048):
-        assert s.body(n) == pytest.approx(s._sum(s.graph(n, 1, 1), attention=False, head=False))
+        assert s.body(n) == pytest.approx(s.parts.total(s.graph(n, 1, 1), attention=False, head=False))
     low, high = s.body(64), s.body(96)
     assert s.body(80) == pytest.approx((low + high) / 2)
     assert all(s.body(n) > 0 for n in GRID[:10])
@@ -61,7 +61,7 @@ def test_decode_is_linear_in_the_cache():
     s = surface()
     a, b = s.decode(16)
     for context in (512, 2048, 4096):
-        exact = s.body(16) + s.head(16) + s._attention(16, 1, context)
+        exact = s.body(16) + s.head(16) + s.parts.attention(16, 1, context)
         assert a + b * 16 * context == pytest.approx(exact, rel=0.03)
     assert s.mixed([], 16, 16 * 1024) == pytest.approx(a + b * 16 * 1024 + s.between(16))
 
@@ -120,8 +120,11 @@ def test_uneven_routing_reaches_fewer_experts():
 
 
 def test_surfaces_share_what_does_not_depend_on_the_workload():
-    one, other = surface("llama2-7b", "a100-80g-sxm", (128, 256)), surface("llama2-7b", "a100-80g-sxm", (512, 4096))
+    one, other = (
+        surface("llama2-7b", "a100-80g-sxm", contexts=(128, 256)),
+        surface("llama2-7b", "a100-80g-sxm", contexts=(512, 4096)),
+    )
     assert one.body is other.body
     assert one.contexts != other.contexts
     assert one.decode(8) != other.decode(8)
-    assert surface("llama2-7b", "h100-sxm", (128, 256)).body is not one.body
+    assert surface("llama2-7b", "h100-sxm", contexts=(128, 256)).body is not one.body

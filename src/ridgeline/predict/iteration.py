@@ -68,8 +68,8 @@ class Parts:
         self.made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
         self._graphs: dict[int, Graph] = {}
         self._attended: dict[tuple[int, int, int], float] = {}
-        self.body = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=False))
-        self.head = Table(lambda t: self._sum(self.graph(t, 1, 1), attention=False, head=True))
+        self.body = Table(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
+        self.head = Table(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=True))
         self.links = Table(lambda t: self._links(self.graph(t, 1, 1)))
         self.expanded = Table(lambda t: self._expanded(self.graph(t, 1, 1)))
         ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
@@ -90,7 +90,7 @@ class Parts:
         """Attention seconds of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
         key = (batch, q_len, kv_len)
         if key not in self._attended:
-            self._attended[key] = self._sum(self.graph(*key), attention=True)
+            self._attended[key] = self.total(self.graph(*key), attention=True)
         return self._attended[key]
 
     def seconds(self, op: Op) -> float:
@@ -100,7 +100,8 @@ class Parts:
         ring = collective_time(op, self.cluster).seconds
         return min(ring, one_shot(op, self.cluster)) if self.engine.one_shot else ring
 
-    def _sum(self, g: Graph, *, attention: bool, head: bool | None = None) -> float:
+    def total(self, g: Graph, *, attention: bool, head: bool | None = None) -> float:
+        """Seconds of attention or of all else, in all blocks, in the head, or in all but the head."""
         total = 0.0
         for b in g.blocks:
             if head is None or (b.name == "head") == head:
@@ -147,7 +148,7 @@ class Iterations:
         self.e, self.cluster, self.engine = e, cluster, engine
         low, high = max(1, contexts[0]), max(2, contexts[1])
         self.contexts = (low, max(high, low + 64))
-        parts = parts_of(e, made, cluster, engine)
+        self.parts = parts = parts_of(e, made, cluster, engine)
         self.graph, self.body, self.head = parts.graph, parts.body, parts.head
         self.links, self.expanded = parts.links, parts.expanded
         self._short = Table(lambda b: parts.attention(b, 1, self.contexts[0]))

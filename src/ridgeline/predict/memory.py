@@ -69,6 +69,9 @@ def _rank_peak(g: Graph, blocks: list[Block], held: float, accumulates: bool) ->
 
     def consider(instant: str, gathered: float, gradients: float, activations: float, temporaries: float) -> None:
         nonlocal best
+        total = stored + gathered + gradients + states + activations + temporaries + g.buffers
+        if total <= best.total:
+            return
         at = {
             "parameters": stored + gathered,
             "gradients": gradients,
@@ -77,12 +80,13 @@ def _rank_peak(g: Graph, blocks: list[Block], held: float, accumulates: bool) ->
             "temporaries": temporaries,
             "buffers": g.buffers,
         }
-        if sum(at.values()) > best.total:
-            best = Peak({k: v for k, v in at.items() if v}, instant)
+        best = Peak({k: v for k, v in at.items() if v}, instant)
+
+    saved_of = {id(b): b.saved_bytes for b in blocks}
 
     def kept(b: Block) -> float:
         """Saved bytes of one repeat that stay on the device."""
-        return 0.0 if g.host_activations and b.name.startswith(("layers", "encoder")) else b.saved_bytes
+        return 0.0 if g.host_activations and b.name.startswith(("layers", "encoder")) else saved_of[id(b)]
 
     # Forward: walk the blocks, letting saved activations and kept working copies pile up on those of the micro-batches
     # that are already in flight.

@@ -257,7 +257,10 @@ def _nodes(
             continue
         chosen = with_settled(base, mesh + shape, space.settled)
         sizes = micro_batches(base, degree, q.free_micro_batch)
-        for micro in sizes[:1] if q.goal == "memory" else sizes:  # activations grow with the micro-batch
+        if q.goal == "memory" and not q.slo:  # a larger micro-batch only keeps more
+            found.count("dominated", space.below * (len(sizes) - 1))
+            sizes = sizes[:1]
+        for micro in sizes:
             bound = computation(*candidate(base, chosen, micro)) * q.weight(base.cluster) if q.training else 0.0
             yield Node(index, chosen, micro, bound)
 
