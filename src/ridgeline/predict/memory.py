@@ -6,7 +6,7 @@ working copies of weights (gathered, cast) live from first use to their block's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.graph.graph import Block, Graph, alternate
 from ridgeline.predict.schedule import in_flight
@@ -25,109 +25,112 @@ class Peak:
         return sum(self.categories.values())
 
 
-def _working(b: Block) -> float:
-    return sum(p.numel * p.working_bytes for p in b.params)
+class _Sizes:
+    """Bytes of one repeat of a block, summed once."""
 
+    __slots__ = ("block", "full", "gradients", "keeps", "layer", "saved", "sharded", "states", "stored", "work")
 
-def _gradients(b: Block) -> float:
-    return sum(p.numel * p.grad_bytes / p.grad_shards for p in b.params if p.trainable)
-
-
-def _full_gradients(b: Block) -> float:
-    """Unreduced gradients alive until the block's reduction, beyond its share of the reduced ones."""
-    return sum(p.numel * p.grad_bytes for p in b.params if p.trainable and p.grad_shards > 1)
+    def __init__(self, b: Block, g: Graph) -> None:
+        self.block = b
+        self.layer = b.name.startswith(("layers", "encoder"))
+        self.saved = b.saved_bytes
+        self.work = self.stored = self.states = self.gradients = self.full = 0.0
+        self.sharded = False
+        for p in b.params:
+            self.work += p.numel * p.working_bytes
+            self.stored += p.numel * p.bytes_per_element / p.shards
+            self.sharded |= p.shards > 1
+            if p.trainable:
+                self.states += p.numel / p.state_shards
+                self.gradients += p.numel * p.grad_bytes / p.grad_shards
+                if p.grad_shards > 1:  # unreduced until the block's reduction, beyond its share of the reduced ones
+                    self.full += p.numel * p.grad_bytes
+        self.keeps = 0.0 if g.host_activations and self.layer else self.saved
+        """Saved bytes that stay on the device."""
 
 
 def training_peak(g: Graph) -> Peak:
     """The peak of one training step in steady state (optimizer states exist), on the rank that needs most."""
+    sizes = {id(b.params): _Sizes(b, g) for b in g.blocks}
     if g.pipeline is None:
-        return _rank_peak(g, g.blocks, 1.0, g.accumulation > 1)
+        return _rank_peak(g, g.blocks, sizes, 1.0, g.accumulation > 1)
     pipe = g.pipeline
     best = Peak({}, "")
     stages = g.cut(pipe.degree * pipe.chunks)
     for rank in sorted({0, 1, pipe.degree - 1}):
-        blocks = [b for stage in stages[rank :: pipe.degree] for b in stage]
+        own: dict[int, Block] = {}  # chunks of one kind together
+        for b in (b for stage in stages[rank :: pipe.degree] for b in stage):
+            earlier = own.get(id(b.params))
+            own[id(b.params)] = replace(b, repeat=b.repeat + earlier.repeat) if earlier else b
         held = in_flight(pipe.schedule, rank, pipe.degree, g.accumulation, pipe.chunks)
-        peak = _rank_peak(g, blocks, held, True)
+        peak = _rank_peak(g, list(own.values()), sizes, held, True)
         if peak.total > best.total:
             best = Peak(peak.categories, f"{peak.instant}, stage {rank}")
     return best
 
 
-def _rank_peak(g: Graph, blocks: list[Block], held: float, accumulates: bool) -> Peak:
+def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: float, accumulates: bool) -> Peak:
     """The peak of a rank that runs ``blocks`` and holds the activations of ``held`` micro-batches of them."""
-    stored = 0.0 if g.host_parameters else sum(p.stored_bytes * b.repeat for b in blocks for p in b.params)
-    states = 0.0
-    if not g.host_states:
-        elements = sum(p.numel / p.state_shards * b.repeat for b in blocks for p in b.params if p.trainable)
-        states = elements * g.optimizer_bytes
-    all_gradients = 0.0 if g.host_states else sum(_gradients(b) * b.repeat for b in blocks)
-    sharded = any(p.shards > 1 for b in blocks for p in b.params)
+    known = [(sizes[id(b.params)], b.repeat) for b in blocks]
+    stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
+    states = 0.0 if g.host_states else sum(s.states * n for s, n in known) * g.optimizer_bytes
+    all_gradients = 0.0 if g.host_states else sum(s.gradients * n for s, n in known)
+    sharded = any(s.sharded for s, _ in known)
     accumulated = (accumulates or g.gradients_resident) and not g.host_states
-
-    best = Peak({}, "")
+    fixed = stored + states + g.buffers
+    most = -1.0
+    at: tuple[str, float, float, float, float] = ("", 0.0, 0.0, 0.0, 0.0)
 
     def consider(instant: str, gathered: float, gradients: float, activations: float, temporaries: float) -> None:
-        nonlocal best
-        total = stored + gathered + gradients + states + activations + temporaries + g.buffers
-        if total <= best.total:
-            return
-        at = {
-            "parameters": stored + gathered,
-            "gradients": gradients,
-            "optimizer": states,
-            "activations": activations,
-            "temporaries": temporaries,
-            "buffers": g.buffers,
-        }
-        best = Peak({k: v for k, v in at.items() if v}, instant)
-
-    saved_of = {id(b): b.saved_bytes for b in blocks}
-
-    def kept(b: Block) -> float:
-        """Saved bytes of one repeat that stay on the device."""
-        return 0.0 if g.host_activations and b.name.startswith(("layers", "encoder")) else saved_of[id(b)]
+        nonlocal most, at
+        total = fixed + gathered + gradients + activations + temporaries
+        if total > most:
+            most, at = total, (instant, gathered, gradients, activations, temporaries)
 
     # Forward: walk the blocks, letting saved activations and kept working copies pile up on those of the micro-batches
     # that are already in flight.
     base_gradients = all_gradients if accumulated else 0.0
-    saved = (held - 1) * sum(kept(b) * b.repeat for b in blocks if b.name != "head")
-    moving = 2 * max((b.saved_bytes for b in blocks), default=0.0) if g.host_activations else 0.0
+    saved = (held - 1) * sum(s.keeps * n for s, n in known if s.block.name != "head")
+    moving = 2 * max((s.saved for s, _ in known), default=0.0) if g.host_activations else 0.0
     gathered = 0.0
     runs = alternate(blocks)
     for i, repeat in runs:
-        b = blocks[i]
-        keep = g.keep_gathered or not sharded or not b.name.startswith(("layers", "encoder"))
-        work = _working(b)
-        for_block = work if keep else 2 * work  # this block's and the prefetched next one's
-        for first in {0, repeat - 1}:
-            piled = saved + kept(b) * (first + 1) + moving
-            during = gathered + (work * (first + 1) if keep else for_block)
+        s, b = known[i][0], blocks[i]
+        keep = g.keep_gathered or not sharded or not s.layer
+        for first in (0, repeat - 1) if repeat > 1 else (0,):
+            piled = saved + s.keeps * (first + 1) + moving
+            during = gathered + (s.work * (first + 1) if keep else 2 * s.work)  # and the prefetched next one's
             consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
-        saved += kept(b) * repeat
-        gathered += work * repeat if keep else 0.0
+        saved += s.keeps * repeat
+        gathered += s.work * repeat if keep else 0.0
 
     # Backward: in reverse, activations go and gradients come.
     gradients = base_gradients
     for i, repeat in reversed(runs):
-        b = blocks[i]
-        keep = g.keep_gathered or not sharded or not b.name.startswith(("layers", "encoder"))
-        work = _working(b)
-        grad = 0.0 if accumulated or g.host_states else _gradients(b)
-        for done in {0, repeat - 1}:
-            left = saved - kept(b) * done + moving
-            during = gathered - (work * done if keep else 0.0) + (0.0 if keep else 2 * work)
+        s, b = known[i][0], blocks[i]
+        keep = g.keep_gathered or not sharded or not s.layer
+        grad = 0.0 if accumulated or g.host_states else s.gradients
+        for done in (0, repeat - 1) if repeat > 1 else (0,):
+            left = saved - s.keeps * done + moving
+            during = gathered - s.work * done if keep else gathered + 2 * s.work
             now = gradients + grad * done
-            full = _full_gradients(b)
             consider(f"backward of {b.name}", during, now, left, b.recomputed + b.backward_workspace)
-            tail = left - kept(b)
             # Reduction copies the unreduced gradients into one flat buffer.
-            consider(f"end of backward of {b.name}", during, now + grad, tail, 2 * full)
-        saved -= kept(b) * repeat
-        gathered -= work * repeat if keep else 0.0
+            consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps, 2 * s.full)
+        saved -= s.keeps * repeat
+        gathered -= s.work * repeat if keep else 0.0
         gradients += grad * repeat
     consider("optimizer step", 0.0, all_gradients, 0.0, 0.0)
-    return best
+    instant, gathered, gradients, activations, temporaries = at
+    categories = {
+        "parameters": stored + gathered,
+        "gradients": gradients,
+        "optimizer": states,
+        "activations": activations,
+        "temporaries": temporaries,
+        "buffers": g.buffers,
+    }
+    return Peak({k: v for k, v in categories.items() if v}, instant)
 
 
 def inference_peak(prefill: Graph, decode: Graph | None) -> Peak:

@@ -45,6 +45,21 @@ def prepare(e: Experiment, made: list[Technique]) -> Graph:
     return g
 
 
+def split(core: Graph, e: Experiment, made: list[Technique]) -> Graph:
+    """What :func:`prepare` gives for an experiment that differs from ``core``'s only by techniques of phase ``split``.
+
+    They do not touch operators, so they may come last; but for a tied head, which takes a copy of the embedding.
+    """
+    if e.model.tie_embeddings and any(t.phase == "split" for t in made):
+        return prepare(e, made)
+    g = core.copy()
+    g.accumulation = e.accumulation
+    for t in made:
+        if t.phase == "split":
+            g = t.rewrite(g, e)
+    return g
+
+
 def _places(t: Technique) -> bool:
     return PHASES.index(t.phase) >= PHASES.index("shard")
 

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from ridgeline.graph import Graph
-from ridgeline.predict.quick import Quick, computation, prepare, quick
+from ridgeline.predict.quick import Quick, computation, prepare, quick, split
 from ridgeline.search.question import Question
 from ridgeline.search.space import (
     Set,
@@ -297,8 +297,9 @@ def _walk(
 
 def _expand(q: Question, base: Experiment, space: Slots, node: Node, found: Found) -> None:
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
-    for split in space.combinations("split"):
-        e, made = candidate(base, node.chosen + split, node.micro)
+    core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
+    for chosen in space.combinations("split"):
+        e, made = candidate(base, node.chosen + chosen, node.micro)
         refused = _refusal((e, made))
         if refused:
             found.refuse(refused, len(space.placements))
@@ -308,13 +309,13 @@ def _expand(q: Question, base: Experiment, space: Slots, node: Node, found: Foun
         if len(placements) < len(space.placements):
             why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
             found.refuse(why, len(space.placements) - len(placements))
-        _place(q, base, node, split, placements, prepare(e, made) if q.training else None, found)
+        _place(q, base, node, chosen, placements, split(core, e, made) if core else None, found)
 
 
 def _place(
-    q: Question, base: Experiment, node: Node, split: Set, placements: list[Set], prepared: Graph | None, found: Found
+    q: Question, base: Experiment, node: Node, stages: Set, placements: list[Set], prepared: Graph | None, found: Found
 ) -> None:
-    """The placements of one split: those that offload come last."""
+    """The placements of one split into stages: those that offload come last."""
     everything = q.goal == "memory"
     floor = kept = 0.0  # least seconds of any of them; bytes that only offloading moves
     fits = False
@@ -331,7 +332,7 @@ def _place(
         if everything and kept > found.smallest and not offloads(placement):
             found.count("bounded", 1)
             continue
-        e, made = candidate(base, node.chosen + split + placement, node.micro)
+        e, made = candidate(base, node.chosen + stages + placement, node.micro)
         refused = _refusal((e, made))
         if refused:
             found.refuse(refused, 1)
