@@ -50,7 +50,7 @@ class Work:
 
 def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any) -> dict[str, Any]:
     """Measure everything on this rank while the other ranks do the same; returns plain data."""
-    budget = 0.04 if options.get("quick") else 0.12
+    budget = 0.04 if options.get("quick") else 0.08
     timer = _Timer(device, budget, ranks)
     rates: dict[str, dict[str, Any]] = {}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
