@@ -349,7 +349,7 @@ def _linears_step(
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
     x = torch.randn(256, width, device=device)
     forward, backward = [], []
-    for _ in range(12):
+    for _ in range(8):
         timer.together()
         start = time.perf_counter()
         y = model(x).sum()
@@ -376,7 +376,7 @@ def _reference_step(timer: _Timer, device: torch.device) -> float:
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     ids = torch.randint(root.model.spec.vocab_size, (w.batch_size, w.seq_len), device=device)
     times = []
-    for _ in range(16):
+    for _ in range(12):
         timer.together()
         start = time.perf_counter()
         (root(ids, ids) / ids.numel()).backward()
