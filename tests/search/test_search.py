@@ -165,3 +165,13 @@ def test_a_limit_that_nobody_keeps_is_loosened_to_the_nearest():
     assert name == "tpot_s"
     kept = search(replace(answer.question, slo={"tpot_s": float(value) * 1.01}))
     assert kept.best
+
+
+def test_a_limit_on_memory_is_kept_by_a_slower_plan():
+    """Faster plans that break the limit must not prune those that keep it."""
+    free = search(question(), workers=1).best[0]
+    limit = 0.5 * free.metrics["peak_bytes"]
+    fitting = [(v, p) for v, p in brute_force(question()) if p <= limit]
+    best = search(question(slo={"peak_bytes": limit}), workers=1).best[0]
+    assert best.metrics["peak_bytes"] <= limit
+    assert best.metrics["tokens_per_s"] == pytest.approx(max(v for v, _ in fitting))

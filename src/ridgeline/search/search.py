@@ -342,18 +342,18 @@ def _place(
         floor = floor or timed.floor * weight
         if not offloads(placement):
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
-        if timed.fits:
+        if _judge(q, e, timed, found):
             fits = True
             found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
             found.faster(timed.metrics.get("step_time_s", math.inf) * weight)
-        _judge(q, e, timed, found)
 
 
-def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> None:
+def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> bool:
+    """Take in a prediction; whether it fits and keeps the limits."""
     if not timed.fits:
         found.count("oversize", 1)
         found.infeasible(Tried(e, timed, math.inf))
-        return
+        return False
     missed = q.misses(timed.metrics)
     if q.metric not in timed.metrics:
         raise UserError(f"goal {q.goal!r} needs {q.metric}, which is not predicted for {e.cluster.device.name}",
@@ -365,6 +365,7 @@ def _judge(q: Question, e: Experiment, timed: Quick, found: Found) -> None:
     else:
         found.count("feasible", 1)
         found.feasible(t)
+    return not missed
 
 
 def _settle(q: Question, base: Experiment) -> list[tuple[Technique, str]]:
