@@ -1,4 +1,4 @@
-"""The pace of a training step: where it applies, and one published run that it was not fitted on."""
+"""The pace of a training step: where it applies, and the published run on H100 that its clocks were set by."""
 
 import pytest
 
