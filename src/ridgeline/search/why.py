@@ -118,15 +118,15 @@ def _slower(name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
 
 
 def _phases(r: Result) -> dict[str, float]:
-    """Seconds on the critical path by phase; recomputation and bubbles apart."""
+    """Seconds on the critical path by phase; recomputation and each kind of wait apart."""
     out: dict[str, float] = defaultdict(float)
     for row in r.breakdown:
         phase = "recomputation" if row.operator.endswith(".again") else row.phase
+        if phase == "other":  # waits are told apart: bubbles, stragglers, contention
+            phase = row.operator
         out[f"exposed {phase}" if row.exposed_seconds is not None else phase] += (
             row.seconds if row.exposed_seconds is None else row.exposed_seconds
         )
-    if "bubble_s" in r.metrics:
-        out["pipeline bubble"] += r.metrics["bubble_s"].value
     return out
 
 
