@@ -9,7 +9,7 @@ from ridgeline.graph import Graph
 from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.machine import machine
 from ridgeline.predict.memory import Peak
-from ridgeline.spec.device import Cluster
+from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result
 from ridgeline.techniques.base import Technique
@@ -44,13 +44,9 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
         f"needs {total / GIB:.1f} GiB per rank of {device.memory_bytes / GIB:.1f} GiB on {device.name};"
         f" largest category: {largest}, {categories[largest] / GIB:.1f} GiB; peak at {peak.instant}"
     )
-    if device.price_per_hour and "tokens_per_s" in metrics:
-        rate = metrics["tokens_per_s"].value
-        cost = device.price_per_hour * e.world / 3600 / rate * 1e6
-        metrics["dollars_per_million_tokens"] = metric(cost, "$", "lower", "catalogue price")
-    if device.watts and "tokens_per_s" in metrics:
-        joules = device.watts * e.world / metrics["tokens_per_s"].value
-        metrics["joules_per_token"] = metric(joules, "J", "lower", "TDP, an upper bound")
+    if "tokens_per_s" in metrics:
+        for name, value in cost_of(device, e.world, metrics["tokens_per_s"].value).items():
+            metrics[name] = metric(value, *_COST[name])
     return Result(
         source="predicted",
         experiment_id=e.id,
@@ -69,6 +65,22 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
         notes=[said] if fits else [],
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+_COST: dict[str, tuple[str, Literal["lower"], str]] = {
+    "dollars_per_million_tokens": ("$", "lower", "catalogue price"),
+    "joules_per_token": ("J", "lower", "TDP, an upper bound"),
+}
+
+
+def cost_of(device: Device, world: int, rate: float) -> dict[str, float]:
+    """Dollars per million tokens and joules per token of ``world`` devices at ``rate`` tokens/s, where known."""
+    out = {}
+    if device.price_per_hour:
+        out["dollars_per_million_tokens"] = device.price_per_hour * world / 3600 / rate * 1e6
+    if device.watts:
+        out["joules_per_token"] = device.watts * world / rate
+    return out
 
 
 def metric(value: float, unit: str, better: Literal["lower", "higher", ""], source: str) -> Metric:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.graph import Graph, training_graph
-from ridgeline.predict.common import rank_cluster, rewritten
+from ridgeline.predict.common import cost_of, rank_cluster, rewritten
 from ridgeline.predict.memory import training_peak
 from ridgeline.predict.pace import training_pace
 from ridgeline.predict.predict import predict
@@ -97,10 +97,7 @@ def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: 
         "exposed_communication_s": step.exposed,
         "bubble_s": step.bubble,
     }
-    if device.price_per_hour:
-        out.metrics["dollars_per_million_tokens"] = device.price_per_hour * e.world / 3600 / rate * 1e6
-    if device.watts:
-        out.metrics["joules_per_token"] = device.watts * e.world / rate
+    out.metrics |= cost_of(device, e.world, rate)
     out.floor = step.seconds - step.exposed - step.dispatch
     return out
 
