@@ -25,6 +25,9 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
     if op.kind == "host_update":
         return Timed(op.bytes * ranks / _HOST_BANDWIDTH, "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
+        disk = cluster.device.disk
+        if disk is not None:
+            return Timed(disk.latency + op.link_bytes / disk.bandwidth, "link", disk.source or "datasheet")
         return Timed(op.link_bytes * ranks / _DISK_BANDWIDTH, "link", "class default")
     link = cluster.device.host_link
     if link is None:  # a CPU's memory is the host's

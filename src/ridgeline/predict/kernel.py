@@ -30,10 +30,6 @@ _CPU_SHARE = {"gemm": 0.70, "bmm": 0.40, "attention": 0.35}
 _CPU_MEMORY_SHARE = 0.70
 _CPU_SPREAD = 0.35
 _MEASURED_SPREAD = 0.08
-_DISK = (3.0e9, 1e-4)
-"""Bytes/s and seconds per request of an ordinary NVMe disk, where the device names none (assumption)."""
-_HOST = (12.0e9, 1e-5)
-"""Bytes/s and seconds per copy to host memory, where the device names no link (assumption)."""
 
 
 def peak_flops(device: Device, dtype: str) -> float:
@@ -48,14 +44,12 @@ def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | N
 
 
 def op_time(op: Op, device: Device) -> Timed:
-    """Seconds of one call of ``op`` on ``device`` (compute operators and copies; no collectives)."""
+    """Seconds of one call of ``op`` on ``device`` ; collectives and copies have files of their own."""
     rate = find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
         memory = op.bytes / rate.byte_rate if rate.byte_rate else 0.0
         return _bounded(rate.latency + device.extra_latency, compute, memory, rate.source, _MEASURED_SPREAD)
-    if op.kind in ("h2d", "d2h", "disk"):
-        return _copy(op, device)
     m = machine(device)
     if device.kind == "cpu":
         share = _CPU_SHARE.get(op.kind, 0.3)
@@ -95,15 +89,6 @@ def _cached(size: float, m: Machine) -> float:
         return 1.0
     hit = min(1.0, 2.0 * (1.0 - size / m.l2))
     return 1.0 / (1.0 - hit * (1.0 - 1.0 / gain))
-
-
-def _copy(op: Op, device: Device) -> Timed:
-    """A copy between memories: ``link_bytes`` (or ``bytes``) over the host link or to disk."""
-    link = device.disk if op.kind == "disk" else device.host_link
-    bandwidth, latency = (link.bandwidth, link.latency) if link else _DISK if op.kind == "disk" else _HOST
-    share = 1.0 if op.kind == "disk" else 0.85  # pinned memory, PCIe packet overhead
-    seconds = (op.link_bytes or op.bytes) / (bandwidth * share)
-    return Timed(latency + seconds, "link", "class default", 0.25)
 
 
 def _bounded(latency: float, compute: float, memory: float, source: str, spread: float) -> Timed:
