@@ -44,7 +44,7 @@ def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | N
 
 
 def op_time(op: Op, device: Device) -> Timed:
-    """Seconds of one call of ``op`` on ``device`` ; collectives and copies have files of their own."""
+    """Seconds of one call of ``op`` on ``device``; collectives and copies have files of their own."""
     rate = find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
