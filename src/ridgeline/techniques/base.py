@@ -91,6 +91,11 @@ class Technique(BaseModel):
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
         return {}
 
+    def inner(self) -> int:
+        """Data-parallel ranks of an inner group that it forms (ranks that share one sharded copy, or one set of
+        experts); 1: none."""
+        return 1
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """Its settings worth trying in a search on ``e``: every combination of its ``Literal`` and ``bool`` options.

@@ -36,11 +36,6 @@ class DataParallel(Technique):
     overlap: bool = True
     """Reduce while backward still runs; false: after it, as Megatron-LM did before 2022."""
 
-    @property
-    def runs(self) -> bool:
-        """Reduction after backward is not run yet."""
-        return self.overlap
-
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """As it is: buckets that overlap."""
@@ -71,15 +66,17 @@ class DataParallel(Technique):
         return g.each_block(reduce)
 
     def build(self, run: TrainBuild) -> None:
-        """Wrap the model in ``DistributedDataParallel``; it averages, and the loss is a sum, so scale it back."""
-        from contextlib import nullcontext
+        """Put the gradients into buckets that are summed while the last micro-batch's backward runs."""
+        from ridgeline.train.reducer import Reducer
 
-        from torch.nn.parallel import DistributedDataParallel
-
-        wrapped = DistributedDataParallel(
-            run.root, bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False
+        assert run.mesh is not None
+        mesh = run.mesh
+        whole, shared = mesh.group("outer", "inner", "cp"), mesh.group("outer", "cp")
+        experts = {p for n, p in run.root.named_parameters() if ".experts." in n and run.experts_divided}
+        trained = [p for p in run.root.parameters() if p.requires_grad]
+        reducer = Reducer.make(
+            trained, lambda p: shared if p in experts else whole, self.bucket_mb * 2**20, self.overlap
         )
-        run.call = wrapped
-        run.loss_scale *= run.world
+        run.sync = reducer.sync
+        run.after_backward.append(reducer.finish)
         run.keep_gradients = True  # dropped ones would be made anew beside the buckets that they are copied into
-        run.sync = lambda last: nullcontext() if last else wrapped.no_sync()

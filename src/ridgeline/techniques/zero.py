@@ -148,13 +148,18 @@ class Zero(Technique):
         import torch
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+        assert run.mesh is not None
         policy = MixedPrecisionPolicy()
         if run.compute_dtype is not None:
             policy = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
+        if self.degree and self.degree < run.experiment.data_parallel:
+            mesh = run.mesh.pair(("outer",), ("inner", "cp"))
+        else:
+            mesh = run.mesh.sub("outer", "inner", "cp")
         reshard = self.stage == 3
         for block in run.model.layers.values():
-            fully_shard(block, mesh=run.mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(run.root, mesh=run.mesh, reshard_after_forward=False, mp_policy=policy)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(run.root, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         for module in run.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -2,36 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ridgeline.nn.loss import token_loss
 from ridgeline.spec.experiment import Experiment
+from ridgeline.train.mesh import Mesh
+from ridgeline.train.optimizer import MakeOptimizer, make_optimizer
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from ridgeline.nn.transformer import Transformer
 
 
-class LossModel(nn.Module):
-    """The model with its loss, so that one forward call holds everything a wrapper must see."""
+class Micro(NamedTuple):
+    """One rank's part of one micro-batch."""
 
-    def __init__(self, model: Transformer) -> None:
+    ids: Tensor
+    """[batch, seq] token ids."""
+    labels: Tensor
+    """[batch, seq] the token that each position should predict, or -100."""
+    positions: Tensor | None = None
+    """[seq] place of each token in its sequence; None: 0, 1, …"""
+
+
+class LossModel(nn.Module):
+    """The model (or consecutive layers of it) with its loss, so that one forward call holds all a wrapper must see."""
+
+    def __init__(self, model: Transformer, loss: Callable[..., tuple[Tensor, Tensor]] = token_loss) -> None:
         super().__init__()
         self.model = model
+        self.loss = loss
+        """Sum of token losses from (hidden, head, labels), as :func:`ridgeline.nn.loss.token_loss`."""
+        self.autocast: torch.dtype | None = None
+        """Compute dtype of matrix products; None: that of the weights."""
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum of token losses (fp32 scalar) for ids and labels of shape [batch, seq]."""
-        hidden = self.model(input_ids, return_hidden=True)
-        assert self.model.head is not None
-        loss, _ = token_loss(hidden, self.model.head, labels)
-        return loss
+    def forward(self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Sum of token losses (fp32 scalar) from ids [batch, seq], or from hidden states where there is no embedding.
+
+        Without a head the result is the hidden states [batch, seq, hidden] for the next stage.
+        """
+        low = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
+        with low:
+            hidden: Tensor = self.model(x, positions, return_hidden=True)
+            if self.model.head is None:
+                return hidden
+            assert labels is not None
+            return self.loss(hidden, self.model.head, labels)[0]
+
+    def part(self, layers: Iterable[str], first: bool, last: bool) -> LossModel:
+        """Some of the layers as a model that shares its modules with this one."""
+        model = copy.copy(self.model)
+        model._modules = dict(self.model._modules)
+        names = set(layers)
+        model.layers = nn.ModuleDict({n: b for n, b in self.model.layers.items() if n in names})
+        if not first:
+            model.embed = None
+        if not last:
+            model.norm = model.head = None
+        part = LossModel(model, self.loss)
+        part.autocast = self.autocast
+        return part
+
+
+class Scaler(Protocol):
+    """Dynamic loss scaling: a factor on the loss, and what becomes of it after each step."""
+
+    scale: float
+
+    def update(self, finite: bool) -> None:
+        """After a step, whose gradients were ``finite`` or not (the latter is skipped)."""
+
+    def state_dict(self) -> dict[str, float]:
+        """For checkpoints."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """From a checkpoint."""
 
 
 @dataclass
@@ -47,31 +98,70 @@ class Build:
 
 @dataclass
 class TrainBuild(Build):
-    """What the training engine offers a technique. ``root`` is what holds the parameters, ``call`` what is called."""
+    """What the training engine offers a technique. ``root`` holds the parameters, ``chunks`` are what is called."""
 
     rank: int = 0
     world: int = 1
-    mesh: DeviceMesh | None = None
-    """One-dimensional data-parallel mesh; None with one process."""
+    mesh: Mesh | None = None
+    """The ranks on their axes; None with one process."""
     trainable: Callable[[str], bool] = lambda name: True
     """Which parameters train, by name; asserted again after every phase."""
-    loss_scale: float = 1.0
-    """Multiplies the loss before backward (to undo a wrapper's averaging)."""
     sync: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
     """Context of one micro-batch's forward and backward; argument: whether it is the step's last."""
+    cut: list[Callable[[Micro], Micro]] = field(default_factory=list)
+    """What this rank takes of a micro-batch, in order."""
+    execute: Callable[[list[Micro], float], Tensor] = field(init=False)
+    """Forward and backward of all micro-batches, with the factor on the loss; returns the sum of losses times it."""
+    score: Callable[[list[Micro]], Tensor] = field(init=False)
+    """Sum of the losses of all micro-batches without gradients."""
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Before the norm is taken, in order: what reduces and completes gradients."""
+    copies: dict[nn.Parameter, int] = field(default_factory=dict)
+    """Further ranks that hold a parameter beyond what its sharding says (a tied head on another stage)."""
+    experts_divided: bool = False
+    """Whether each rank of an inner data-parallel group holds other experts."""
     keep_gradients: bool = False
     """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
     after_evaluation: Callable[[], None] = lambda: None
     """What to undo after a forward pass that no backward follows."""
+    make_optimizer: MakeOptimizer = make_optimizer
+    """Builds the optimizer from parameter groups and the workload."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """After the optimizer's step, in order (new weights handed round)."""
+    scaler: Scaler | None = None
+    """Dynamic loss scaling; None: the loss as it is."""
     root: LossModel = field(init=False)
+    chunks: list[LossModel] = field(init=False)
+    """This rank's consecutive parts of the model: one, or several thin pipeline stages."""
     call: nn.Module = field(init=False)
+    """What a micro-batch without a pipeline is given to: the whole model, maybe wrapped."""
 
     def __post_init__(self) -> None:
         self.root = LossModel(self.model)
+        self.chunks = [self.root]
         self.call = self.root
+        self.execute = self._execute
+        self.score = self._score
+
+    def _execute(self, micros: list[Micro], factor: float) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for i, micro in enumerate(micros):
+            with self.sync(i + 1 == len(micros)):
+                loss = self.call(*micro) * factor
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _score(self, micros: list[Micro]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in micros:
+            total += self.call(*micro).double()
+        return total
 
     def assert_trainable(self) -> None:
         """Set ``requires_grad`` of every parameter from ``trainable``; some wrappers silently reset it."""
         for name, p in self.root.named_parameters():
             if p.is_floating_point():
                 p.requires_grad_(self.trainable(name))
+        for chunk in self.chunks:
+            chunk.autocast = self.compute_dtype

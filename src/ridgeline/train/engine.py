@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.init import build
@@ -17,8 +16,11 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
 from ridgeline.techniques.registry import check, normalise
-from ridgeline.train.build import TrainBuild
+from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
+from ridgeline.train.gradients import clip, global_norm, holders
+from ridgeline.train.mesh import Mesh, inner_ranks
+from ridgeline.train.optimizer import parameter_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,9 +64,16 @@ class Trainer:
         self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
         if not self.parameters:
             raise UserError("this plan leaves no parameter to train", "add lora, or drop what freezes the model")
-        self.optimizer = self._optimizer()
+        self.copies = {
+            p: holders(p, world // self._stages(made)) * self.run.copies.get(p, 1) for p in self.parameters
+        }
+        self.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
         self.steps_done = 0
         self.stop_requested = False
+
+    @staticmethod
+    def _stages(made: list) -> int:  # type: ignore[type-arg]
+        return math.prod(t.axes().get("pp", 1) for t in made)
 
     def _tokens(self) -> Tokens:
         """Rank 0 tokenises, the others read what it kept."""
@@ -85,9 +94,7 @@ class Trainer:
         model.set_attention("naive")
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
         if self.world > 1:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            run.mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("dp",))
+            run.mesh = Mesh.make(e, self.device.type, inner_ranks(made))
         run.assert_trainable()
         for i, technique in enumerate(made):
             technique.build(run)
@@ -95,47 +102,38 @@ class Trainer:
                 run.assert_trainable()
         return run
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        w = self.workload
-        if w.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters, lr=w.lr)
-        decay = [p for p in self.parameters if p.ndim >= 2]
-        rest = [p for p in self.parameters if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": w.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        groups = [g for g in groups if g["params"]]
-        return torch.optim.AdamW(groups, lr=w.lr, betas=(w.beta1, w.beta2), fused=True)
-
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def local_batch(self, step: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+    def local_batch(self, step: int) -> tuple[list[Micro], int]:
         """This rank's micro-batches of ``step`` and the valid tokens of the whole global batch.
 
         Every rank derives the global batch from the step, so counting needs no communication.
         """
         return self._mine(*self.batches.batch(step))
 
-    def _mine(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+    def _mine(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[list[Micro], int]:
         valid = max(1, int((labels != IGNORE).sum()))
         share = len(ids) // self.experiment.data_parallel
-        mine = slice(self.rank * share, (self.rank + 1) * share)
+        place = self.run.mesh.data_rank if self.run.mesh else 0
+        mine = slice(place * share, (place + 1) * share)
         size = self.experiment.micro_batch_size
         ids, labels = ids[mine].to(self.device), labels[mine].to(self.device)
-        return list(zip(ids.split(size), labels.split(size), strict=True)), valid
+        micros = [Micro(i, t) for i, t in zip(ids.split(size), labels.split(size), strict=True)]
+        for take in self.run.cut:
+            micros = [take(m) for m in micros]
+        return micros, valid
 
     def forward_backward(self, step: int) -> tuple[torch.Tensor, int]:
-        """Accumulate gradients of sum(token losses) / (valid tokens of the global batch).
+        """Accumulate gradients of sum(token losses) / (valid tokens of the global batch), and reduce them.
 
         Returns this rank's part of the mean loss, and the global count of valid tokens.
         """
-        micro, valid = self.local_batch(step)
-        total = torch.zeros((), device=self.device)
+        micros, valid = self.local_batch(step)
         run = self.run
-        for i, (ids, labels) in enumerate(micro):
-            with run.sync(i + 1 == len(micro)):
-                with torch.autocast(self.device.type, run.compute_dtype, enabled=run.compute_dtype is not None):
-                    loss = run.call(ids, labels)
-                (loss * (run.loss_scale / valid)).backward()
-            total += loss.detach() / valid
+        scale = run.scaler.scale if run.scaler else 1.0
+        total = run.execute(micros, scale / valid) / scale
+        for finish in run.after_backward:
+            finish()
         return total, valid
 
     @torch.no_grad()
@@ -144,28 +142,34 @@ class Trainer:
         batch = self.batches.held_out_batch()
         if batch is None:
             return None
-        micro, valid = self._mine(*batch)
-        run = self.run
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for ids, labels in micro:
-            with torch.autocast(self.device.type, run.compute_dtype, enabled=run.compute_dtype is not None):
-                total += run.call(ids, labels).double() / valid
-        run.after_evaluation()
+        micros, valid = self._mine(*batch)
+        total = self.run.score(micros) / valid
+        self.run.after_evaluation()
         if self.world > 1:
             dist.all_reduce(total)
         return float(total)
 
     def update(self, step: int) -> torch.Tensor:
-        """Clip and apply the gradients; returns their global norm before clipping."""
-        limit = self.workload.grad_clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
-        lr = learning_rate(self.workload, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.run.keep_gradients)
+        """Clip and apply the gradients; returns their global norm before clipping.
+
+        With loss scaling, gradients that are not finite are dropped and the scale is lowered.
+        """
+        run = self.run
+        scale = run.scaler.scale if run.scaler else 1.0
+        norm = global_norm(self.parameters, self.copies, self.world) / scale
+        limit = self.workload.grad_clip
+        finite = run.scaler is None or bool(torch.isfinite(norm))
+        if finite:
+            clip(self.parameters, norm, limit, scale)
+            lr = learning_rate(self.workload, step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not run.keep_gradients)
+        for finish in run.after_update:
+            finish()
+        if run.scaler:
+            run.scaler.update(finite)
         return norm
 
     def step(self) -> StepStats:

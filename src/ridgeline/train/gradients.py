@@ -1,0 +1,72 @@
+"""Gradients of a step: their norm over all ranks, whatever divides them, and their clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def local(t: Tensor) -> Tensor:
+    """This rank's part of a tensor, divided or not."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def holders(p: Tensor, ranks: int) -> int:
+    """How many of ``ranks`` ranks hold the same part of a parameter."""
+    parts = 1
+    if isinstance(p, DTensor):
+        for size, placement in zip(p.device_mesh.shape, p.placements, strict=True):
+            parts *= 1 if isinstance(placement, (Replicate, Partial)) else size
+    return ranks // parts
+
+
+@torch.no_grad()
+def sum_partial(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum over ``group``, in one collective, the gradients of replicated parameters that each saw part of the work.
+
+    Anything not linear in the gradient (a norm, a sign, a quantiser) before this would be wrong.
+    """
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    dist.all_reduce(flat, group=group)
+    for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        g.copy_(part.view_as(g))
+
+
+@torch.no_grad()
+def global_norm(parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
+    """2-norm of all gradients of the model (fp32 scalar, the same on every rank), in one collective of 8 bytes.
+
+    ``copies``: ranks that hold the same part of each parameter; each counts for its share.
+    """
+    groups: dict[int, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            groups.setdefault(copies.get(p, 1), []).append(local(p.grad))
+    device = next((g.device for gs in groups.values() for g in gs), torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for n, grads in groups.items():
+        norms = torch._foreach_norm(grads)
+        total += torch.stack([x.double() for x in norms]).square().sum() / n
+    if world > 1:
+        dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+@torch.no_grad()
+def clip(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
+    """Scale the gradients so that their global norm is at most ``limit`` (0: no limit), and undo a loss ``scale``."""
+    factor = torch.ones_like(norm) / scale
+    if limit:
+        factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)
+    elif scale == 1.0:
+        return
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))

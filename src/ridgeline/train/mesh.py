@@ -1,0 +1,81 @@
+"""The mesh of ranks: pipeline stages outermost, then data-parallel ranks, sequence parts, tensor parts innermost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ridgeline.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ridgeline.techniques.base import Technique
+
+AXES = ("pp", "outer", "inner", "cp", "tp")
+"""Mesh axes, outermost first. Data parallelism is ``outer`` × ``inner``: inner is the group that shares one sharded copy
+(hybrid ZeRO) or one set of experts."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a job on their axes; every axis exists, if only with one rank."""
+
+    mesh: DeviceMesh
+    _flat: dict[str, DeviceMesh] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, e: Experiment, device_type: str, inner: int = 1) -> Mesh:
+        """Over all ranks of the process group. ``inner``: data-parallel ranks of an inner group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = {a: e.parallel.get(a, 1) for a in ("pp", "cp", "tp")}
+        shape = (sizes["pp"], e.data_parallel // inner, inner, sizes["cp"], sizes["tp"])
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        return cls(mesh)
+
+    def size(self, *axes: str) -> int:
+        """Ranks along one or several axes together."""
+        return math.prod(self.mesh[a].size() for a in axes)
+
+    def at(self, axis: str) -> int:
+        """This rank's place on an axis."""
+        return int(self.mesh.get_local_rank(axis))
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch this rank works on."""
+        return self.at("outer") * self.size("inner") + self.at("inner")
+
+    def sub(self, *axes: str) -> DeviceMesh:
+        """One-dimensional mesh over one axis, or over several taken together."""
+        wide = tuple(a for a in axes if self.mesh[a].size() > 1) or axes[:1]
+        if len(wide) == 1:
+            return self.mesh[wide[0]]
+        name = "_".join(wide)
+        if name not in self._flat:
+            self._flat[name] = self.mesh[wide]._flatten(name)
+        return self._flat[name]
+
+    def pair(self, outer: tuple[str, ...], inner: tuple[str, ...]) -> DeviceMesh:
+        """Two-dimensional mesh: several axes taken together, within several others taken together."""
+        names = [self.sub(*axes).mesh_dim_names for axes in (outer, inner)]
+        return self.mesh[tuple(n for group in names if group for n in group)]
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """Process group over one axis, or over several taken together."""
+        return self.sub(*axes).get_group()
+
+
+def inner_ranks(made: list[Technique]) -> int:
+    """Data-parallel ranks of an inner group that the techniques ask for; 1: no such groups."""
+    return max((t.inner() for t in made), default=1)
+
+
+def world_size() -> int:
+    """Ranks of the job; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,28 @@
+"""The optimizer that the workload names, and the interface that techniques may fill with another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ridgeline.spec.workload import Training
+
+MakeOptimizer = Callable[[list[dict[str, Any]], Training], torch.optim.Optimizer]
+"""Parameter groups (``params``, ``weight_decay``) and the workload → an optimizer."""
+
+
+def parameter_groups(parameters: list[torch.nn.Parameter], w: Training) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not."""
+    decay = [p for p in parameters if p.ndim >= 2]
+    rest = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": w.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
+
+
+def make_optimizer(groups: list[dict[str, Any]], w: Training) -> torch.optim.Optimizer:
+    """SGD without momentum or weight decay, or PyTorch's fused AdamW."""
+    if w.optimizer == "sgd":
+        return torch.optim.SGD([{"params": g["params"]} for g in groups], lr=w.lr)
+    return torch.optim.AdamW(groups, lr=w.lr, betas=(w.beta1, w.beta2), fused=True)
