@@ -114,7 +114,16 @@ def train(e: Experiment, uneven: bool = True) -> Curve:
     if e.world == 1:
         return train_rank(0, e, uneven)
     curves = world(e.world).run(train_rank, e, uneven)
+    whole = curves[0]
     for other in curves[1:]:
-        assert other.losses == curves[0].losses
-        assert all(torch.equal(other.after[n], t) for n, t in curves[0].after.items())
-    return curves[0]
+        assert other.losses == whole.losses
+        assert other.norms == whole.norms
+        assert all(torch.equal(other.after[n], t) for n, t in whole.after.items() if n in other.after)
+        whole.before.update(other.before)  # a pipeline stage has only its layers
+        whole.after.update(other.after)
+        whole.trained |= other.trained
+    if e.model.tie_embeddings and e.parallel.get("pp", 1) > 1:  # the last stage's copy must have stayed one
+        copy = whole.after.pop("model.head.out.weight")
+        assert torch.equal(copy, whole.after["model.embed.tokens.weight"])
+        whole.trained.discard("model.head.out.weight")
+    return whole

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ridgeline.nn.collectives import linear, local
 from ridgeline.nn.quantised import QuantisedLinear
 
 
@@ -37,7 +38,7 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
-        update = F.linear(F.linear(x, self.lora_a), self.lora_b)
+        update = F.linear(linear(x, local(self.lora_a)), local(self.lora_b))
         return torch.add(self.base(x), update, alpha=self.scale)
 
 

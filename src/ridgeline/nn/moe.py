@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ridgeline.nn.collectives import local
 from ridgeline.nn.mlp import ACTIVATIONS, gated
 from ridgeline.spec.model import ModelSpec
 
@@ -27,8 +28,8 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
         # unbind, not indexing: the backward of one stack is a single copy, that of E indexings fills E full gradients.
-        up, down = self.up_proj.unbind(), self.down_proj.unbind()
-        gate = up if self.gate_proj is None else self.gate_proj.unbind()
+        up, down = local(self.up_proj).unbind(), local(self.down_proj).unbind()
+        gate = up if self.gate_proj is None else local(self.gate_proj).unbind()
         outputs = []
         for e, part in enumerate(torch.split(rows, counts)):
             if not counts[e]:

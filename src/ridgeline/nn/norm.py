@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ridgeline.nn.collectives import local
 from ridgeline.spec.model import ModelSpec
 
 
@@ -70,10 +71,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
         out_dtype = compute_dtype(x)
-        if x.is_cuda and x.dtype == self.weight.dtype:
+        weight = local(self.weight)
+        if x.is_cuda and x.dtype == weight.dtype:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(out_dtype)
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps, out_dtype)  # type: ignore[no-untyped-call]
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
+        y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -82,7 +84,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` [..., size]."""
-        return super().forward(x).to(compute_dtype(x))
+        y = F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
+        return y.to(compute_dtype(x))
 
 
 def make_norm(spec: ModelSpec, size: int) -> nn.Module:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ridgeline.nn.collectives import local
+
 
 def quantise(weight: torch.Tensor, bits: int, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Round-to-nearest symmetric codes of ``weight`` [out, in].
@@ -67,12 +69,17 @@ class QuantisedLinear(nn.Module):
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] → [..., out]."""
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] → [..., out], without the bias."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: torch.Tensor = _QuantisedMatmul.apply(x, self.codes, self.scales)  # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y: torch.Tensor = _QuantisedMatmul.apply(x, local(self.codes), local(self.scales))  # type: ignore[no-untyped-call]
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] → [..., out]."""
+        y = self.product(x)
+        return y if self.bias is None else y + local(self.bias).to(y.dtype)
 
 
 def quantise_linears(model: nn.Module, bits: int, group_size: int = 0) -> list[str]:

@@ -5,9 +5,13 @@ Shapes: B batch, S sequence, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.attention import Attention, Backend, LayerCache, Mask, find_backend, make_mask
+from ridgeline.nn.collectives import local
 from ridgeline.nn.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.moe import MoE
 from ridgeline.nn.norm import compute_dtype, make_norm
@@ -28,6 +32,8 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(spec.max_positions + spec.position_offset, h) if learned else None
         self.token_types = nn.Embedding(spec.token_types, h) if spec.token_types else None
         self.norm = make_norm(spec, h) if spec.embedding_norm else None
+        self.part: Callable[[Tensor], Tensor] = lambda rows: rows
+        """What this rank takes of rows [..., S, H], where the sequence is divided after the lookup."""
 
     def forward(self, ids: Tensor, positions: Tensor | None, token_types: Tensor | None, start: int = 0) -> Tensor:
         """``ids`` [B, S] → [B, S, H]; ``positions`` default to ``start``, ``start`` + 1, …, ``token_types`` to 0."""
@@ -35,11 +41,12 @@ class Embedding(nn.Module):
         if self.positions is not None:
             if positions is None:
                 first = start + self.offset
-                x = x + self.positions.weight[first : first + ids.shape[1]]
+                x = x + self.part(local(self.positions.weight)[first : first + ids.shape[1]])
             else:
-                x = x + self.positions(positions + self.offset)
+                x = x + self.part(F.embedding(positions + self.offset, local(self.positions.weight)))
         if self.token_types is not None:
-            x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
+            kinds = local(self.token_types.weight)
+            x = x + (kinds[0] if token_types is None else self.part(F.embedding(token_types, kinds)))
         if self.norm is not None:
             x = self.norm(x)
         return x
@@ -126,7 +133,8 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
         self.head: LMHead | MLMHead | None = (MLMHead if spec.head == "mlm" else LMHead)(spec)
         self.rotary = Rotary(spec) if spec.position == "rope" else None
-        self.backend = find_backend("flash")
+        self.sequence_parts = 1
+        """Ranks over which the hidden states that come in (in a model without ``embed``) divide the sequence."""
         self.tie()
 
     def tie(self) -> None:
@@ -136,10 +144,15 @@ class Transformer(nn.Module):
 
     def set_attention(self, backend: str | Backend) -> None:
         """Compute attention with ``backend``: "naive", "flash", or one of your own."""
-        self.backend = find_backend(backend) if isinstance(backend, str) else backend
+        found = find_backend(backend) if isinstance(backend, str) else backend
         for module in self.modules():
             if isinstance(module, Attention):
-                module.backend = self.backend
+                module.backend = found
+
+    @property
+    def backend(self) -> Backend:
+        """How attention is computed."""
+        return next(m.backend for m in self.layers.modules() if isinstance(m, Attention))
 
     def forward(
         self,
@@ -158,6 +171,8 @@ class Transformer(nn.Module):
         :func:`ridgeline.nn.token_loss`.
         """
         length, device = input_ids.shape[1], input_ids.device
+        if self.embed is None:
+            length *= self.sequence_parts
         start = next(iter(cache.values())).length if cache else 0
         x = input_ids if self.embed is None else self.embed(input_ids, positions, token_types, start)
         dtype = compute_dtype(x)

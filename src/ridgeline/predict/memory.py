@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.graph.graph import Block, Graph, alternate
-from ridgeline.predict.schedule import in_flight
+from ridgeline.graph.schedule import in_flight
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from ridgeline.predict.common import assemble, metric, rank_cluster, source_of
 from ridgeline.predict.engine import Engine, find_engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.kv import Room, room
-from ridgeline.predict.scheduler import Limits, Outcome, Simulation
+from ridgeline.graph.scheduler import Limits, Outcome, Simulation
 from ridgeline.predict.step import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment

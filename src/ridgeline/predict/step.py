@@ -11,7 +11,7 @@ from ridgeline.predict.host import COPIES, host_time
 from ridgeline.predict.kernel import Timed, op_time, roof_seconds
 from ridgeline.predict.machine import machine
 from ridgeline.predict.pace import ALONE, Pace
-from ridgeline.predict.schedule import run as run_schedule
+from ridgeline.graph.schedule import run as run_schedule
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
 

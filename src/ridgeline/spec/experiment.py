@@ -53,6 +53,11 @@ class Experiment(BaseModel):
         """Ranks left for data parallelism after the model-parallel axes."""
         return max(1, self.world // math.prod(self.parallel.values()))
 
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which gradients are summed: those with other sequences, and those with other parts of them."""
+        return self.data_parallel * self.parallel.get("cp", 1)
+
     def stride(self, axis: str) -> int:
         """Distance, in ranks, between neighbours along a mesh axis; inside out: tp, cp, dp (with ep), pp."""
         inside = {"tp": [], "cp": ["tp"]}.get(axis, ["tp", "cp"])

@@ -44,7 +44,7 @@ class DataParallel(Technique):
     def check(self, e: Experiment) -> None:
         """Needs several ranks, and nothing else that splits the batch."""
         self.needs(
-            e.data_parallel > 1,
+            e.gradient_ranks > 1,
             "there is only 1 process to split the batch over",
             f"run on several, e.g. --on 2x{e.cluster.device.name}",
         )
@@ -56,7 +56,7 @@ class DataParallel(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Insert one gradient all-reduce per block, overlapping with the rest of backward."""
-        ranks, stride = e.data_parallel, e.stride("dp")
+        ranks, stride = e.gradient_ranks, e.stride("cp")
         g.overlap_reduce = self.overlap
         g.gradients_resident = True  # gradients are views of the reduction buckets
 

@@ -43,7 +43,7 @@ class FlashAttention(Technique):
 
     def build(self, run: Build) -> None:
         """Switch the model's attention backend."""
-        run.model.set_attention("flash")
+        run.model.set_attention(run.fused_attention)
 
 
 _PARTS = ("scores", "mask", "softmax", "values")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from ridgeline.graph.graph import Graph, Op, Pipeline
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
 
 
 class PipelineParallel(Technique):
@@ -30,7 +33,6 @@ class PipelineParallel(Technique):
         claim="almost linear speed-up with the number of stages when micro-batches are many times as many",
         min_ranks=2,
         example={"degree": 2},
-        runs=False,
     )
     phase: ClassVar[Phase] = "split"
 
@@ -92,3 +94,10 @@ class PipelineParallel(Technique):
             table = next(p for p in g.blocks[0].params if p.name == "embed.tokens.weight")
             g.blocks[-1].params.append(replace(table))
         return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Keep this rank's stages; PyTorch's runtime works off the schedule's action list."""
+        from ridgeline.train.pipeline import Pipeline, even
+
+        layers = even(run.experiment.model.num_layers, self.degree * self.chunks)
+        Pipeline(run, self.schedule, layers, self.chunks)

@@ -88,7 +88,7 @@ def normalise(e: Experiment) -> Experiment:
     for t in made:
         axes.update(t.axes())
     split = e.model_copy(update={"parallel": axes})
-    if e.is_training and split.data_parallel > 1 and not any(t.splits_batch for t in made):
+    if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in made):
         made.append(make(Call(name="data_parallel")))
         made.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
     calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in made)

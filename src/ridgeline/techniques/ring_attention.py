@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -11,6 +11,9 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
 from ridgeline.techniques.mesh import split_bytes, split_gemm, split_saved
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
 
 _QUERY_SIDE = {"scores": 1, "values": 1, "values.dprobs": 1, "values.dv": 3, "scores.dq": 1, "scores.dk": 3}
 """Where the query length stands in a batched product's (batch, m, n, k)."""
@@ -32,7 +35,7 @@ class RingAttention(Technique):
         claim="3.0x longer sequences than tensor parallelism on 64 P100; over 27x with sparse attention",
         min_ranks=2,
         example={"degree": 2},
-        runs=False,
+        requires=("flash_attention",),
     )
     phase: ClassVar[Phase] = "sequence"
 
@@ -57,6 +60,12 @@ class RingAttention(Technique):
             f"use a multiple of {2 * self.degree}",
         )
         self.needs(not e.model.is_encoder_decoder, "cross-attention is not passed round", "use a decoder")
+        self.needs(e.model.causal, f"{e.model.name} looks both ways, the ring is causal", "use a decoder")
+        window = e.model.sliding_window or length
+        self.needs(window >= length, f"the ring has no sliding window ({window} of {length} tokens)",
+                   f"use a seq_len of at most {window}")  # fmt: skip
+        self.needs(e.plan.has("flash_attention"), "the score matrix never exists in a ring",
+                   "add flash_attention (--with flash_attention)")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Divide the tokens; exchange keys and values beside the attention core."""
@@ -76,6 +85,22 @@ class RingAttention(Technique):
         stride = e.stride("cp")
         g.closing.insert(0, lambda graph: _exchange(graph, pair, c, stride))
         return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Deal every sequence out in zigzag, positions with it, and compute attention round the ring."""
+        from ridgeline.nn.ring import Ring, backend, zigzag
+        from ridgeline.train.build import Micro
+
+        assert run.mesh is not None
+        ring = Ring(run.mesh.group("cp"))
+
+        def take(micro: Micro) -> Micro:
+            mine = zigzag(micro.ids.shape[1], ring.ranks, ring.rank).to(micro.ids.device)
+            return Micro(micro.ids[:, mine], micro.labels[:, mine], mine)
+
+        run.cut.append(take)
+        run.fused_attention = backend(ring)
+
 
 
 def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -11,6 +11,9 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
 from ridgeline.techniques.mesh import ATTENTION_CORE, COLUMN, ROW, split_bytes, split_gemm, split_saved
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
 
 _DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
             "k_norm.stats")  # fmt: skip
@@ -34,7 +37,6 @@ class TensorParallel(Technique):
         claim="8.3B parameters on 512 V100 at 15.1 PFLOP/s, 76 % of the single-GPU rate per GPU",
         min_ranks=2,
         example={"degree": 2},
-        runs=False,
     )
     phase: ClassVar[Phase] = "tensor"
 
@@ -81,6 +83,21 @@ class TensorParallel(Technique):
             b.workspace /= t
             b.backward_workspace /= t
         return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Divide the layers that are here; parameters become ``DTensor`` s, arithmetic stays local."""
+        from ridgeline.nn.tensor_parallel import Divider
+
+        assert run.mesh is not None
+        kv = run.experiment.model.num_kv_heads
+        self.needs(kv % self.degree == 0, f"{kv} key/value heads on {self.degree} ranks can be predicted, not yet run:"
+                   " heads would have to be held several times", f"use a degree that divides {kv}")  # fmt: skip
+        run.divider = Divider(run.mesh.sub("tp"))
+        run.divider.transformer(run.model)
+        for chunk in {id(c): c for c in (run.root, *run.chunks)}.values():
+            chunk.loss = run.divider.loss
+        run.partial += run.divider.partial
+
 
 
 def _leaf(name: str) -> tuple[str, str]:

@@ -43,10 +43,9 @@ class Zero(Technique):
     degree: int | None = Field(default=None, ge=2)
     """Ranks that share one copy, if not all. Fewer is hybrid sharding: shards inside a node, copies across nodes."""
 
-    @property
-    def runs(self) -> bool:
-        """Hybrid sharding is not run yet."""
-        return self.degree is None
+    def inner(self) -> int:
+        """The ranks that share one copy, if not all."""
+        return self.degree or 1
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -61,7 +60,7 @@ class Zero(Technique):
     def check(self, e: Experiment) -> None:
         """Needs several data-parallel ranks."""
         self.needs(
-            e.data_parallel > 1,
+            e.gradient_ranks > 1,
             f"stage {self.stage} shards over data-parallel ranks, but there is only 1 process",
             f"run on several, e.g. --on 2x{e.cluster.device.name}, or drop zero",
         )
@@ -73,8 +72,9 @@ class Zero(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Shard the states; gather parameters around each block; reduce-scatter gradients after it."""
-        ranks, stride = self.degree or e.data_parallel, e.stride("dp")
-        copies = e.data_parallel // ranks
+        parts = e.parallel.get("cp", 1)
+        ranks, stride = (self.degree or e.data_parallel) * parts, e.stride("cp")
+        copies = e.gradient_ranks // ranks
         low = g.dtype if g.dtype in ("bf16", "fp16") else None
         if g.low_weights or g.pipeline:
             self._shard_lazily(g, ranks, stride)
@@ -157,17 +157,25 @@ class Zero(Technique):
         else:
             mesh = run.mesh.sub("outer", "inner", "cp")
         reshard = self.stage == 3
-        for block in run.model.layers.values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(run.root, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-        for module in run.root.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                if run.device.type == "cpu":
-                    module.set_force_sum_reduction_for_comms(True)
+        for chunk in run.chunks:
+            for block in chunk.model.layers.values():
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(chunk, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        sharded = [m for chunk in run.chunks for m in chunk.modules() if isinstance(m, FSDPModule)]
+        for module in sharded:
+            module.set_gradient_divide_factor(1.0)
+            if run.device.type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)
 
+        def release() -> None:
+            # Without a backward nothing would free the gathered parameters, and the next forward would reuse them.
+            for module in sharded:
+                module.reshard()
+
+        run.after_evaluation = release
         root = run.root
-        assert isinstance(root, FSDPModule)
+        if not isinstance(root, FSDPModule):
+            return  # a pipeline's runtime gathers before its first action and reduces after its last
 
         @contextmanager
         def sync(last: bool) -> Iterator[None]:
@@ -175,11 +183,4 @@ class Zero(Technique):
             root.set_is_last_backward(last)
             yield
 
-        def release() -> None:
-            # Without a backward nothing would free the gathered parameters, and the next forward would reuse them.
-            for module in run.root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
         run.sync = sync
-        run.after_evaluation = release

@@ -17,6 +17,10 @@ from ridgeline.train.mesh import Mesh
 from ridgeline.train.optimizer import MakeOptimizer, make_optimizer
 
 if TYPE_CHECKING:
+    from ridgeline.nn.attention import Backend
+    from torch.distributed import ProcessGroup
+
+    from ridgeline.nn.tensor_parallel import Divider
     from ridgeline.nn.transformer import Transformer
 
 
@@ -39,6 +43,8 @@ class LossModel(nn.Module):
         self.model = model
         self.loss = loss
         """Sum of token losses from (hidden, head, labels), as :func:`ridgeline.nn.loss.token_loss`."""
+        self.positions: Tensor | None = None
+        """Places of the tokens, where the caller cannot pass them on (pipeline stages)."""
         self.autocast: torch.dtype | None = None
         """Compute dtype of matrix products; None: that of the weights."""
 
@@ -49,9 +55,9 @@ class LossModel(nn.Module):
         """
         low = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
         with low:
-            hidden: Tensor = self.model(x, positions, return_hidden=True)
+            hidden: Tensor = self.model(x, self.positions if positions is None else positions, return_hidden=True)
             if self.model.head is None:
-                return hidden
+                return hidden.contiguous()  # it will be sent
             assert labels is not None
             return self.loss(hidden, self.model.head, labels)[0]
 
@@ -94,6 +100,8 @@ class Build:
     device: torch.device
     compute_dtype: torch.dtype | None = None
     """Autocast dtype of the forward pass; None: none."""
+    fused_attention: str | Backend = "flash"
+    """The attention backend that has no score matrix."""
 
 
 @dataclass
@@ -106,6 +114,8 @@ class TrainBuild(Build):
     """The ranks on their axes; None with one process."""
     trainable: Callable[[str], bool] = lambda name: True
     """Which parameters train, by name; asserted again after every phase."""
+    divider: Divider | None = None
+    """What divides layers over the tensor-parallel ranks."""
     sync: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
     """Context of one micro-batch's forward and backward; argument: whether it is the step's last."""
     cut: list[Callable[[Micro], Micro]] = field(default_factory=list)
@@ -116,14 +126,16 @@ class TrainBuild(Build):
     """Sum of the losses of all micro-batches without gradients."""
     after_backward: list[Callable[[], None]] = field(default_factory=list)
     """Before the norm is taken, in order: what reduces and completes gradients."""
-    copies: dict[nn.Parameter, int] = field(default_factory=dict)
-    """Further ranks that hold a parameter beyond what its sharding says (a tied head on another stage)."""
+    tied: tuple[nn.Module, str, ProcessGroup] | None = None
+    """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
     experts_divided: bool = False
     """Whether each rank of an inner data-parallel group holds other experts."""
     keep_gradients: bool = False
     """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
     after_evaluation: Callable[[], None] = lambda: None
     """What to undo after a forward pass that no backward follows."""
+    partial: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Replicated parameters, as (module, name), whose gradients are summed over the tensor-parallel ranks."""
     make_optimizer: MakeOptimizer = make_optimizer
     """Builds the optimizer from parameter groups and the workload."""
     after_update: list[Callable[[], None]] = field(default_factory=list)

@@ -18,7 +18,7 @@ from ridgeline.spec.workload import Training
 from ridgeline.techniques.registry import check, normalise
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
-from ridgeline.train.gradients import clip, global_norm, holders
+from ridgeline.train.gradients import clip, global_norm, holders, sum_partial
 from ridgeline.train.mesh import Mesh, inner_ranks
 from ridgeline.train.optimizer import parameter_groups
 
@@ -64,16 +64,14 @@ class Trainer:
         self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
         if not self.parameters:
             raise UserError("this plan leaves no parameter to train", "add lora, or drop what freezes the model")
-        self.copies = {
-            p: holders(p, world // self._stages(made)) * self.run.copies.get(p, 1) for p in self.parameters
-        }
+        stages = self.run.mesh.size("pp") if self.run.mesh else 1
+        self.copies = {p: holders(p, world // stages) for p in self.parameters}
+        if self.run.tied:
+            module, name, _ = self.run.tied
+            self.copies[getattr(module, name)] *= 2
         self.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
         self.steps_done = 0
         self.stop_requested = False
-
-    @staticmethod
-    def _stages(made: list) -> int:  # type: ignore[type-arg]
-        return math.prod(t.axes().get("pp", 1) for t in made)
 
     def _tokens(self) -> Tokens:
         """Rank 0 tokenises, the others read what it kept."""
@@ -134,7 +132,16 @@ class Trainer:
         total = run.execute(micros, scale / valid) / scale
         for finish in run.after_backward:
             finish()
-        return total, valid
+        if run.partial and run.mesh:
+            sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
+        if run.tied:
+            module, name, ends = run.tied
+            sum_partial([getattr(module, name)], ends)
+        return self._counted_once(total), valid
+
+    def _counted_once(self, loss: torch.Tensor) -> torch.Tensor:
+        """Tensor-parallel ranks all have the loss of the same tokens: the first reports it."""
+        return torch.zeros_like(loss) if self.run.mesh and self.run.mesh.at("tp") else loss
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -143,7 +150,7 @@ class Trainer:
         if batch is None:
             return None
         micros, valid = self._mine(*batch)
-        total = self.run.score(micros) / valid
+        total = self._counted_once(self.run.score(micros)) / valid
         self.run.after_evaluation()
         if self.world > 1:
             dist.all_reduce(total)

@@ -9,10 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-
-def local(t: Tensor) -> Tensor:
-    """This rank's part of a tensor, divided or not."""
-    return t.to_local() if isinstance(t, DTensor) else t
+from ridgeline.nn.collectives import local
 
 
 def holders(p: Tensor, ranks: int) -> int:

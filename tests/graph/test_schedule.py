@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.predict.schedule import actions, in_flight, run
+from ridgeline.graph.schedule import actions, in_flight, run
 
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 

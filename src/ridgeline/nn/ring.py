@@ -1,0 +1,195 @@
+"""Ring attention: every rank keeps a part of the sequence, keys and values travel round (arXiv:2310.01889).
+
+Parts are dealt in zigzag: the sequence is cut into 2·c pieces, and rank r holds pieces r and 2·c - 1 - r. Then every
+rank has two blocks of the same size to compute at every step but the first, where a plain deal would leave the first
+rank idle under a causal mask.
+
+Shapes: B batch, H query heads, G key/value heads, S local tokens (two pieces), D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ridgeline.nn.attention import Backend, Mask
+
+
+def zigzag(length: int, ranks: int, rank: int) -> Tensor:
+    """Places [length / ranks] in the whole sequence of the tokens that ``rank`` holds, ascending."""
+    piece = length // (2 * ranks)
+    last = 2 * ranks - 1 - rank
+    return torch.cat((torch.arange(rank * piece, (rank + 1) * piece), torch.arange(last * piece, (last + 1) * piece)))
+
+
+# ---- one block, by PyTorch's fused kernels, with the log of the softmax's denominator ---------------------------------
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√D)·v [B, H, S, D] in the dtype of q, and its log-sum-exp [B, H, S] in fp32."""
+    k, v = (_every_head(t, q.shape[1]) for t in (k, v))
+    if q.is_cuda:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of q, k and v, from the *whole* output and log-sum-exp of its queries."""
+    groups = k.shape[1]
+    k, v = (_every_head(t, q.shape[1]) for t in (k, v))
+    if q.is_cuda:
+        length, total = q.shape[2], k.shape[2]
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, length, total, 0.0, causal, state, state
+        )
+    else:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+    return dq, _each_group(dk, groups), _each_group(dv, groups)
+
+
+def _every_head(t: Tensor, heads: int) -> Tensor:
+    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
+
+
+def _each_group(t: Tensor, groups: int) -> Tensor:
+    return t if t.shape[1] == groups else t.unflatten(1, (groups, -1)).sum(2)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from the attention over each; outputs and log-sum-exps in fp32."""
+    total = torch.logaddexp(lse, more_lse)
+    old, new = (lse - total).exp().unsqueeze(-1), (more_lse - total).exp().unsqueeze(-1)
+    return out * old + more.float() * new, total
+
+
+# ---- the ring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ring:
+    """The ranks that share a sequence."""
+
+    group: ProcessGroup
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in the ring."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.group.rank()
+
+    def send_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
+        """Start handing contiguous tensors to the next rank; returns what will come from the one before, and waits."""
+        peers = dist.get_process_group_ranks(self.group)
+        ahead, behind = peers[(self.rank + 1) % self.ranks], peers[(self.rank - 1) % self.ranks]
+        coming = [torch.empty_like(t) for t in tensors]
+        ops = [dist.P2POp(dist.isend, t, ahead, self.group) for t in tensors]
+        ops += [dist.P2POp(dist.irecv, t, behind, self.group) for t in coming]
+        return coming, dist.batch_isend_irecv(ops)
+
+    def parts(self, step: int, length: int) -> tuple[slice, slice]:
+        """Which local queries see which of the keys that arrive at ``step`` ≥ 1: halves, as dealt in zigzag.
+
+        Keys of a rank before this one: all queries see their first piece. Of one behind: the second piece of queries
+        sees both.
+        """
+        half = length // 2
+        if step <= self.rank:
+            return slice(0, length), slice(0, half)
+        return slice(half, length), slice(0, length)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Causal attention over the whole sequence; between forward and backward only local tensors are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        pair = torch.stack((k, v))
+        works: list[dist.Work] = []
+        if ring.ranks > 1:
+            (coming,), works = ring.send_on(pair)
+        out, lse = block_forward(q, k, v, causal=True)
+        out = out.float()
+        for step in range(1, ring.ranks):
+            _wait(works)
+            pair = coming
+            if step + 1 < ring.ranks:  # the next exchange runs while this block is computed
+                (coming,), works = ring.send_on(pair)
+            rows, keys = ring.parts(step, q.shape[2])
+            more, more_lse = block_forward(
+                q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(), pair[1, :, :, keys].contiguous(), False
+            )
+            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.ring = ring
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, length = ctx.ring, q.shape[2]
+        grad = grad.contiguous()
+        pair = torch.stack((k, v))
+        works: list[dist.Work] = []
+        if ring.ranks > 1:
+            (coming,), works = ring.send_on(pair)
+        dq, dk, dv = (t.float() for t in block_backward(grad, q, k, v, out, lse, causal=True))
+        travelling = None  # gradients of the keys and values at hand, in fp32, on their way home
+        for step in range(1, ring.ranks):
+            _wait(works)
+            pair = coming
+            if step + 1 < ring.ranks:
+                (coming,), works = ring.send_on(pair)
+            rows, keys = ring.parts(step, length)
+            parts = block_backward(
+                grad[:, :, rows].contiguous(), q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(),
+                pair[1, :, :, keys].contiguous(), out[:, :, rows].contiguous(), lse[:, :, rows].contiguous(), False,
+            )  # fmt: skip
+            dq[:, :, rows] += parts[0]
+            if travelling is None:
+                travelling = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
+            else:  # they follow one step behind, with what the rank before added
+                (travelling,), moves = ring.send_on(travelling)
+                _wait(moves)
+            travelling[0, :, :, keys] += parts[1]
+            travelling[1, :, :, keys] += parts[2]
+        if travelling is not None:
+            (home,), moves = ring.send_on(travelling)
+            _wait(moves)
+            dk, dv = dk + home[0], dv + home[1]
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def backend(ring: Ring) -> Backend:
+    """Causal attention over sequences whose tokens are dealt over ``ring`` in zigzag."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        assert mask.causal
+        assert mask.bias is None
+        y: Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
+        return y
+
+    return Backend("ring", attend)

@@ -1,0 +1,154 @@
+"""The real side of pipeline parallelism: ``torch.distributed.pipelining`` works off the predictor's own action lists."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from ridgeline.graph.schedule import actions
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import Micro, TrainBuild
+
+_BACKWARD = {True: _ComputationType.BACKWARD_INPUT, False: _ComputationType.FULL_BACKWARD}
+
+
+class Runtime(_PipelineScheduleRuntime):
+    """PyTorch's runtime for multi-stage schedules, given the lists of :func:`ridgeline.graph.schedule.actions`.
+
+    Gradients are left as they are: the loss carries the factor, so that hooks see final gradients.
+    """
+
+    def __init__(self, stages: list[PipelineStage], schedule: str, ranks: int, micros: int, chunks: int) -> None:
+        self.factor = 1.0
+        super().__init__(stages, micros, loss_fn=lambda loss, _: loss * self.factor, scale_grads=False)
+        split = schedule == "zero_bubble"
+        kinds = {"F": _ComputationType.FORWARD, "B": _BACKWARD[split], "W": _ComputationType.BACKWARD_WEIGHT}
+        self.pipeline_order = {
+            rank: [_Action(a.stage, kinds[a.kind], a.micro) for a in actions(schedule, rank, ranks, micros, chunks)]
+            for rank in range(ranks)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+class Pipeline:
+    """This rank's stages, cut out of the whole model, and what runs micro-batches through all of them."""
+
+    def __init__(self, run: TrainBuild, schedule: str, layers: list[list[int]], chunks: int) -> None:
+        assert run.mesh is not None
+        self.run, self.schedule, self.chunks = run, schedule, chunks
+        self.ranks, self.rank = run.mesh.size("pp"), run.mesh.at("pp")
+        self.total = len(layers)
+        self.mine = list(range(self.rank, self.total, self.ranks))
+        self._runtimes: dict[tuple[int, ...], Runtime] = {}
+        self._cut(layers)
+        run.execute, run.score = self.execute, self.score
+
+    def _cut(self, layers: list[list[int]]) -> None:
+        run, model = self.run, self.run.model
+        names = [[str(i) for i in part] for part in layers]
+        run.chunks = [run.root.part(names[v], v == 0, v == self.total - 1) for v in self.mine]
+        here = {n for v in self.mine for n in names[v]}
+        model.layers = nn.ModuleDict({n: b for n, b in model.layers.items() if n in here})
+        if 0 not in self.mine:
+            model.embed = None
+        if self.total - 1 not in self.mine:
+            model.norm = model.head = None
+        if run.experiment.model.tie_embeddings:
+            self._tie()
+
+    def _tie(self) -> None:
+        """A tied head on the last stage is a copy of the embedding on the first: their gradients are summed."""
+        mesh, model = self.run.mesh, self.run.model
+        assert mesh is not None
+        ends: Any = None
+        everyone = mesh.mesh.mesh.reshape(self.ranks, -1)
+        for first, last in zip(everyone[0].tolist(), everyone[-1].tolist(), strict=True):
+            group = dist.new_group([first, last])
+            if dist.get_rank() in (first, last):
+                ends = group
+        if model.embed is not None:
+            self.run.tied = (model.embed.tokens, "weight", ends)
+        elif model.head is not None:
+            model.head.out.weight = nn.Parameter(model.head.out.weight.detach().clone())
+            self.run.tied = (model.head.out, "weight", ends)
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    def _runtime(self, micros: list[Micro]) -> Runtime:
+        shape = (*micros[0].ids.shape, len(micros))
+        if shape not in self._runtimes:
+            hidden = self.hidden(micros[0], "meta").requires_grad_()  # so that gradients are sent back
+            stages = []
+            for v, chunk in zip(self.mine, self.run.chunks, strict=True):
+                given = micros[0].ids.to("meta") if v == 0 else hidden
+                out = torch.empty((), device="meta", requires_grad=True) if v == self.total - 1 else hidden
+                stages.append(
+                    PipelineStage(chunk, v, self.total, self.run.device, given, out, group=self.run.mesh.group("pp"))  # type: ignore[union-attr]
+                )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._runtimes[shape] = Runtime(stages, self.schedule, self.ranks, len(micros), self.chunks)
+        return self._runtimes[shape]
+
+    def hidden(self, micro: Micro, device: str | torch.device) -> Tensor:
+        """An empty tensor like what one stage sends to the next."""
+        run, spec = self.run, self.run.experiment.model
+        parts = run.mesh.size("tp") if run.divider and run.divider.sequence and run.mesh else 1
+        dtype = next(run.root.parameters()).dtype
+        if run.compute_dtype and (spec.post_norm or isinstance(run.chunks[0], FSDPModule)):
+            dtype = run.compute_dtype
+        batch, length = micro.ids.shape
+        return torch.empty(batch, length // parts, spec.hidden_size, dtype=dtype, device=device)
+
+    def execute(self, micros: list[Micro], factor: float) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of losses is complete on the last stage, 0 elsewhere."""
+        runtime = self._runtime(micros)
+        runtime.factor = factor
+        self._place(micros[0])
+        losses: list[Tensor] = []
+        labels = torch.cat([m.labels for m in micros])
+        ids = (torch.cat([m.ids for m in micros]),) if 0 in self.mine else ()
+        last = {"target": labels, "losses": losses} if self.total - 1 in self.mine else {}
+        with self.run.sync(False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runtime.step(*ids, labels=labels, return_outputs=False, **last)
+        total = torch.zeros((), device=self.run.device)
+        return total + sum(x.detach() for x in losses) if losses else total
+
+    def score(self, micros: list[Micro]) -> Tensor:
+        """Sum of losses, without gradients: one micro-batch after the other through all stages."""
+        group = self.run.mesh.group("pp")  # type: ignore[union-attr]
+        peers = dist.get_process_group_ranks(group)
+        chunks = dict(zip(self.mine, self.run.chunks, strict=True))
+        total = torch.zeros((), dtype=torch.float64, device=self.run.device)
+        self._place(micros[0])
+        for micro in micros:
+            for v in sorted(chunks):
+                x = micro.ids
+                if v:
+                    x = self.hidden(micro, self.run.device)
+                    dist.recv(x, peers[(v - 1) % self.ranks], group=group)
+                out = chunks[v](x, micro.labels)
+                if v == self.total - 1:
+                    total += out.double()
+                else:
+                    dist.send(out.contiguous(), peers[(v + 1) % self.ranks], group=group)
+        return total
+
+    def _place(self, micro: Micro) -> None:
+        for chunk in self.run.chunks:
+            chunk.positions = micro.positions
+
+
+def even(layers: int, stages: int) -> list[list[int]]:
+    """Consecutive layers for each stage, as even as they come."""
+    return [list(range(layers * s // stages, layers * (s + 1) // stages)) for s in range(stages)]
+
