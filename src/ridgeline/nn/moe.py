@@ -5,6 +5,8 @@ Shapes: N tokens, E experts, k experts per token, h hidden, f inner width of one
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,7 +42,7 @@ class Experts(nn.Module):
             else:
                 inner = gated(self.activation, F.linear(part, gate[e]), inner)
             outputs.append(F.linear(inner, down[e]))
-        return torch.cat(outputs)
+        return torch.cat(outputs) if outputs else rows * 0.0
 
 
 class MoE(nn.Module):
@@ -52,6 +54,8 @@ class MoE(nn.Module):
         self.normalize = spec.normalize_router
         self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=False)
         self.experts = Experts(spec)
+        self.run: Callable[[Experts, Tensor, list[int]], Tensor] = lambda experts, rows, counts: experts(rows, counts)
+        """Has the experts compute sorted rows: here, or wherever they are held."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` [N, h] → weights [N, k] (float32 or wider) and experts [N, k] of every token, best first."""
@@ -68,7 +72,7 @@ class MoE(nn.Module):
         weights, chosen = self.route(tokens)
         pairs = chosen.flatten()  # [N·k]: pair p belongs to token p // k
         order = pairs.argsort(stable=True)
-        rows = self.experts(tokens[order // self.k], self._counts(pairs))
+        rows = self.run(self.experts, tokens[order // self.k], self._counts(pairs))
         # Back to pair order by a gather (each pair exactly once), then a sum over k: unlike a scatter-add onto tokens
         # this is deterministic on every device.
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
 
 
 class ExpertParallel(Technique):
@@ -27,7 +30,6 @@ class ExpertParallel(Technique):
         claim="600B parameters trained on 2048 TPU v3 cores in 4 days",
         min_ranks=2,
         example={"degree": 2},
-        runs=False,
         needs_model={"num_experts": 4, "experts_per_token": 2},
     )
     phase: ClassVar[Phase] = "tensor"
@@ -35,6 +37,12 @@ class ExpertParallel(Technique):
 
     degree: int = Field(default=2, ge=2)
     """Data-parallel ranks that share the experts."""
+    capacity: float | None = Field(default=None, gt=0)
+    """Room of an expert, in fair shares of a rank's tokens; what does not fit is dropped. None: every token arrives."""
+
+    def inner(self) -> int:
+        """The ranks that share the experts."""
+        return self.degree
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -50,6 +58,12 @@ class ExpertParallel(Technique):
             e.data_parallel % d == 0,
             f"{e.data_parallel} data-parallel ranks do not form groups of {d}",
             f"use a degree that divides {e.data_parallel}, or more devices",
+        )
+
+        self.needs(
+            e.plan.option("zero", "degree") is None,
+            "hybrid sharding (zero:degree) forms other groups of the same ranks",
+            "drop zero's degree, or use data_parallel",
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
@@ -69,6 +83,31 @@ class ExpertParallel(Technique):
             b.backward = _sent([_fewer(op, d, experts, rows) for op in b.backward], d, stride, "backward")
 
         return g.each_block(divide, layers_only=True)
+
+    def build(self, run: TrainBuild) -> None:
+        """Keep this rank's experts; send sorted tokens to theirs by all-to-all."""
+        import torch
+        from torch import nn
+        from torch.distributed.tensor import DTensor, Shard
+
+        from ridgeline.nn.collectives import local
+        from ridgeline.nn.expert_parallel import Exchange
+        from ridgeline.nn.moe import MoE
+
+        assert run.mesh is not None
+        mesh, rank = run.mesh, run.mesh.at("inner")
+        exchange = Exchange(mesh.group("inner"), self.capacity)
+        for moe in [m for m in run.model.modules() if isinstance(m, MoE)]:
+            moe.run = exchange
+            for name, p in list(moe.experts.named_parameters()):
+                part = local(p.detach()).chunk(self.degree)[rank].clone(memory_format=torch.contiguous_format)
+                if isinstance(p, DTensor):
+                    mine = DTensor.from_local(part, mesh.mesh["inner", "tp"], [Shard(0), *p.placements], run_check=False)
+                else:
+                    mine = DTensor.from_local(part, mesh.sub("inner"), [Shard(0)], run_check=False)
+                moe.experts.register_parameter(name, nn.Parameter(mine, requires_grad=p.requires_grad))
+        run.experts_divided = True
+
 
 
 def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:

@@ -159,7 +159,16 @@ class Zero(Technique):
         reshard = self.stage == 3
         for chunk in run.chunks:
             for block in chunk.model.layers.values():
-                fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+                held = set()  # experts that are divided over ranks are shared by fewer
+                if run.experts_divided and hasattr(block.mlp, "experts"):
+                    if run.mesh.size("outer", "cp") > 1:
+                        others = run.mesh.sub("outer", "cp")
+                        fully_shard(block.mlp.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
+                    else:
+                        held = set(block.mlp.experts.parameters())
+                fully_shard(
+                    block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=held or None
+                )
             fully_shard(chunk, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         sharded = [m for chunk in run.chunks for m in chunk.modules() if isinstance(m, FSDPModule)]
         for module in sharded:
