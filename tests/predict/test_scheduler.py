@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.predict.arrivals import Request
-from ridgeline.graph.scheduler import Limits, Simulation
+from ridgeline.predict.scheduler import Limits, Simulation
 
 
 class Toy:

@@ -215,6 +215,11 @@ class Graph:
     """Whether gradient reduction happens in every micro-batch (else only in the last)."""
     gradients_resident: bool = False
     """Whether gradient buffers stay allocated from step to step (bucketed reduction)."""
+    bucket_bytes: float = 0.0
+    """Gradients are reduced in buckets of this size; 0: by block."""
+    layer_gathers: float | None = None
+    """Times that a layer is gathered in a step of a pipeline, where what lies outside the layers is gathered once;
+    None: once for every forward and every backward pass that has gathers."""
     keep_gathered: bool = False
     """Whether gathered parameters stay until the block's backward."""
     residual: float = 0.0
@@ -227,6 +232,8 @@ class Graph:
     """Whether weights rest in the compute dtype beside a wide master copy among the optimizer's states."""
     pipeline: Pipeline | None = None
     """None: every rank runs all blocks."""
+    before_update: list[Op] = field(default_factory=list)
+    """Collectives between the last backward pass and the optimizer's operators."""
     after_update: list[Op] = field(default_factory=list)
     """Collectives and copies after the optimizer's operators (new weights handed round)."""
     host_states: bool = False
@@ -245,7 +252,8 @@ class Graph:
     def copy(self) -> Graph:
         """A graph that techniques may rewrite without touching this one."""
         return replace(
-            self, blocks=[b.copy() for b in self.blocks], update=[*self.update], after_update=[*self.after_update],
+            self, blocks=[b.copy() for b in self.blocks], update=[*self.update],
+            before_update=[*self.before_update], after_update=[*self.after_update],
             closing=[*self.closing],
         )  # fmt: skip
 

@@ -95,6 +95,23 @@ def in_flight(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1
     return most / chunks
 
 
+@lru_cache(maxsize=1024)
+def gathers(schedule: str, ranks: int, micros: int, chunks: int = 1) -> float:
+    """Times that a sharded layer is gathered in a step if every forward pass frees it again; the mean over ranks.
+
+    It is there when the step begins, and stays after a backward pass until the next forward.
+    """
+    total = 0
+    for rank in range(ranks):
+        there = dict.fromkeys(range(rank, ranks * chunks, ranks), True)
+        total += len(there)
+        for action in actions(schedule, rank, ranks, micros, chunks):
+            if action.kind != "W":
+                total += not there[action.stage]
+                there[action.stage] = action.kind == "B"
+    return total / (ranks * chunks)
+
+
 def run(
     schedule: str,
     ranks: int,

@@ -50,8 +50,8 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
                        "", "higher", peak_note(cluster, prefill.dtype)),
     }  # fmt: skip
     result = assemble(e, metrics, peak, cluster)
-    rows = breakdown(prefill, cluster, [], times=waves)
-    later = breakdown(decode, cluster, [], times=steps * waves)
+    rows = breakdown(prefill, cluster, times=waves)
+    later = breakdown(decode, cluster, times=steps * waves)
     for row in rows:
         row.phase = "prefill" if row.phase == "forward" else row.phase
     for row in later:

@@ -10,7 +10,7 @@ from ridgeline.predict.common import assemble, metric, rank_cluster, source_of
 from ridgeline.predict.engine import Engine, find_engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.kv import Room, room
-from ridgeline.graph.scheduler import Limits, Outcome, Simulation
+from ridgeline.predict.scheduler import Limits, Outcome, Simulation
 from ridgeline.predict.step import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -44,7 +44,7 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
         result.notes.append(f"{outcome.rejected} of {len(asked)} requests are longer than the cache and were rejected")
     mean = max(1, round(metrics["batch_mean"].value))
     g = surface.graph(mean, 1, max(1, w.prompt_len + w.output_len // 2))
-    result.breakdown = breakdown(g, cluster, [])
+    result.breakdown = breakdown(g, cluster)
     for row in result.breakdown:
         row.phase = "decode" if row.phase == "forward" else row.phase
     return result

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.schedule import run as run_schedule
+from ridgeline.graph.traffic import step_ops
 from ridgeline.predict.collective import collective_time
 from ridgeline.predict.host import COPIES, host_time
 from ridgeline.predict.kernel import Timed, op_time, roof_seconds
 from ridgeline.predict.machine import machine
 from ridgeline.predict.pace import ALONE, Pace
-from ridgeline.graph.schedule import run as run_schedule
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
 
@@ -355,7 +355,7 @@ def _label(b: Block, i: int) -> str:
     return f"{b.name}.{i}" if b.repeat > 1 else b.name
 
 
-def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1, pace: Pace = ALONE) -> list[Row]:
+def breakdown(g: Graph, cluster: Cluster, times: int = 1, pace: Pace = ALONE) -> list[Row]:
     """One row per (phase, module, operator, kind), summed over blocks and micro-batches; slowest first.
 
     With a pipeline the rows are the mean over its ranks.
@@ -363,7 +363,7 @@ def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1, pace
     device = cluster.device
     sums: dict[tuple[str, str, str, str], list[float]] = {}
     said: dict[tuple[str, str, str, str], Timed] = {}
-    for op, count in _all_ops(g, update):
+    for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
         said[key] = one = timed_of(op, cluster)
         seconds = one.seconds * (1.0 if op.axis else pace.of(op.kind))
@@ -379,16 +379,3 @@ def breakdown(g: Graph, cluster: Cluster, update: list[Op], times: int = 1, pace
         for key, (s, n, flops, moved, sent, roof) in sums.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda r: -r.seconds)
-
-
-def _all_ops(g: Graph, update: list[Op]) -> Iterator[tuple[Op, float]]:
-    for b in g.blocks:
-        n = b.repeat * g.accumulation / g.stages
-        reduces = n if g.reduce_every_micro_batch else b.repeat / g.stages
-        for group in (b.gather_forward, b.forward, b.store, b.gather_backward, b.backward):
-            for op in group:
-                yield op, n
-        for op in b.reduce:
-            yield op, reduces
-    for op in (*update, *g.after_update):
-        yield op, 1

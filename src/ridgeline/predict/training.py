@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ridgeline.graph import Graph, Op, optimizer_ops, training_graph
 from ridgeline.graph.graph import changed
+from ridgeline.graph.traffic import traffic
 from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
 from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.memory import Peak, training_peak
@@ -11,7 +12,7 @@ from ridgeline.predict.pace import training_pace
 from ridgeline.predict.step import Event, Step, breakdown, simulate
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Result, Row
+from ridgeline.spec.result import Result, Row, Traffic
 from ridgeline.techniques.base import Technique
 
 COMMUNICATOR_BYTES = 0.25e9
@@ -22,9 +23,10 @@ FRAGMENTATION = 0.03
 
 def update_ops(g: Graph, e: Experiment) -> list[Op]:
     """Build the optimizer's operators, keep them in the graph and return them."""
-    g.update = optimizer_ops(g, e.training.optimizer, e.training.grad_clip > 0)
+    ops = optimizer_ops(g, e.training.optimizer, e.training.grad_clip > 0)
     if g.host_states:
-        g.update = [changed(op, kind="host_update", axis="host") for op in g.update]
+        ops = [changed(op, kind="host_update", axis="host") for op in ops]
+    g.update = [*g.before_update, *ops]
     return g.update
 
 
@@ -64,9 +66,12 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
         "trained_parameters": metric(trained(g), "", "", "graph"),
     }
     result = assemble(e, metrics, peak, cluster)
-    result.breakdown = breakdown(g, cluster, update, pace=training_pace(cluster, g.fused))
+    result.breakdown = breakdown(g, cluster, pace=training_pace(cluster, g.fused))
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)
+    result.traffic = [
+        Traffic(kind=kind, ranks=ranks, calls=calls, bytes=size) for (kind, ranks), (calls, size) in sorted(traffic(g).items())
+    ]
     return result
 
 

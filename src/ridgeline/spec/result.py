@@ -73,6 +73,17 @@ class Memory(_Record):
     device: str = "rank 0"
 
 
+class Traffic(_Record):
+    """What one rank sends in a step (with a pipeline: the mean rank) by one kind of collective among ``ranks``."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, alltoall or p2p."""
+    ranks: int
+    calls: float
+    bytes: float
+    """Of the full buffer on one rank: what an all-gather yields, what a reduce-scatter reads."""
+
+
 class Check(_Record):
     """An identity or bound that was tested: "tokens = rate × time", "same loss as baseline" …"""
 
@@ -112,6 +123,7 @@ class Result(_Record):
     metrics: dict[str, Metric] = Field(default_factory=dict)
     breakdown: list[Row] = Field(default_factory=list)
     memory: list[Memory] = Field(default_factory=list)
+    traffic: list[Traffic] = Field(default_factory=list)
     samples: list[Sample] = Field(default_factory=list)
     checks: list[Check] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)

@@ -58,6 +58,7 @@ class DataParallel(Technique):
         """Insert one gradient all-reduce per block, overlapping with the rest of backward."""
         ranks, stride = e.gradient_ranks, e.stride("cp")
         g.overlap_reduce = self.overlap
+        g.bucket_bytes = self.bucket_mb * 2**20
         g.gradients_resident = True  # gradients are views of the reduction buckets
 
         def reduce(b: Block) -> None:

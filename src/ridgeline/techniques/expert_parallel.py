@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
 
@@ -79,8 +81,18 @@ class ExpertParallel(Technique):
                     p.numel /= d
                     p.spread = d
             rows = g.tokens * e.model.experts_per_token
-            b.forward = _sent([_fewer(op, d, experts, rows) for op in b.forward], d, stride, "forward")
-            b.backward = _sent([_fewer(op, d, experts, rows) for op in b.backward], d, stride, "backward")
+            total = e.model.num_experts
+            size = DTYPE_BYTES[g.dtype] * e.model.hidden_size * rows
+            if self.capacity is not None:
+                size *= ceil(self.capacity * rows / total) * total / rows
+            for direction in ("forward", "backward"):
+                ops = [_fewer(op, d, experts, rows) for op in getattr(b, direction)]
+                setattr(b, direction, _sent(ops, size, d, stride, direction))
+            if self.capacity is None:
+                tell = Op("mlp.dispatch.counts", "communication", "alltoall", bytes=8.0 * total, link_bytes=8.0 * total,
+                          ranks=d, axis="ep", stride=stride)  # fmt: skip
+                first = next(i for i, op in enumerate(b.forward) if op.kind == "alltoall")
+                b.forward.insert(first, tell)
 
         return g.each_block(divide, layers_only=True)
 
@@ -126,9 +138,8 @@ def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
     return changed(op, bytes=op.bytes * after / before, shape=shape, experts=touched)
 
 
-def _sent(ops: list[Op], d: int, stride: int, direction: str) -> list[Op]:
-    """Insert the two exchanges of one direction: the chosen tokens to their experts, and back."""
-    size = next((o.bytes / 2 for o in ops if o.name.startswith("mlp.dispatch")), 0.0)  # read once, written once
+def _sent(ops: list[Op], size: float, d: int, stride: int, direction: str) -> list[Op]:
+    """Insert the two exchanges of one direction, ``size`` bytes each: the chosen tokens to their experts, and back."""
     out: list[Op] = []
     for op in ops:
         out.append(op)

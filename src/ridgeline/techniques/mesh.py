@@ -50,24 +50,6 @@ def reductions(b: Block, kind: str, ranks: int, stride: int = 1) -> list[Op]:
     ]  # fmt: skip
 
 
-def buckets(sizes: list[tuple[int, float]], limit: float) -> list[list[int]]:
-    """Which of consecutive gradients, each (kind, bytes), travel together: in order, by kind, up to ``limit`` bytes.
-
-    A bucket is closed by what would make it too large; one gradient alone may be larger.
-    """
-    open_: dict[int, tuple[list[int], float]] = {}
-    out: list[list[int]] = []
-    for i, (kind, size) in enumerate(sizes):
-        members, held = open_.get(kind, ([], 0.0))
-        if members and held + size > limit:
-            members, held = [], 0.0
-        if not members:
-            out.append(members)
-        members.append(i)
-        open_[kind] = (members, held + size)
-    return out
-
-
 def host_copy(name: str, kind: str, size: float, direction: str) -> Op:
     """A copy between the device and its host's memory or disk: kind d2h, h2d, disk_read or disk_write."""
     return Op(name, "communication", kind, direction, bytes=size, link_bytes=size, axis="host")

@@ -93,6 +93,7 @@ class PipelineParallel(Technique):
         if e.model.tie_embeddings:
             table = next(p for p in g.blocks[0].params if p.name == "embed.tokens.weight")
             g.blocks[-1].params.append(replace(table))
+            g.closing.append(lambda graph: _sum_tied(graph, self.degree, e.stride("pp")))
         return g
 
     def build(self, run: TrainBuild) -> None:
@@ -101,3 +102,12 @@ class PipelineParallel(Technique):
 
         layers = even(run.experiment.model.num_layers, self.degree * self.chunks)
         Pipeline(run, self.schedule, layers, self.chunks)
+
+
+def _sum_tied(g: Graph, degree: int, stride: int) -> None:
+    """The first and the last stage sum the gradients of their copies of the embedding, after all other reductions."""
+    for b in (g.blocks[0], g.blocks[-1]):
+        table = next(p for p in b.params if p.name == "embed.tokens.weight")
+        size = table.numel / table.grad_shards * 4.0
+        b.reduce.append(Op("tied.reduce", "communication", "all_reduce", "backward", bytes=size, link_bytes=size,
+                           ranks=2, axis="pp", stride=stride * (degree - 1)))  # fmt: skip

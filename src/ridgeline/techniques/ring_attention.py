@@ -83,7 +83,8 @@ class RingAttention(Technique):
         g.length //= c
         g.residual /= c
         stride = e.stride("cp")
-        g.closing.insert(0, lambda graph: _exchange(graph, pair, c, stride))
+        wide = pair * 4 / DTYPE_BYTES[g.dtype]  # gradients travel in fp32
+        g.closing.insert(0, lambda graph: _exchange(graph, pair, wide, c, stride))
         return g
 
     def build(self, run: TrainBuild) -> None:
@@ -127,11 +128,11 @@ def _balanced(op: Op, c: int) -> Op:
     return changed(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
 
 
-def _exchange(g: Graph, pair: float, c: int, stride: int) -> None:
+def _exchange(g: Graph, pair: float, wide: float, c: int, stride: int) -> None:
     """Keys and values round the ring in forward; once more, and their gradients back, in backward."""
 
-    def ring(name: str, kind: str, direction: str, behind: Op) -> Op:
-        return Op(name, "communication", kind, direction, bytes=pair, link_bytes=pair, ranks=c, axis="cp",
+    def ring(name: str, direction: str, behind: Op, size: float = pair) -> Op:
+        return Op(name, "communication", "ring", direction, bytes=size, link_bytes=size, ranks=c, axis="cp",
                   stride=stride, behind=behind.name)  # fmt: skip
 
     def pass_round(b: Block) -> None:
@@ -144,10 +145,10 @@ def _exchange(g: Graph, pair: float, c: int, stride: int) -> None:
             # The fused kernel reads every key and value, but keeps its own part.
             split_saved(b, ["attention.k", "attention.v"], c)
         core = next(o for o in b.forward if o.name == core.name)
-        b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "all_gather", "forward", core))
+        b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "forward", core))
         back = next((o for o in b.backward if o.name in ("attention.flash.bwd", "attention.scores.dk")), None)
         if back is not None:
-            b.backward.append(ring("attention.exchange_again", "all_gather", "backward", back))
-            b.backward.append(ring("attention.exchange_grads", "reduce_scatter", "backward", back))
+            b.backward.append(ring("attention.exchange_again", "backward", back))
+            b.backward.append(ring("attention.exchange_grads", "backward", back, wide))
 
     g.each_block(pass_round, layers_only=True)

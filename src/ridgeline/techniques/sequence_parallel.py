@@ -49,10 +49,11 @@ class SequenceParallel(Technique):
         """Replace the all-reduces; divide the stream's operators and saved activations."""
         t = e.parallel["tp"]
         g.residual /= t
+        size = g.residual * t
         for b in g.blocks:
-            b.forward = [new for op in b.forward for new in _rewritten(op, t)]
-            b.backward = [new for op in b.backward for new in _rewritten(op, t)]
-            b.backward += _regathers(b)
+            b.forward = _gathered([_rewritten(op, t) for op in b.forward], _ENTRANCES, size, t, "forward")
+            b.backward = _gathered([_rewritten(op, t) for op in b.backward], _EXITS, size, t, "backward")
+            b.backward += _regathers(b, size, t)
             for name, saved in b.saved.items():
                 norm = name.endswith("norm.stats") and "attention." not in name
                 if name in _STREAM or name.endswith("residual.mask") or norm:
@@ -69,23 +70,43 @@ class SequenceParallel(Technique):
 
 
 
-def _rewritten(op: Op, t: int) -> list[Op]:
+def _rewritten(op: Op, t: int) -> Op:
     if op.kind == "all_reduce" and op.axis == "tp" and not op.name.startswith("loss"):
-        scatter = changed(op, name=f"{op.name}_scatter", kind="reduce_scatter")
-        if op.name == "embed.reduce":
-            return [scatter]
-        return [scatter, changed(op, name=f"{op.name.removesuffix('.reduce')}.gather", kind="all_gather")]
+        return changed(op, name=f"{op.name}_scatter", kind="reduce_scatter")
     outside = op.module in ("norm", "residual") or op.name.endswith(("o_proj.db", "down_proj.db"))
-    return [split_bytes(op, t) if outside and not op.axis else op]
+    return split_bytes(op, t) if outside and not op.axis else op
 
 
-def _regathers(b: Block) -> list[Op]:
+_ENTRANCES = {"attention": ("attention.q_proj",), "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.router"),
+              "head": ("head.out",)}  # fmt: skip
+"""The first operator of each part that reads the whole sequence."""
+_EXITS = {"attention": ("attention.o_proj",), "mlp": ("mlp.down_proj", "mlp.combine"), "embed": ("embed.tokens",)}
+"""The layers whose output is scattered: their gradient arrives in parts."""
+
+
+def _gathered(ops: list[Op], before: dict[str, tuple[str, ...]], size: float, t: int, direction: str) -> list[Op]:
+    """The operators with an all-gather before the first one of each part."""
+    out: list[Op] = []
+    done: set[str] = set()
+    for op in ops:
+        for label, names in before.items():
+            if label not in done and not op.axis and op.name.startswith(names):
+                done.add(label)
+                out.append(Op(f"{label}.gather", "communication", "all_gather", direction, bytes=size, link_bytes=size,
+                              ranks=t, axis="tp"))  # fmt: skip
+        out.append(op)
+    return out
+
+
+def _regathers(b: Block, size: float, t: int) -> list[Op]:
     """The divided inputs of column-parallel layers, whole again for their weight gradients."""
     found = []
-    for op in b.backward:
-        if op.name.endswith(".input.reduce_scatter") and op.kind == "reduce_scatter":
-            label = op.name.partition(".")[0]
-            beside = next((o.name for o in b.backward if o.module == label and o.name.endswith("_proj.dx")), "")
-            if beside:
-                found.append(changed(op, name=f"{label}.regather", kind="all_gather", behind=beside))
+    for label, readers in (("attention", "qkv"), ("mlp", ("gate", "up")), ("head", ())):
+        layers = [f"{label}.{r}_proj" for r in readers] or ["head.out"]
+        weights = {f"{layer}{tail}.dw" for layer in layers for tail in ("", ".lora_a")}
+        if not any(o.name in weights for o in b.backward):
+            continue
+        beside = next((o.name for o in b.backward if o.name in {f"{layer}.dx" for layer in layers}), "")
+        found.append(Op(f"{label}.regather", "communication", "all_gather", "backward", bytes=size, link_bytes=size,
+                        ranks=t, axis="tp", behind=beside))  # fmt: skip
     return found

@@ -82,6 +82,8 @@ class TensorParallel(Technique):
             _divide_saved(b, t, kv)
             b.workspace /= t
             b.backward_workspace /= t
+        sequence = e.plan.has("sequence_parallel")
+        g.closing.append(lambda graph: _sum_partial(graph, t, sequence))
         return g
 
     def build(self, run: TrainBuild) -> None:
@@ -145,6 +147,26 @@ def _divide_linear(op: Op, column: bool, tail: str, by: int) -> Op:
     return op if part in whole else split_bytes(op, by)
 
 
+def _sum_partial(g: Graph, t: int, sequence: bool) -> None:
+    """One collective, once per step, for replicated parameters of which a rank's gradient is only a part."""
+    size = sum(p.numel / p.grad_shards * 4.0 * n for p, n in g.params if p.trainable and _is_partial(p.name, sequence))
+    if size:
+        size /= g.stages
+        op = Op("partial.reduce", "communication", "all_reduce", "update", bytes=size, link_bytes=size, ranks=t, axis="tp")
+        g.before_update.insert(0, op)
+
+
+def _is_partial(name: str, sequence: bool) -> bool:
+    """Whether each rank's gradient of a parameter is a part: it saw its heads, its experts' columns, or its tokens."""
+    layer, tail = _leaf(name)
+    if layer:
+        held = tail == ("lora_a" if layer in COLUMN else "lora_b")
+        return held or (sequence and layer in ROW and tail == "bias")
+    if ".experts." in name or name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
+        return False
+    return sequence or name.endswith(("q_norm.weight", "k_norm.weight", "router.weight"))
+
+
 def _divide_param(p: Param, t: int, kv: int) -> None:
     layer, tail = _leaf(p.name)
     by = 1
@@ -182,8 +204,8 @@ def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
         elif op.name == "embed.tokens":
             forward.append(reduce("embed.reduce", "forward"))
     if any(op.kind == "loss" for op in b.forward):  # the row maxima, sums and targets of a divided vocabulary
-        rows = b.saved["logits"].bytes * t / 4 / next(op.shape[1] * t for op in forward if op.name == "head.out")
-        forward.append(reduce("loss.reduce", "forward", 12 * rows))
+        rows = b.saved["logits"].bytes / 4 / next(op.shape[1] * t for op in forward if op.name == "head.out")
+        forward += [reduce("loss.peak", "forward", 4 * rows), reduce("loss.reduce", "forward", 8 * rows)]
     backward = list(b.backward)
     for names, label in ((("q_proj", "k_proj", "v_proj"), "attention"), (("gate_proj", "up_proj"), "mlp"),
                          (("out",), "head")):  # fmt: skip

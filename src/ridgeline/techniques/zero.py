@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.graph.schedule import gathers
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import reductions
@@ -43,6 +45,16 @@ class Zero(Technique):
     degree: int | None = Field(default=None, ge=2)
     """Ranks that share one copy, if not all. Fewer is hybrid sharding: shards inside a node, copies across nodes."""
 
+    reshard: bool | None = None
+    """Free a layer's gathered parameters after its forward pass and gather them again for backward. None: in stage 3,
+    but not in a pipeline, where it would happen for every micro-batch."""
+    prefetch: int = Field(default=1, ge=0)
+    """Layers whose parameters are gathered ahead of use, in forward and backward."""
+
+    def reshards(self, pipelined: bool) -> bool:
+        """Whether gathered parameters go after forward."""
+        return self.stage == 3 and not pipelined if self.reshard is None else self.reshard
+
     def inner(self) -> int:
         """The ranks that share one copy, if not all."""
         return self.degree or 1
@@ -70,13 +82,19 @@ class Zero(Technique):
             f"use a degree that divides {e.data_parallel}, or drop it for all",
         )
 
+        self.needs(
+            self.stage == 3 or not self.reshard,
+            f"stage {self.stage} keeps gathered parameters from forward to backward",
+            "use stage=3, or drop reshard",
+        )
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Shard the states; gather parameters around each block; reduce-scatter gradients after it."""
         parts = e.parallel.get("cp", 1)
         ranks, stride = (self.degree or e.data_parallel) * parts, e.stride("cp")
         copies = e.gradient_ranks // ranks
         low = g.dtype if g.dtype in ("bf16", "fp16") else None
-        if g.low_weights or g.pipeline:
+        if g.low_weights:
             self._shard_lazily(g, ranks, stride)
         else:
             self._shard_fully(g, ranks, stride)
@@ -90,22 +108,42 @@ class Zero(Technique):
         if low:  # parameters arrive already cast
             for b in g.blocks:
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantise" in o.name]
-        if self.stage == 3:  # lower stages gather in forward only, before activations have piled up
+        if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
             g.buffers += max((sum(p.numel * p.working_bytes for p in b.params) for b in g.blocks), default=0.0)
         return g
 
     def _shard_fully(self, g: Graph, ranks: int, stride: int) -> None:
-        """``fully_shard``: shards at rest in every stage, gathered at least once per micro-batch."""
+        """``fully_shard``: shards at rest in every stage, gathered at least once per micro-batch (in a pipeline: once
+        per step, and reduced after it).
+
+        What lies outside the layers is one unit: gathered before the first, reduced after the last.
+        """
         low = g.dtype in ("bf16", "fp16")
-        g.keep_gathered = self.stage < 3
-        g.reduce_every_micro_batch = self.stage >= 2
+        pipe = g.pipeline
+        reshard = self.reshards(pipe is not None)
+        if pipe:
+            g.layer_gathers = 1.0
+            if reshard:
+                g.layer_gathers = gathers(pipe.schedule, pipe.degree, g.accumulation, pipe.chunks)
+        g.keep_gathered = not reshard
+        g.reduce_every_micro_batch = self.stage >= 2 and not pipe
         for b in g.blocks:
             for p in b.params:
                 share = max(1, ranks // p.spread)
                 p.working_bytes = 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
                 p.shards = p.state_shards = p.grad_shards = share
-            self._gather(b, ranks, stride)
-            b.reduce += reductions(b, "reduce_scatter", ranks, stride)
+        layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+        ends = [b for b in g.blocks if b not in layers]
+        units = [[b] for b in layers] + ([[b] for b in ends] if g.pipeline else [ends])
+        for unit in units:
+            if not unit:
+                continue
+            unshard = self._gathers(unit, ranks, stride)
+            unit[0].gather_forward += unshard
+            if reshard and unit[0] in layers and not pipe:
+                unit[0].gather_backward += unshard
+            whole = replace(unit[0], params=[p for b in unit for p in b.params])
+            unit[0].reduce += reductions(whole, "reduce_scatter", ranks, stride)
 
     def _shard_lazily(self, g: Graph, ranks: int, stride: int) -> None:
         """DeepSpeed's and Megatron's way: only what the stage names is divided; stages 1 and 2 hand the new weights
@@ -119,7 +157,10 @@ class Zero(Technique):
                 if self.stage == 3:
                     p.shards, p.working_bytes = share, p.bytes_per_element
             if self.stage == 3:
-                self._gather(b, ranks, stride)
+                unshard = self._gathers([b], ranks, stride)
+                b.gather_forward += unshard
+                if b.name.startswith(("layers", "encoder")):
+                    b.gather_backward += unshard
             b.reduce += reductions(b, "reduce_scatter", ranks, stride)
         if self.stage < 3:
             size = sum(p.numel * p.bytes_per_element * n for p, n in g.params if p.trainable) / g.stages
@@ -128,18 +169,17 @@ class Zero(Technique):
                    axis="dp", stride=stride)
             )  # fmt: skip
 
-    def _gather(self, b: Block, ranks: int, stride: int) -> None:
-        """The gathers around a block; experts divided over ranks are gathered over fewer."""
+    def _gathers(self, blocks: list[Block], ranks: int, stride: int) -> list[Op]:
+        """The gathers before some blocks; experts divided over ranks are gathered over fewer."""
         sizes: dict[int, float] = {}
-        for p in b.params:
+        for p in (p for b in blocks for p in b.params):
             sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.working_bytes
-        for spread, size in sizes.items():
-            if ranks // spread > 1:
-                unshard = Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
-                             ranks=ranks // spread, axis="dp", stride=stride * spread)  # fmt: skip
-                b.gather_forward.append(unshard)
-                if self.stage == 3 and b.name.startswith(("layers", "encoder")):
-                    b.gather_backward.append(unshard)
+        return [
+            Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
+               ranks=ranks // spread, axis="dp", stride=stride * spread)
+            for spread, size in sizes.items()
+            if ranks // spread > 1
+        ]  # fmt: skip
 
     def build(self, run: TrainBuild) -> None:
         """``fully_shard`` each block, then the rest; sums instead of averages; reduce late in stage 1."""
@@ -156,7 +196,7 @@ class Zero(Technique):
             mesh = run.mesh.pair(("outer",), ("inner", "cp"))
         else:
             mesh = run.mesh.sub("outer", "inner", "cp")
-        reshard = self.stage == 3
+        reshard = self.reshards(len(run.chunks) > 1 or run.chunks[0] is not run.root)
         for chunk in run.chunks:
             for block in chunk.model.layers.values():
                 held = set()  # experts that are divided over ranks are shared by fewer
@@ -170,6 +210,7 @@ class Zero(Technique):
                     block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=held or None
                 )
             fully_shard(chunk, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            self._prefetch([*chunk.model.layers.values()])
         sharded = [m for chunk in run.chunks for m in chunk.modules() if isinstance(m, FSDPModule)]
         for module in sharded:
             module.set_gradient_divide_factor(1.0)
@@ -193,3 +234,12 @@ class Zero(Technique):
             yield
 
         run.sync = sync
+
+    def _prefetch(self, layers: list[Any]) -> None:
+        """Tell each layer which ones to gather while it computes; PyTorch's own choice is the next one."""
+        if self.prefetch == 1:
+            return
+        n = self.prefetch
+        for i, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + n])
+            layer.set_modules_to_backward_prefetch(layers[max(0, i - n) : i][::-1])

@@ -18,7 +18,7 @@ from ridgeline.spec.workload import Training
 from ridgeline.techniques.registry import check, normalise
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
-from ridgeline.train.gradients import clip, global_norm, holders, sum_partial
+from ridgeline.train.gradients import clear, clip, global_norm, holders, sum_partial
 from ridgeline.train.mesh import Mesh, inner_ranks
 from ridgeline.train.optimizer import parameter_groups
 
@@ -172,7 +172,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not run.keep_gradients)
+        clear(self.parameters, run.keep_gradients)
         for finish in run.after_update:
             finish()
         if run.scaler:

@@ -67,3 +67,13 @@ def clip(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: floa
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor.to(grads[0].device))
+
+
+@torch.no_grad()
+def clear(parameters: list[nn.Parameter], keep: bool) -> None:
+    """Drop the gradients, or (``keep``) zero them where they lie."""
+    if keep:
+        torch._foreach_zero_([local(p.grad) for p in parameters if p.grad is not None])
+        return
+    for p in parameters:
+        p.grad = None

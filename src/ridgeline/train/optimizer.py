@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ridgeline.spec.workload import Training
 
@@ -14,11 +15,13 @@ MakeOptimizer = Callable[[list[dict[str, Any]], Training], torch.optim.Optimizer
 
 
 def parameter_groups(parameters: list[torch.nn.Parameter], w: Training) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not."""
-    decay = [p for p in parameters if p.ndim >= 2]
-    rest = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": w.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [g for g in groups if g["params"]]
+    """Matrices decay, vectors (norms, biases) do not; parameters on different meshes cannot share one fused update."""
+    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    for p in parameters:
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        groups.setdefault((p.ndim < 2, mesh), []).append(p)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    return [{"params": ps, "weight_decay": 0.0 if vector else w.weight_decay} for (vector, _), ps in ordered]
 
 
 def make_optimizer(groups: list[dict[str, Any]], w: Training) -> torch.optim.Optimizer:

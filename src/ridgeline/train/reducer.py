@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ridgeline.techniques.mesh import buckets
+from ridgeline.graph.traffic import buckets
 from ridgeline.train.gradients import local
 
 

@@ -10,7 +10,7 @@ from ridgeline.predict.common import rank_cluster, source_of
 from ridgeline.predict.engine import ALIASES, find_engine
 from ridgeline.predict.interval import QUEUE, STEP
 from ridgeline.predict.iteration import Iterations
-from ridgeline.graph.scheduler import Simulation
+from ridgeline.predict.scheduler import Simulation
 from ridgeline.predict.serving import limits_of
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment

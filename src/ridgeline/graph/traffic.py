@@ -1,0 +1,93 @@
+"""What a step sends: calls and bytes of every kind of collective, as the graph says. The measured count must equal it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ridgeline.graph.graph import Graph, Op, alternate
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p")
+
+
+def buckets(sizes: list[tuple[int, float]], limit: float) -> list[list[int]]:
+    """Which of consecutive gradients, each (kind, bytes), travel together: in order, by kind, up to ``limit`` bytes.
+
+    A bucket is closed by what would make it too large; one gradient alone may be larger.
+    """
+    open_: dict[int, tuple[list[int], float]] = {}
+    out: list[list[int]] = []
+    for i, (kind, size) in enumerate(sizes):
+        members, held = open_.get(kind, ([], 0.0))
+        if members and held + size > limit:
+            members, held = [], 0.0
+        if not members:
+            out.append(members)
+        members.append(i)
+        open_[kind] = (members, held + size)
+    return out
+
+
+def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
+    """Every operator of one step with how often it runs on a rank (with a pipeline: on the mean rank)."""
+    for b in g.blocks:
+        n = b.repeat * g.accumulation / g.stages
+        once = b.repeat / g.stages
+        gathers = n
+        if g.layer_gathers is not None:
+            gathers = once * (g.layer_gathers if b.name.startswith(("layers", "encoder")) else 1.0)
+        for group, times in ((b.gather_forward, gathers), (b.forward, n), (b.store, n), (b.gather_backward, gathers),
+                             (b.backward, n), (b.reduce, n if g.reduce_every_micro_batch else once)):  # fmt: skip
+            for op in group:
+                yield op, times
+    for op in (*g.update, *g.after_update):
+        yield op, 1
+    pipe = g.pipeline
+    if pipe and pipe.send:
+        yield pipe.send, 2 * g.accumulation * (pipe.degree * pipe.chunks - 1) / pipe.degree
+
+
+def traffic(g: Graph) -> dict[tuple[str, int], tuple[float, float]]:
+    """(kind, ranks) → (calls, bytes) of one step on one rank; with a pipeline the mean over its ranks.
+
+    Bytes are those of the full buffer on one rank: what an all-gather yields, what a reduce-scatter reads, what a rank
+    sends to its experts. A pass round a ring of c ranks is c - 1 messages of its part.
+    """
+    sums: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def add(kind: str, ranks: int, calls: float, size: float) -> None:
+        if ranks > 1 and calls:
+            old = sums.get((kind, ranks), (0.0, 0.0))
+            sums[kind, ranks] = (old[0] + calls, old[1] + size)
+
+    for op, n in step_ops(g):
+        if op.kind == "ring":
+            hops = (op.ranks - 1) * n
+            add("p2p", op.ranks, hops, hops * op.link_bytes / op.ranks)
+        elif op.kind == "p2p":
+            add("p2p", g.stages, n, n * op.link_bytes)
+        elif op.kind in COLLECTIVES and not (g.bucket_bytes and op.axis == "dp"):
+            add(op.kind, op.ranks, n, n * op.link_bytes)
+    for ranks, calls, size in _bucketed(g):
+        add("all_reduce", ranks, calls, size)
+    return sums
+
+
+def _bucketed(g: Graph) -> Iterator[tuple[int, float, float]]:
+    """(ranks, calls, bytes) of gradients that travel in buckets, once per step; per stage, then their mean."""
+    if not g.bucket_bytes:
+        return
+    whole = {op.ranks * p_spread for b in g.blocks for op in b.reduce for p_spread in (1,) if op.axis == "dp"}
+    if not whole:
+        return
+    ranks = max(whole)
+    pipe = g.pipeline
+    stages = g.cut(pipe.degree * pipe.chunks) if pipe else [g.blocks]
+    degree = pipe.degree if pipe else 1
+    for rank in range(degree):
+        own = [b for stage in stages[rank::degree] for b in stage]
+        order = [own[i] for i, n in alternate(own) for _ in range(n)]
+        tensors = [(p.spread, p.numel * p.grad_bytes) for b in order for p in b.params if p.trainable]
+        tensors.reverse()
+        for members in buckets(tensors, g.bucket_bytes):
+            spread = tensors[members[0]][0]
+            yield ranks // spread, 1 / degree, sum(tensors[i][1] for i in members) / degree
