@@ -29,12 +29,13 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline import catalog
+from ridgeline.predict.settle import settle
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan, scalar
 from ridgeline.spec.workload import WORKLOADS
-from ridgeline.techniques.registry import check, normalise, techniques
+from ridgeline.techniques.registry import check, techniques
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -104,7 +105,7 @@ def make(
         plan=parsed,
         name=name,
     )
-    e = normalise(e)
+    e = settle(e)
     check(e)
     return e
 

@@ -154,7 +154,7 @@ BAD = [
     ("lora:rank=two", ["rank = 'two' is not valid"]),
     ("lora:alpha=nan", ["alpha = nan is not valid"]),
     ("lora:targets=", ["target '' matches no linear layer"]),
-    ("recompute:policy=ful", ["policy = 'ful' is not valid", "'full' or 'selective'"]),
+    ("recompute:policy=ful", ["policy = 'ful' is not valid", "'full', 'selective' or 'budget'"]),
     ("data_parallel:bucket_mb=0", ["bucket_mb = 0 is not valid"]),
 ]
 

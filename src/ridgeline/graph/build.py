@@ -165,6 +165,7 @@ def _head(b: Builder, last_only: bool) -> Block:
         b.block.forward.append(Op("loss", "head", "loss", bytes=8 * logits * 4, dtype="fp32"))
         b.block.backward.append(Op("loss.bwd", "head", "loss", "backward", 0, 2 * logits * 4, "fp32"))
         b.save("logits", logits, ["loss.bwd"], 4.0)
+        b.block.backward_workspace = float(rows * h * b.width)  # the gradient of what the head read
     return b.block
 
 

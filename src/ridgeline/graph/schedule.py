@@ -89,8 +89,10 @@ def in_flight(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1
     if schedule != "gpipe":  # what is in flight no longer grows once the pipeline is full
         micros = min(micros, 2 * ranks)
     held = most = 0
+    split = schedule == "zero_bubble"  # then the gradients of the weights read what forward saved, later
+    change = {"F": 1, "B": 0 if split else -1, "W": -1}
     for action in actions(schedule, rank, ranks, micros, chunks):
-        held += {"F": 1, "B": -1, "W": 0}[action.kind]
+        held += change[action.kind]
         most = max(most, held)
     return most / chunks
 

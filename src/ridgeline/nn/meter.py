@@ -121,14 +121,12 @@ class Meter(TorchDispatchMode):
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 self._see(_local(x), category)
+        self._resize()
         if self.total > self.peak.total:
             self._record(str(func))
         return out
 
     def _record(self, where: str) -> None:
-        self._resize()
-        if self.total <= self.peak.total:
-            return
         # What became a gradient was a temporary when it was made.
         for p in chain(self.owned, self.model.parameters()):
             if p.grad is not None:

@@ -28,7 +28,20 @@ class Peak:
 class _Sizes:
     """Bytes of one repeat of a block, summed once."""
 
-    __slots__ = ("block", "full", "gradients", "keeps", "layer", "saved", "sharded", "states", "stored", "work")
+    __slots__ = (
+        "backward",
+        "block",
+        "forward",
+        "full",
+        "gradients",
+        "keeps",
+        "layer",
+        "saved",
+        "sharded",
+        "states",
+        "stored",
+        "work",
+    )
 
     def __init__(self, b: Block, g: Graph) -> None:
         self.block = b
@@ -47,6 +60,43 @@ class _Sizes:
                     self.full += p.numel * p.grad_bytes
         self.keeps = 0.0 if g.host_activations and self.layer else self.saved
         """Saved bytes that stay on the device."""
+        self.forward, self.backward = (b.recomputed + extra for extra in _beside_saved(b))
+        """Temporaries of each direction, as seen beside all that the block saves."""
+        if b.name == "head":
+            self.backward += _last_products(b)
+
+
+def _last_products(b: Block) -> float:
+    """What the head's backward makes first, while all activations are there: the gradient of its weight, and the input
+    that the product reads, where that was kept in parts (gathered, and once more in its shape)."""
+    made = 0.0
+    for op in b.backward:
+        if op.kind == "gemm" and op.name.endswith("head.out.dw"):
+            made += op.shape[0] * op.shape[1] * (2.0 if op.dtype in ("bf16", "fp16") else 4.0)
+        elif op.name == "head.regather":
+            made += 2 * op.bytes
+    return made
+
+
+def _beside_saved(b: Block) -> tuple[float, float]:
+    """Workspace of a block's forward and backward beside all that it saves, each at the worse of two instants.
+
+    In forward, attention has its scores when nothing of the MLP is saved yet, and the probabilities among them are what
+    is saved. In backward the MLP's gradients come first; when those of attention come, what it saved is gone.
+    """
+    mlp = probs = 0.0
+    for name, s in b.saved.items():
+        if s.users and all(user.startswith("mlp") for user in s.users):
+            mlp += s.bytes
+        elif name.endswith(".probs"):
+            probs += s.bytes
+    act = next((o.bytes for o in b.backward if o.kind == "activation"), 0.0)
+    if not (act and mlp):
+        return b.workspace, b.backward_workspace
+    parts = 5 if "mlp.gate" in b.saved else 3  # tensors that the activation's backward reads and writes
+    forward = max(min(act / parts, b.workspace), b.workspace - mlp - min(probs, b.workspace / 2))
+    gradients = act * (parts // 2) / parts  # those that come in and go out, less what the last product had saved
+    return forward, max(min(gradients, b.backward_workspace), b.backward_workspace - mlp)
 
 
 def training_peak(g: Graph) -> Peak:
@@ -63,7 +113,8 @@ def training_peak(g: Graph) -> Peak:
             earlier = own.get(id(b.params))
             own[id(b.params)] = replace(b, repeat=b.repeat + earlier.repeat) if earlier else b
         held = in_flight(pipe.schedule, rank, pipe.degree, g.accumulation, pipe.chunks)
-        peak = _rank_peak(g, list(own.values()), sizes, held, True)
+        # The first backward pass, while all that may be in flight is, finds no gradients yet.
+        peak = _rank_peak(g, list(own.values()), sizes, held, g.accumulation > held)
         if peak.total > best.total:
             best = Peak(peak.categories, f"{peak.instant}, stage {rank}")
     return best
@@ -90,7 +141,8 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
     # Forward: walk the blocks, letting saved activations and kept working copies pile up on those of the micro-batches
     # that are already in flight.
     base_gradients = all_gradients if accumulated else 0.0
-    saved = (held - 1) * sum(s.keeps * n for s, n in known if s.block.name != "head")
+    every = g.pipeline is not None and g.pipeline.schedule == "gpipe"  # else the head goes backward at once
+    saved = (held - 1) * sum(s.keeps * n for s, n in known if every or s.block.name != "head")
     moving = 2 * max((s.saved for s, _ in known), default=0.0) if g.host_activations else 0.0
     gathered = 0.0
     runs = alternate(blocks)
@@ -100,7 +152,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         for first in (0, repeat - 1) if repeat > 1 else (0,):
             piled = saved + s.keeps * (first + 1) + moving
             during = gathered + (s.work * (first + 1) if keep else 2 * s.work)  # and the prefetched next one's
-            consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
+            consider(f"forward of {b.name}", during, base_gradients, piled, s.forward)
         saved += s.keeps * repeat
         gathered += s.work * repeat if keep else 0.0
 
@@ -114,7 +166,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
             left = saved - s.keeps * done + moving
             during = gathered - s.work * done if keep else gathered + 2 * s.work
             now = gradients + grad * done
-            consider(f"backward of {b.name}", during, now, left, b.recomputed + b.backward_workspace)
+            consider(f"backward of {b.name}", during, now, left, s.backward)
             # Reduction copies the unreduced gradients into one flat buffer.
             consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps, 2 * s.full)
         saved -= s.keeps * repeat

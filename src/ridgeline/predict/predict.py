@@ -7,16 +7,17 @@ from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.inference import predict_generation
 from ridgeline.predict.interval import add_intervals
 from ridgeline.predict.serving import predict_serving
+from ridgeline.predict.settle import settle
 from ridgeline.predict.step import Event
 from ridgeline.predict.training import predict_training, timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check
 
 
 def predict(e: Experiment) -> Result:
     """The predicted Result of an experiment. Raises :class:`Incompatible` for a plan that cannot work."""
-    e = normalise(e)
+    e = settle(e)
     made = check(e)
     task = predict_training if e.is_training else predict_generation if e.task == "generate" else predict_serving
     result = task(e, made)
@@ -26,14 +27,14 @@ def predict(e: Experiment) -> Result:
 
 def predict_trace(e: Experiment) -> list[Event]:
     """The events of one predicted training step, for a Chrome trace beside the measured one."""
-    e = normalise(e)
+    e = settle(e)
     g = rewritten(training_graph(e), e, check(e))
     return timed(g, update_ops(g, e), rank_cluster(e), record=True)[0].events
 
 
 def training_flops(e: Experiment) -> tuple[float, float, str]:
     """Matrix-multiply FLOPs of one step on one rank: (without recomputation, executed, compute dtype)."""
-    e = normalise(e)
+    e = settle(e)
     g = rewritten(training_graph(e), e, check(e))
     each = g.accumulation / g.stages
     return g.model_flops * each, g.flops * each, g.dtype

@@ -6,7 +6,7 @@ A technique is one file in this package. It touches both twins: ``rewrite`` is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.result import Result
 
 if TYPE_CHECKING:
     from ridgeline.graph.graph import Graph
@@ -26,6 +28,10 @@ PHASES: tuple[Phase, ...] = (
 )  # fmt: skip
 """The one order in which techniques apply, whatever their order in the plan: adapters and quantised weights must exist
 before anything shards them; a pipeline stage shards only what it keeps; hooks act on final parameters."""
+
+
+Ask = Callable[[Experiment], Result]
+"""The predictor, as techniques see it: metrics and memory of any experiment."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,20 @@ class Technique(BaseModel):
         closed = {k: get_args(f.annotation) for k, f in cls.model_fields.items() if get_origin(f.annotation) is Literal}
         closed |= {k: (False, True) for k, f in cls.model_fields.items() if f.annotation is bool}
         return [cls(**dict(zip(closed, values, strict=True))) for values in product(*closed.values())]
+
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """Itself with concrete values in the options that it leaves to the predictor; by default itself.
+
+        Called once per experiment, before ``check``. Raises :class:`Incompatible` when no value satisfies what is
+        asked. Until then ``rewrite`` takes an open option at its default.
+        """
+        return self
+
+    def placed(self, e: Experiment) -> Experiment:
+        """``e`` with this object in the place of the technique of its name in the plan."""
+        mine = Call(name=self.card.name, options=self.model_dump(mode="json", exclude_none=True))
+        calls = tuple(mine if c.name == self.card.name else c for c in e.plan.calls)
+        return e.model_copy(update={"plan": Plan(calls=calls)})
 
     def check(self, e: Experiment) -> None:
         """Raise :class:`Incompatible`, with the reason and the mend, when it cannot work in this experiment."""

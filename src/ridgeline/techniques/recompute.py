@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.spec.result import Result
+from ridgeline.spec.sizes import Size, say_size
+from ridgeline.techniques.base import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
     from ridgeline.train.build import TrainBuild
@@ -29,20 +32,67 @@ class Recompute(Technique):
     )
     phase: ClassVar[Phase] = "recompute"
 
-    policy: Literal["full", "selective"] = "full"
-    """full: whole blocks; selective: only scores, softmax and values (the score matrix)."""
+    policy: Literal["full", "selective", "budget"] = "full"
+    """full: whole blocks; selective: only scores, softmax and values (the score matrix); budget: in each block the
+    one of the two, or neither, so that the peak fits into ``budget`` with the least recomputation."""
     every: int = Field(default=1, ge=1)
     """With policy full: recompute every how many-th block."""
+    budget: Size | None = None
+    """With policy budget: bytes of device memory for the whole step on one rank, e.g. 2GB."""
+    full_blocks: int | None = Field(default=None, ge=0)
+    """With policy budget: how many blocks, from the first, are recomputed whole; by default the predictor settles it.
+    The first blocks have their backward pass last, when the activations of the others are gone."""
+    selective_blocks: int | None = Field(default=None, ge=0)
+    """With policy budget: how many blocks after those recompute their score matrix; settled with ``full_blocks``."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """Full, full in every other layer, selective."""
         return [cls(), cls(every=2), cls(policy="selective")]
 
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """The numbers of blocks whose predicted step is the fastest of those within the budget.
+
+        The peak falls with every further block that is recomputed, so the least number of selective blocks is found in
+        one walk over the numbers of full ones: O(blocks) predictions.
+        """
+        if self.policy != "budget" or self.budget is None or self.full_blocks is not None or not e.is_training:
+            return self
+        blocks = _blocks(e)
+        scores = 0 if _without_scores(e) else blocks
+        smallest = min(_peak(ask(self._with(blocks, 0).placed(e))), _peak(ask(self._with(0, scores).placed(e))))
+        best: tuple[float, int, int] | None = None
+        selective = scores
+        for full in range(blocks + 1):
+            selective = min(selective, blocks - full)
+            if best is not None and _time(ask(self._with(full, 0).placed(e))) > best[0]:
+                break  # more whole blocks only take longer
+            found = ask(self._with(full, selective).placed(e))
+            if _peak(found) > self.budget:
+                continue
+            while selective:
+                fewer = ask(self._with(full, selective - 1).placed(e))
+                if _peak(fewer) > self.budget:
+                    break
+                found, selective = fewer, selective - 1
+            if best is None or _time(found) < best[0]:
+                best = _time(found), full, selective
+        if best is None:
+            raise Incompatible(
+                f"recompute: the step does not fit into a budget of {say_size(self.budget)}: its smallest reachable"
+                f" peak is {say_size(smallest)}",
+                f"raise the budget, or add what else saves memory: {_advice(e)}",
+            )
+        return self._with(best[1], best[2])
+
+    def _with(self, full: int, selective: int) -> Recompute:
+        return self.model_copy(update={"full_blocks": full, "selective_blocks": selective})
+
     def check(self, e: Experiment) -> None:
-        """Selective recomputation has nothing to drop when attention is fused, and has no ``every``."""
+        """Selective recomputation has nothing to drop when attention is fused; each policy has its own options."""
+        selective = self.policy == "selective" or bool(self.selective_blocks)
         self.needs(
-            not (self.policy == "selective" and e.plan.has("flash_attention")),
+            not (selective and e.plan.has("flash_attention")),
             "policy 'selective' drops the score matrix, which flash_attention never stores",
             "use policy=full, or drop one of the two",
         )
@@ -53,35 +103,38 @@ class Recompute(Technique):
         )
         layers = e.model.num_layers
         self.needs(self.every <= layers, f"every={self.every} exceeds the {layers} layers", f"use at most {layers}")
+        if self.policy == "budget":
+            self.needs(self.budget is not None or self.full_blocks is not None, "policy 'budget' has no budget",
+                       "write e.g. budget=2GB")  # fmt: skip
+            self.needs(self.every == 1, "policy 'budget' chooses the blocks itself", "drop every=…")
+            chosen, blocks = (self.full_blocks or 0) + (self.selective_blocks or 0), _blocks(e)
+            self.needs(chosen <= blocks, f"{chosen} blocks are to be recomputed of {blocks}", f"use at most {blocks}")
+        else:
+            given = self.budget or self.full_blocks or self.selective_blocks
+            self.needs(not given, f"policy {self.policy!r} has no budget", "add policy=budget, or drop the budget")
+
+    def kinds(self, blocks: int) -> list[str]:
+        """What becomes of each block in model order: full, selective or none."""
+        if self.policy == "selective":
+            return ["selective"] * blocks
+        if self.policy == "full":
+            return ["none" if i % self.every else "full" for i in range(blocks)]
+        full = blocks if self.full_blocks is None else self.full_blocks
+        selective = self.selective_blocks or 0
+        return ["full"] * full + ["selective"] * selective + ["none"] * (blocks - full - selective)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Forward operators move into the backward phase too; saved activations shrink to the block's input."""
-        g.closing.append(self._drop)
-        return g
+        model = e.model
+        order = [*range(model.encoder_layers)]
+        first = len(order)  # the graph lists dense layers before those with experts
+        order += [first + i for i in sorted(range(model.num_layers), key=model.is_moe_layer)]
 
-    def _drop(self, g: Graph) -> None:
-        """Rebuild the chosen layers; the input of each stays."""
-        blocks: list[Block] = []
-        passed: dict[str, int] = {}
-        for block in g.blocks:
-            if not block.name.startswith(("layers", "encoder")):
-                blocks.append(block)
-            elif self.policy == "selective":
-                _selective(block)
-                blocks.append(block)
-            else:
-                first = passed.get(block.name, 0)
-                passed[block.name] = first + block.repeat
-                chosen = sum(i % self.every == 0 for i in range(first, first + block.repeat))
-                rest = block.copy()
-                rest.repeat = block.repeat - chosen
-                if chosen:  # first, as the chosen layer is the first of each group
-                    block.repeat = chosen
-                    _full(block, g.residual)
-                    blocks.append(block)
-                if rest.repeat:
-                    blocks.append(rest)
-        g.blocks = blocks
+        def close(graph: Graph) -> None:
+            _drop(graph, [self.kinds(len(order))[i] for i in order], in_order=self.policy == "budget")
+
+        g.closing.append(close)
+        return g
 
     def build(self, run: TrainBuild) -> None:
         """Wrap the forward of each chosen block (or of its attention core) in ``torch.utils.checkpoint``."""
@@ -89,15 +142,76 @@ class Recompute(Technique):
 
         from torch.utils.checkpoint import checkpoint
 
+        from ridgeline.nn.attention import Attention
+
         # The model has no dropout, so there is no random state to restore.
         again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False)
-        if self.policy == "selective":
-            backend = run.model.backend
-            run.model.set_attention(replace(backend, function=again(backend.function)))
-            return
-        for i, block in enumerate(run.model.layers.values()):
-            if i % self.every == 0:
+        kinds = self.kinds(run.model.spec.num_layers)
+        for name, block in run.model.layers.items():
+            kind = kinds[int(name)]
+            if kind == "full":
                 block.forward = again(block.forward)
+            elif kind == "selective":
+                for module in block.modules():
+                    if isinstance(module, Attention):
+                        module.backend = replace(module.backend, function=again(module.backend.function))
+
+
+def _blocks(e: Experiment) -> int:
+    return e.model.encoder_layers + e.model.num_layers
+
+
+def _without_scores(e: Experiment) -> bool:
+    return e.plan.has("flash_attention")
+
+
+def _peak(r: Result) -> float:
+    return r.metrics["peak_bytes"].value
+
+
+def _time(r: Result) -> float:
+    return r.metrics["step_time_s"].value
+
+
+def _advice(e: Experiment) -> str:
+    """Techniques and settings not in the plan that lower the peak further."""
+    known = {
+        "flash_attention": not e.plan.has("flash_attention"),
+        "mixed_precision": not e.plan.has("mixed_precision") and e.dtype == "fp32",
+        "a smaller micro_batch_size": e.micro_batch_size > 1,
+        "zero:stage=3": e.data_parallel > 1 and e.plan.option("zero", "stage") != 3,
+        "more devices": e.data_parallel == 1,
+        "lora": not e.plan.has("lora"),
+    }
+    return ", ".join(name for name, helps in known.items() if helps)
+
+
+def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:
+    """Rebuild the layers that ``kinds`` (in the order of the graph) names; the input of each stays.
+
+    ``in_order``: those of one kind are neighbours in the model, else they alternate with the others.
+    """
+    stacks: dict[str, dict[str, list[Block]]] = {}
+    at = 0
+    for block in g.blocks:
+        found = stacks.setdefault(block.name, {kind: [] for kind in ("full", "selective", "none")})
+        if not block.name.startswith(("layers", "encoder")):
+            found["none"].append(block)
+            continue
+        mine = kinds[at : at + block.repeat]
+        at += block.repeat
+        for kind, blocks in found.items():
+            if kind in mine:
+                part = block.copy()
+                part.repeat = mine.count(kind)
+                blocks.append(part)
+                if kind == "full":
+                    _full(part, g.residual)
+                elif kind == "selective":
+                    _selective(part)
+                if in_order and kind != "none":
+                    part.name = f"{block.name}.{kind}"
+    g.blocks = [b for found in stacks.values() for blocks in found.values() for b in blocks]
 
 
 def _again(ops: list[Op]) -> list[Op]:
@@ -135,7 +249,8 @@ def _rebuilt(b: Block) -> float:
     if act is None or not mlp:
         return everything
     gated = "mlp.gate" in b.saved
-    in_mlp = act.bytes * (0.6 if gated else 2 / 3)  # of what it moves: the gradients that come in and go out
+    # Of what it moves: the gradients that come in and go out, less the product's input, which is gone by then.
+    in_mlp = act.bytes * (2 / 5 if gated else 1 / 3)
     at = max(everything + min(in_mlp, b.backward_workspace), everything - mlp + b.backward_workspace)
     return at - b.backward_workspace
 

@@ -109,7 +109,8 @@ class Zero(Technique):
             for b in g.blocks:
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantise" in o.name]
         if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
-            g.buffers += max((sum(p.numel * p.working_bytes for p in b.params) for b in g.blocks), default=0.0)
+            layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+            g.buffers += max((sum(p.numel * p.working_bytes for p in b.params) for b in layers), default=0.0)
         return g
 
     def _shard_fully(self, g: Graph, ranks: int, stride: int) -> None:
@@ -131,7 +132,9 @@ class Zero(Technique):
             for p in b.params:
                 share = max(1, ranks // p.spread)
                 p.working_bytes = 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
-                p.shards = p.state_shards = p.grad_shards = share
+                p.shards = p.state_shards = share
+                # Gradients that wait for the last micro-batch wait whole.
+                p.grad_shards = 1 if g.accumulation > 1 and not g.reduce_every_micro_batch else share
         layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
         ends = [b for b in g.blocks if b not in layers]
         units = [[b] for b in layers] + ([[b] for b in ends] if g.pipeline else [ends])

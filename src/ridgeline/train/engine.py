@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.init import build
+from ridgeline.predict.settle import settle
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
 from ridgeline.train.gradients import clear, clip, global_norm, holders, sum_partial
@@ -51,7 +52,7 @@ class Trainer:
     """One rank's training state. ``step()`` runs one optimizer step on the next global batch."""
 
     def __init__(self, e: Experiment, device: torch.device | None = None, rank: int = 0, world: int = 1) -> None:
-        e = normalise(e)
+        e = settle(e)
         self.experiment = e
         self.workload = e.training
         self.device = device or torch.device("cpu")
