@@ -65,7 +65,7 @@ def test_tensor_parallel_communication():
         b for b in graph(*FLASH, "tensor_parallel:degree=8", "sequence_parallel").blocks if b.name == "layers"
     )
     kinds = [o.kind for o in parted.forward if o.axis == "tp"]
-    assert kinds == ["reduce_scatter", "all_gather"] * 2
+    assert kinds == ["all_gather", "reduce_scatter"] * 2
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
@@ -114,7 +114,9 @@ def test_expert_parallel_divides_the_experts(degree):
     assert numel(part) == pytest.approx(numel(one) - experts * (1 - 1 / degree))
     layer = next(b for b in part.blocks if b.name == "layers")
     for ops in (layer.forward, layer.backward):  # to the experts and back, two experts a token
-        assert [o.link_bytes for o in ops if o.axis == "ep"] == pytest.approx([2 * 2048 * 4096 * 2] * 2)
+        sent = [o.link_bytes for o in ops if o.axis == "ep" and not o.name.endswith("counts")]
+        assert sent == pytest.approx([2 * 2048 * 4096 * 2] * 2)
+    assert [o.link_bytes for o in layer.forward if o.name.endswith("counts")] == [8 * 8]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_pipeline_memory_per_schedule():
     assert peak("schedule=1f1b") == pytest.approx(peak("schedule=1f1b", 128))
     assert peak("schedule=gpipe") > 4 * peak("schedule=1f1b")
     assert peak("schedule=interleaved,chunks=2") > peak("schedule=1f1b")
-    assert peak("schedule=zero_bubble") == pytest.approx(peak("schedule=1f1b"))
+    assert peak("schedule=zero_bubble") >= peak("schedule=1f1b")
 
 
 def test_zero_divides_by_its_data_parallel_ranks_only():
@@ -212,10 +214,7 @@ def test_refusals(plan, options, says):
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(
-    "call", ["tensor_parallel:degree=8", "mixed_precision:dtype=fp16", "zero:degree=4", "data_parallel:overlap=false"]
-)
-def test_what_cannot_be_run_yet_says_so(call):
-    with pytest.raises(UserError, match=rf"{call.partition(':')[0]} can be predicted.*not yet run"):
-        require_runnable(make(call))
+def test_what_cannot_be_run_yet_says_so():
+    with pytest.raises(UserError, match=r"qlora can be predicted.*not yet run"):
+        require_runnable(make("qlora", "lora"))
     require_runnable(make("zero", "mixed_precision", "recompute"))

@@ -86,6 +86,7 @@ def record_memory(result: Result, trainer: Trainer) -> None:
 def metered_step(trainer: Trainer) -> Usage:
     """Live tensor bytes by category at the peak of one more step (after the timed ones: metering slows it down)."""
     meter = Meter(trainer.run.root)
+    meter.register(trainer.run.buffers(), "buffers")
     meter.register_states(trainer.optimizer)  # before the mode is on, or it would count what registering touches
     step = trainer.steps_done
     with meter:

@@ -114,8 +114,7 @@ def enter(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
         y: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
         return y
     y = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    y.gathered = Gathered(group)  # type: ignore[attr-defined]
-    y.gathered.part = x.detach()  # type: ignore[attr-defined]
+    y.gathered = (Gathered(group), x.detach())  # type: ignore[attr-defined]
     return y
 
 
@@ -126,11 +125,13 @@ def leave(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
 
 
 class Gathered:
-    """A gathered tensor that several layers read: kept in parts, and gathered once more for their weight gradients."""
+    """A gathered tensor that several layers read: kept in parts, and gathered once more for their weight gradients.
+
+    It does not hold the part itself: under recomputation that would outlive the forward pass.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self.part: Tensor | None = None
         self.readers = 0
         self.whole: Tensor | None = None
 
@@ -167,13 +168,12 @@ class _GatheredLinear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · Wᵀ + b; an ``x`` from :func:`enter` with a divided sequence is not kept for the weight gradient."""
-    gathered: Gathered | None = getattr(x, "gathered", None)
-    if gathered is None or not weight.requires_grad or not torch.is_grad_enabled():
+    gathered, part = getattr(x, "gathered", (None, None))
+    if gathered is None or part is None or not weight.requires_grad or not torch.is_grad_enabled():
         return torch.nn.functional.linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         low = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(low), weight.to(low)
-    assert gathered.part is not None
     gathered.readers += 1
-    y: Tensor = _GatheredLinear.apply(x, weight, gathered.part.to(x.dtype), gathered)  # type: ignore[no-untyped-call]
+    y: Tensor = _GatheredLinear.apply(x, weight, part.to(x.dtype), gathered)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias.to(y.dtype)

@@ -114,14 +114,42 @@ def training_peak(g: Graph) -> Peak:
             own[id(b.params)] = replace(b, repeat=b.repeat + earlier.repeat) if earlier else b
         held = in_flight(pipe.schedule, rank, pipe.degree, g.accumulation, pipe.chunks)
         # The first backward pass, while all that may be in flight is, finds no gradients yet.
-        peak = _rank_peak(g, list(own.values()), sizes, held, g.accumulation > held)
+        mine = list(own.values())
+        late = 0.0
+        if pipe.schedule == "zero_bubble":
+            late = (min(rank, g.accumulation - 1) + 1) * sum(_output_gradients(b) * b.repeat for b in mine)
+        # A message is received into its own buffer, and what is sent stays until the step ends.
+        virtual, each = pipe.degree * pipe.chunks, g.residual * g.accumulation
+        sends = sum(v < virtual - 1 for v in range(rank, virtual, pipe.degree))
+        receives = sends + sum(v > 0 for v in range(rank, virtual, pipe.degree))
+        peak = _rank_peak(g, mine, sizes, held, g.accumulation > held, late)
+        if g.low_weights:  # Megatron-LM's own runtime frees both
+            sends = receives = 0
+        for category, size in (("activations", sends * each), ("buffers", receives * each)):
+            peak.categories[category] = peak.categories.get(category, 0.0) + size
         if peak.total > best.total:
             best = Peak(peak.categories, f"{peak.instant}, stage {rank}")
     return best
 
 
-def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: float, accumulates: bool) -> Peak:
-    """The peak of a rank that runs ``blocks`` and holds the activations of ``held`` micro-batches of them."""
+def _output_gradients(b: Block) -> float:
+    """Gradients of the outputs of linear layers and norms, which wait for the weights' turn (schedule zero_bubble)."""
+    size = 0.0
+    for op in b.backward:
+        if op.kind == "gemm" and op.name.endswith(".dw") and b.name != "head":
+            size += op.shape[0] * op.shape[2] * (2.0 if op.dtype in ("bf16", "fp16") else 4.0)
+        elif op.kind == "norm":
+            size += op.bytes / 5  # of what its backward reads and writes
+    return size
+
+
+def _rank_peak(
+    g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: float, accumulates: bool, late: float = 0.0
+) -> Peak:
+    """The peak of a rank that runs ``blocks`` and holds the activations of ``held`` micro-batches of them.
+
+    ``late``: gradients of outputs that wait, with all activations, for delayed weight gradients.
+    """
     known = [(sizes[id(b.params)], b.repeat) for b in blocks]
     stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
     states = 0.0 if g.host_states else sum(s.states * n for s, n in known) * g.optimizer_bytes
@@ -141,7 +169,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
     # Forward: walk the blocks, letting saved activations and kept working copies pile up on those of the micro-batches
     # that are already in flight.
     base_gradients = all_gradients if accumulated else 0.0
-    every = g.pipeline is not None and g.pipeline.schedule == "gpipe"  # else the head goes backward at once
+    every = g.pipeline is not None and g.pipeline.schedule in ("gpipe", "zero_bubble")  # else the head's go at once
     saved = (held - 1) * sum(s.keeps * n for s, n in known if every or s.block.name != "head")
     moving = 2 * max((s.saved for s, _ in known), default=0.0) if g.host_activations else 0.0
     gathered = 0.0
@@ -158,20 +186,34 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
 
     # Backward: in reverse, activations go and gradients come.
     gradients = base_gradients
+    ends = sum(s.full * n for s, n in known if not s.layer) if g.pipeline is None else 0.0
+    if ends and g.reduce_every_micro_batch and g.accumulation > 1:
+        before = ends  # of the last micro-batch
+    else:
+        before = 0.0
+    waits = 0.0  # unreduced gradients of the head: it is reduced with the embedding, after everything
     for i, repeat in reversed(runs):
         s, b = known[i][0], blocks[i]
         keep = g.keep_gathered or not sharded or not s.layer
         grad = 0.0 if accumulated or g.host_states else s.gradients
-        for done in (0, repeat - 1) if repeat > 1 else (0,):
+        for done in sorted({0, min(1, repeat - 1), repeat - 1}):
             left = saved - s.keeps * done + moving
             during = gathered - s.work * done if keep else gathered + 2 * s.work
             now = gradients + grad * done
-            consider(f"backward of {b.name}", during, now, left, s.backward)
+            # What the last reduction read is freed by the next one.
+            own = s.backward + (before if not waits else s.full if done and g.pipeline is None else 0.0)
+            consider(f"backward of {b.name}", during, now, left, own + waits)
+            if late:
+                consider(f"weight gradients of {b.name} wait", during, now, saved + moving, own + late)
             # Reduction copies the unreduced gradients into one flat buffer.
-            consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps, 2 * s.full)
-        saved -= s.keeps * repeat
+            consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps, 2 * s.full + waits)
+        if not late:
+            saved -= s.keeps * repeat
         gathered -= s.work * repeat if keep else 0.0
-        gradients += grad * repeat
+        if ends and b.name == "head":
+            waits = s.full
+        else:
+            gradients += grad * repeat
     consider("optimizer step", 0.0, all_gradients, 0.0, 0.0)
     instant, gathered, gradients, activations, temporaries = at
     categories = {

@@ -278,7 +278,9 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], pace: Pace
     begun = s.compute
     for op in update:
         took = seconds_of(op, cluster, pace)
-        if op.kind in COPIES:  # the device waits, unless the update is applied a step late
+        if op.axis and op.kind not in COPIES:
+            s.run(op.name, "optimizer", 0.0, s.send(op.name, took, s.compute))
+        elif op.kind in COPIES:  # the device waits, unless the update is applied a step late
             end = s.send(op.name, took, max(s.clocks.values()) if not g.delayed_update else 0.0, "out")
             s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
         else:

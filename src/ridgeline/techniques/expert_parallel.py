@@ -90,7 +90,7 @@ class ExpertParallel(Technique):
                 setattr(b, direction, _sent(ops, size, d, stride, direction))
             if self.capacity is None:
                 tell = Op("mlp.dispatch.counts", "communication", "alltoall", bytes=8.0 * total, link_bytes=8.0 * total,
-                          ranks=d, axis="ep", stride=stride)  # fmt: skip
+                          dtype="int64", ranks=d, axis="ep", stride=stride)  # fmt: skip
                 first = next(i for i, op in enumerate(b.forward) if op.kind == "alltoall")
                 b.forward.insert(first, tell)
 

@@ -103,7 +103,7 @@ def _all_low(g: Graph, dtype: str) -> Graph:
 
 def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     def low(o: Op) -> Op:
-        if o.name.startswith(("embed.", "loss.")) and o.axis:  # sums of fp32 rows
+        if o.axis and (o.name.startswith(("embed.", "loss.")) or o.dtype == "int64"):  # sums of fp32 rows; counts
             return o
         if o.axis and o.axis != "dp":  # partial sums of matrix products travel in the dtype they come out in
             return changed(o, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)

@@ -80,11 +80,12 @@ class PipelineParallel(Technique):
         """Tell the step how to cut; a tied head has its own copy of the embedding on the last stage."""
         pipe = Pipeline(self.degree, self.schedule, self.chunks)
         g.pipeline = pipe
-        # Tensor-parallel ranks hold the same stream and each send a part of it (arXiv:2104.04473, section 4.1).
-        whole = 1 if e.plan.has("sequence_parallel") else e.parallel.get("tp", 1)
+        # In Megatron-LM (low weights) tensor-parallel ranks each send a part of the stream that they all hold
+        # (arXiv:2104.04473, section 4.1); PyTorch's runtime sends it whole.
+        tp = 1 if e.plan.has("sequence_parallel") else e.parallel.get("tp", 1)
 
         def connect(graph: Graph) -> None:
-            size = graph.residual / whole
+            size = graph.residual / (tp if graph.low_weights else 1)
             send = Op("send", "communication", "p2p", bytes=size, link_bytes=size, ranks=2, axis="pp",
                       stride=e.stride("pp"))  # fmt: skip
             graph.pipeline = replace(pipe, send=send)

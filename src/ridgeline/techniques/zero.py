@@ -110,7 +110,8 @@ class Zero(Technique):
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantise" in o.name]
         if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
             layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
-            g.buffers += max((sum(p.numel * p.working_bytes for p in b.params) for b in layers), default=0.0)
+            sizes = (sum(p.numel * p.working_bytes for p in b.params if p.spread == 1) for b in layers)
+            g.buffers += max(sizes, default=0.0)
         return g
 
     def _shard_fully(self, g: Graph, ranks: int, stride: int) -> None:

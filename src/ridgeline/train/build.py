@@ -132,6 +132,8 @@ class TrainBuild(Build):
     """Whether each rank of an inner data-parallel group holds other experts."""
     keep_gradients: bool = False
     """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
+    buffers: Callable[[], list[Tensor]] = list
+    """Tensors that the engine holds from step to step beside the model (what messages are received into)."""
     after_evaluation: Callable[[], None] = lambda: None
     """What to undo after a forward pass that no backward follows."""
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)

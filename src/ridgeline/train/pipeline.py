@@ -49,7 +49,7 @@ class Pipeline:
         self.mine = list(range(self.rank, self.total, self.ranks))
         self._runtimes: dict[tuple[int, ...], Runtime] = {}
         self._cut(layers)
-        run.execute, run.score = self.execute, self.score
+        run.execute, run.score, run.buffers = self.execute, self.score, self.buffers
 
     def _cut(self, layers: list[list[int]]) -> None:
         run, model = self.run, self.run.model
@@ -97,6 +97,18 @@ class Pipeline:
                 warnings.simplefilter("ignore")
                 self._runtimes[shape] = Runtime(stages, self.schedule, self.ranks, len(micros), self.chunks)
         return self._runtimes[shape]
+
+    def buffers(self) -> list[Tensor]:
+        """What activations and gradients are received into: one for every micro-batch, stage and direction."""
+        infos = [
+            info
+            for runtime in self._runtimes.values()
+            for stage in runtime._stages
+            for received in (stage.args_recv_info, stage.grad_recv_info)
+            for one in received.values()
+            for info in one
+        ]
+        return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
 
     def hidden(self, micro: Micro, device: str | torch.device) -> Tensor:
         """An empty tensor like what one stage sends to the next."""
