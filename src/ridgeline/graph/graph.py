@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -186,6 +187,8 @@ class Pipeline:
     degree: int
     schedule: str
     chunks: int = 1
+    layers: tuple[int, ...] = ()
+    """Layers of every stage; empty: an even cut."""
     send: Op | None = None
     """What passes between neighbouring stages for every micro-batch and direction."""
 
@@ -282,15 +285,17 @@ class Graph:
         return self.pipeline.degree if self.pipeline else 1
 
     def cut(self, parts: int) -> list[list[Block]]:
-        """The blocks of each of ``parts`` stages: an even cut of the layers; embedding first, head last.
+        """The blocks of each of ``parts`` stages: embedding first, head last, layers evenly or as the pipeline says.
 
         Blocks of one name (dense and expert layers, layers with and without recomputation) alternate evenly.
         """
         layers = [b for b in self.blocks if b.name.startswith(("layers", "encoder"))]
         order = [i for i, n in alternate(layers) for _ in range(n)]
         found: list[list[Block]] = []
-        for stage in range(parts):
-            mine = order[len(order) * stage // parts : len(order) * (stage + 1) // parts]
+        counts = self.pipeline.layers if self.pipeline else ()
+        ends = list(accumulate(counts or even(len(order), parts)))
+        for start, end in zip([0, *ends], ends, strict=False):
+            mine = order[start:end]
             found.append([replace(layers[i], repeat=n) for i, n in Counter(mine).items()])
         others = [b for b in self.blocks if not b.name.startswith(("layers", "encoder"))]
         found[0] = [b for b in others if b.name != "head"] + found[0]
@@ -309,6 +314,11 @@ class Graph:
             b.repeat * (sum(o.flops for o in b.forward) + sum(o.flops for o in b.backward if not o.recompute))
             for b in self.blocks
         )
+
+
+def even(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, as even as they come."""
+    return [layers * (s + 1) // stages - layers * s // stages for s in range(stages)]
 
 
 def alternate(blocks: list[Block]) -> list[tuple[int, int]]:

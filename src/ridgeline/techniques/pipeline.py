@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Graph, Op, Pipeline
+from ridgeline.graph.graph import Graph, Op, Pipeline, even
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique, degrees
+from ridgeline.techniques.base import Ask, Card, Phase, Technique, degrees
 
 if TYPE_CHECKING:
     from ridgeline.train.build import TrainBuild
@@ -42,6 +43,11 @@ class PipelineParallel(Technique):
     """Order of the forward and backward passes."""
     chunks: int = Field(default=1, ge=1)
     """Thinner stages on each rank (schedule interleaved)."""
+    balance: Literal["even", "auto"] = "even"
+    """even: as many layers in every stage; auto: the first and last stages, which also hold the embedding and the head,
+    take fewer if the predictor finds that faster, or the only way to fit."""
+    layers: tuple[int, ...] | None = None
+    """Layers of every stage, in order; None: as ``balance`` says."""
 
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""
@@ -60,11 +66,48 @@ class PipelineParallel(Technique):
             out += [cls(degree=n, schedule="interleaved", chunks=c) for c in (2, 4) if n * c <= layers]
         return out
 
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """Layers per stage: taken from the last stage, then from the first, as long as the predicted step gets faster
+        (or, while it does not fit, smaller)."""
+        stages = self.degree * self.chunks
+        total = e.model.num_layers + e.model.encoder_layers
+        if self.balance == "even" or self.layers is not None or total < stages or not e.is_training:
+            return self
+
+        def cut(first: int, last: int) -> PipelineParallel:
+            inner = even(total - first - last, stages - 2) if stages > 2 else []
+            return self.model_copy(update={"layers": (first, *inner, last)})
+
+        def score(first: int, last: int) -> tuple[bool, float]:
+            found = ask(cut(first, last).placed(e))
+            worth = found.metrics["step_time_s"].value if found.status == "ok" else sum(m.bytes for m in found.memory)
+            return found.status != "ok", worth
+
+        base = even(total, stages)
+        first, last = base[0], base[-1]
+        if stages == 2:  # what one does not take, the other does
+            return min((cut(n, total - n) for n in range(1, total)), key=lambda t: score(t.layers[0], t.layers[1]))
+        best = score(first, last)
+        for end in ("last", "first"):
+            while min(first, last) >= 1:
+                smaller = (first - (end == "first"), last - (end == "last"))
+                if min(smaller) < 1 or (found := score(*smaller)) >= best:
+                    break
+                best, (first, last) = found, smaller
+        return cut(first, last)
+
     def check(self, e: Experiment) -> None:
         """Layers must reach for all stages; chunks belong to the interleaved schedule."""
         stages = self.degree * self.chunks
         layers = e.model.num_layers + e.model.encoder_layers
         self.needs(layers >= stages, f"{layers} layers do not fill {stages} stages", f"use at most {layers} stages")
+        if self.layers is not None:
+            said = " + ".join(str(n) for n in self.layers)
+            self.needs(
+                len(self.layers) == stages and sum(self.layers) == layers and min(self.layers) > 0,
+                f"layers {said} are not {layers} layers in {stages} stages",
+                f"give {stages} numbers that add up to {layers}, or drop layers",
+            )
         if self.schedule == "interleaved":
             self.needs(self.chunks > 1, "schedule interleaved with one chunk is 1f1b", "set chunks=2, or use 1f1b")
             self.needs(
@@ -78,7 +121,7 @@ class PipelineParallel(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Tell the step how to cut; a tied head has its own copy of the embedding on the last stage."""
-        pipe = Pipeline(self.degree, self.schedule, self.chunks)
+        pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or ())
         g.pipeline = pipe
         # In Megatron-LM (low weights) tensor-parallel ranks each send a part of the stream that they all hold
         # (arXiv:2104.04473, section 4.1); PyTorch's runtime sends it whole.
@@ -99,10 +142,13 @@ class PipelineParallel(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Keep this rank's stages; PyTorch's runtime works off the schedule's action list."""
-        from ridgeline.train.pipeline import Pipeline, even
+        from ridgeline.train.pipeline import Pipeline
 
-        layers = even(run.experiment.model.num_layers, self.degree * self.chunks)
-        Pipeline(run, self.schedule, layers, self.chunks)
+        total = run.experiment.model.num_layers
+        counts = self.layers or even(total, self.degree * self.chunks)
+        ends = list(accumulate(counts))
+        parts = [list(range(end - n, end)) for n, end in zip(counts, ends, strict=True)]
+        Pipeline(run, self.schedule, parts, self.chunks)
 
 
 def _sum_tied(g: Graph, degree: int, stride: int) -> None:

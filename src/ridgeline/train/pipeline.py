@@ -158,9 +158,3 @@ class Pipeline:
     def _place(self, micro: Micro) -> None:
         for chunk in self.run.chunks:
             chunk.positions = micro.positions
-
-
-def even(layers: int, stages: int) -> list[list[int]]:
-    """Consecutive layers for each stage, as even as they come."""
-    return [list(range(layers * s // stages, layers * (s + 1) // stages)) for s in range(stages)]
-
