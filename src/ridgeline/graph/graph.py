@@ -235,6 +235,8 @@ class Graph:
     """Whether the host's update runs beside the next step."""
     host_parameters: bool = False
     """Whether parameters rest in host memory or on disk between uses."""
+    host_bytes: float = 0.0
+    """Bytes of host memory that this rank's offloaded tensors take."""
     host_activations: bool = False
     """Whether saved activations leave the device until their backward."""
     decode_steps: int = 0

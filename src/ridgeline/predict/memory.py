@@ -74,9 +74,15 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
     known = [(sizes[id(b.params)], b.repeat) for b in blocks]
     stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
     states = 0.0 if g.host_states else sum(s.states * n for s, n in known) * g.optimizer_bytes
-    all_gradients = 0.0 if g.host_states else sum(s.gradients * n for s, n in known)
+    leave = g.host_states and (g.low_weights or not g.gradients_resident)  # gradients, as backward produces them
+    all_gradients = 0.0 if leave else sum(s.gradients * n for s, n in known)
     sharded = any(s.sharded for s, _ in known)
-    accumulated = (accumulates or g.gradients_resident) and not g.host_states
+    accumulated = (accumulates or g.gradients_resident) and not leave
+    ends = max_layer = 0.0
+    if g.host_parameters:  # here while they are used: what is no layer all the time, a layer and the next one
+        ends = sum(s.stored * n for s, n in known if not s.layer)
+        max_layer = max((s.stored for s, _ in known if s.layer), default=0.0)
+    layers = sum(n for s, n in known if s.layer)
     fixed = stored + states + g.buffers
     most = -1.0
     at: tuple[str, float, float, float, float] = ("", 0.0, 0.0, 0.0, 0.0)
@@ -92,7 +98,8 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
     base_gradients = all_gradients if accumulated else 0.0
     saved = (held - 1) * sum(s.keeps * n for s, n in known if s.block.name != "head")
     moving = 2 * max((s.saved for s, _ in known), default=0.0) if g.host_activations else 0.0
-    gathered = 0.0
+    gathered = ends
+    passed = 0
     runs = alternate(blocks)
     for i, repeat in runs:
         s, b = known[i][0], blocks[i]
@@ -100,7 +107,9 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         for first in (0, repeat - 1) if repeat > 1 else (0,):
             piled = saved + s.keeps * (first + 1) + moving
             during = gathered + (s.work * (first + 1) if keep else 2 * s.work)  # and the prefetched next one's
+            during += max_layer * min(2, layers - passed - first) if s.layer else 0.0
             consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
+        passed += repeat if s.layer else 0
         saved += s.keeps * repeat
         gathered += s.work * repeat if keep else 0.0
 
@@ -109,14 +118,17 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
     for i, repeat in reversed(runs):
         s, b = known[i][0], blocks[i]
         keep = g.keep_gathered or not sharded or not s.layer
-        grad = 0.0 if accumulated or g.host_states else s.gradients
+        grad = 0.0 if accumulated or leave else s.gradients
+        passed -= repeat if s.layer else 0
         for done in (0, repeat - 1) if repeat > 1 else (0,):
             left = saved - s.keeps * done + moving
             during = gathered - s.work * done if keep else gathered + 2 * s.work
+            during += max_layer * min(2, passed + repeat - done) if s.layer else 0.0
             now = gradients + grad * done
             consider(f"backward of {b.name}", during, now, left, b.recomputed + b.backward_workspace)
             # Reduction copies the unreduced gradients into one flat buffer.
-            consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps, 2 * s.full)
+            came = s.gradients if leave else grad
+            consider(f"end of backward of {b.name}", during, now + came, left - s.keeps, 2 * s.full)
         saved -= s.keeps * repeat
         gathered -= s.work * repeat if keep else 0.0
         gradients += grad * repeat

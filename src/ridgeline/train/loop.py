@@ -61,6 +61,11 @@ def _run(
 
 def export(trainer: Trainer, folder: Path) -> None:
     """Write the model as a Hugging Face checkpoint (gathered on rank 0), adapters merged into their base."""
+    with trainer.run.resident(False):
+        _export(trainer, folder)
+
+
+def _export(trainer: Trainer, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from ridgeline.nn.checkpoint import save_checkpoint
