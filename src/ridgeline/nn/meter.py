@@ -146,8 +146,11 @@ class Meter(TorchDispatchMode):
         for x in tree_iter(args):
             if isinstance(x, nn.Parameter):
                 self._see(_local(x), "parameters")
-            elif isinstance(x, torch.Tensor) and _local(x).untyped_storage()._cdata in self.live:
-                self._see(_local(x), category)
+            elif isinstance(x, torch.Tensor):
+                x = _local(x)
+                storage = x.untyped_storage()
+                if storage._cdata in self.live or is_host(storage):
+                    self._see(x, category)
         made = HOST if making_host() else category
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):

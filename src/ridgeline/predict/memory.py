@@ -83,6 +83,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         ends = sum(s.stored * n for s, n in known if not s.layer)
         max_layer = max((s.stored for s, _ in known if s.layer), default=0.0)
     layers = sum(n for s, n in known if s.layer)
+    ahead = 1 if g.host_parameters else 2  # gathered: the block's, and the prefetched next one's
     fixed = stored + states + g.buffers
     most = -1.0
     at: tuple[str, float, float, float, float] = ("", 0.0, 0.0, 0.0, 0.0)
@@ -106,7 +107,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         keep = g.keep_gathered or not sharded or not s.layer
         for first in (0, repeat - 1) if repeat > 1 else (0,):
             piled = saved + s.keeps * (first + 1) + moving
-            during = gathered + (s.work * (first + 1) if keep else 2 * s.work)  # and the prefetched next one's
+            during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
             during += max_layer * min(2, layers - passed - first) if s.layer else 0.0
             consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
         passed += repeat if s.layer else 0
@@ -122,7 +123,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         passed -= repeat if s.layer else 0
         for done in (0, repeat - 1) if repeat > 1 else (0,):
             left = saved - s.keeps * done + moving
-            during = gathered - s.work * done if keep else gathered + 2 * s.work
+            during = gathered - s.work * done if keep else gathered + ahead * s.work
             during += max_layer * min(2, passed + repeat - done) if s.layer else 0.0
             now = gradients + grad * done
             consider(f"backward of {b.name}", during, now, left, b.recomputed + b.backward_workspace)

@@ -66,7 +66,7 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
     if not g.gradients_resident and not any(b.reduce for b in g.blocks):
         g.reduce_every_micro_batch = True  # nothing to wait for
     after: list[Op] = []
-    staged = 0.0
+    staged = added = 0.0
     for b in g.blocks:
         grads, weights, held, states = _sizes(b, g, rest)
         times = b.repeat // g.stages or 1
@@ -85,8 +85,11 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
             ops.append(host_copy("offload.weights", "h2d", weights, "update"))
         after += ops * times
         g.host_bytes += (held * (not masters_on_disk) + (grads * (1 + twice) + states) * (not disk)) * times
+        if g.accumulation > 1 and g.reduce_every_micro_batch:
+            added = max(added, grads)
         staged = max(staged, held * masters_on_disk + (grads + states) * disk)
-    g.host_bytes += 2 * staged  # the part that is worked on, and the buffers that it comes and goes through
+    # What arrives to be added; the part that is worked on, and the buffers through which others come and go.
+    g.host_bytes += added + 4 * staged
     g.after_update = after + g.after_update
 
 
