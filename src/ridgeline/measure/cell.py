@@ -89,6 +89,8 @@ def metered_step(trainer: Trainer) -> Usage:
     """Live tensor bytes by category at the peak of one more step (after the timed ones: metering slows it down)."""
     meter = Meter(trainer.run.root)
     meter.register_states(trainer.optimizer)  # before the mode is on, or it would count what registering touches
+    if trainer.run.store is not None:
+        meter.register(trainer.run.store.tensors(), "host")
     step = trainer.steps_done
     with meter:
         trainer.forward_backward(step)

@@ -18,11 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ridgeline.nn.store import is_host, making_host
-
-
-HOST = "host"
-"""Category of host memory, which is not the device's."""
+from ridgeline.nn.store import HOST, is_host, making_now
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
@@ -151,7 +147,7 @@ class Meter(TorchDispatchMode):
                 storage = x.untyped_storage()
                 if storage._cdata in self.live or is_host(storage):
                     self._see(x, category)
-        made = HOST if making_host() else category
+        made = making_now() or category
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 self._see(_local(x), made)

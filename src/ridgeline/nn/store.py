@@ -39,6 +39,8 @@ _THREADS = 2
 
 # ---- what is host memory, on machines whose device is the CPU as well -------------------------------------------------
 
+HOST = "host"
+"""Category of host memory, which is not the device's."""
 _host: dict[int, Any] = {}
 _here = threading.local()
 
@@ -58,18 +60,24 @@ def is_host(storage: torch.UntypedStorage) -> bool:
 
 
 @contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """Within it, tensors that this thread makes are host memory."""
-    _here.depth = getattr(_here, "depth", 0) + 1
+def making(category: str) -> Iterator[None]:
+    """Within it, tensors that this thread makes are of the meter's ``category``, whenever that is."""
+    before = making_now()
+    _here.category = category
     try:
         yield
     finally:
-        _here.depth -= 1
+        _here.category = before
 
 
-def making_host() -> bool:
-    """Whether this thread is within :func:`on_host`."""
-    return bool(getattr(_here, "depth", 0))
+def on_host() -> contextlib.AbstractContextManager[None]:
+    """Within it, tensors that this thread makes are host memory."""
+    return making(HOST)
+
+
+def making_now() -> str | None:
+    """The category that this thread's :func:`making` names; None: none."""
+    return getattr(_here, "category", None)
 
 
 # ---- the store --------------------------------------------------------------------------------------------------------
@@ -173,6 +181,12 @@ class Store:
     def size(self, tier: Tier) -> int:
         """Payload bytes of all entries of a tier."""
         return sum(e.payload for e in self._entries.values() if e.tier == tier)
+
+    def tensors(self) -> list[Tensor]:
+        """All host memory that is held at rest."""
+        with self._lock:
+            free = [t for buffers in self._free.values() for t in buffers]
+        return [t for e in self._entries.values() for t in e.host] + free
 
     def prefetch(self, key: str) -> None:
         """Start reading an entry of the disk tier; nothing for one that is in memory."""

@@ -98,7 +98,8 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
     # that are already in flight.
     base_gradients = all_gradients if accumulated else 0.0
     saved = (held - 1) * sum(s.keeps * n for s, n in known if s.block.name != "head")
-    moving = 2 * max((s.saved for s, _ in known), default=0.0) if g.host_activations else 0.0
+    # Offloaded ones are here while their layer runs, and in backward one layer ahead.
+    moved = max((s.saved for s, _ in known if s.layer), default=0.0) if g.host_activations else 0.0
     gathered = ends
     passed = 0
     runs = alternate(blocks)
@@ -106,7 +107,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         s, b = known[i][0], blocks[i]
         keep = g.keep_gathered or not sharded or not s.layer
         for first in (0, repeat - 1) if repeat > 1 else (0,):
-            piled = saved + s.keeps * (first + 1) + moving
+            piled = saved + s.keeps * (first + 1) + (moved if s.layer else 0.0)
             during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
             during += max_layer * min(2, layers - passed - first) if s.layer else 0.0
             consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
@@ -121,15 +122,18 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         keep = g.keep_gathered or not sharded or not s.layer
         grad = 0.0 if accumulated or leave else s.gradients
         passed -= repeat if s.layer else 0
-        for done in (0, repeat - 1) if repeat > 1 else (0,):
-            left = saved - s.keeps * done + moving
+        steps = {0, repeat - 2, repeat - 1} if g.host_activations or g.host_parameters else {0, repeat - 1}
+        for done in sorted(k for k in steps if k >= 0):
+            left = saved - s.keeps * done
+            near = min(2, passed + repeat - done) if s.layer else 0
             during = gathered - s.work * done if keep else gathered + ahead * s.work
-            during += max_layer * min(2, passed + repeat - done) if s.layer else 0.0
+            during += max_layer * near
             now = gradients + grad * done
-            consider(f"backward of {b.name}", during, now, left, b.recomputed + b.backward_workspace)
+            consider(f"backward of {b.name}", during, now, left + moved * near, b.recomputed + b.backward_workspace)
             # Reduction copies the unreduced gradients into one flat buffer.
-            came = s.gradients if leave else grad
-            consider(f"end of backward of {b.name}", during, now + came, left - s.keeps, 2 * s.full)
+            came = now + (s.gradients if leave else grad)
+            left += moved * max(0, near - 1) - s.keeps
+            consider(f"end of backward of {b.name}", during, came, left, 2 * s.full)
         saved -= s.keeps * repeat
         gathered -= s.work * repeat if keep else 0.0
         gradients += grad * repeat
