@@ -105,6 +105,9 @@ class Meter(TorchDispatchMode):
         if entry is not None and entry.ref() is not None:
             if category == "parameters" and entry.category in ("temporaries", "activations"):
                 entry.category = category  # gathered parameters show themselves when they are used
+            if entry.category != HOST and is_host(storage):  # marked after it was made
+                self._add(entry.category, -entry.size)
+                entry.category, entry.size = HOST, 0
             self._measure(entry, storage)  # it may have been resized in place since
             return
         if is_host(storage):
@@ -173,12 +176,21 @@ class Meter(TorchDispatchMode):
             if entry.category != HOST and entry.size:
                 sums[entry.category] = sums.get(entry.category, 0) + entry.size
         self.peak = Usage(sums, f"{self.phase}: {where}", self.peak.host)
-        if self.limit is not None and self.total > self.limit:
-            held = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in sorted(sums.items(), key=lambda i: -i[1]))
-            raise torch.OutOfMemoryError(
-                f"{self.total / 1e6:.1f} MB are needed in {self.phase} ({where}), the device memory is limited to"
-                f" {self.limit / 1e6:.1f} MB: {held}; add zero_infinity, zero_offload, activation_offload or recompute"
-            )
+        self._check(where)
+
+    def require(self, where: str) -> None:
+        """Raise ``torch.OutOfMemoryError`` if what is live now exceeds the limit."""
+        self._record(where)
+
+    def _check(self, where: str) -> None:
+        if self.limit is None or self.total <= self.limit:
+            return
+        held = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in sorted(self.peak.categories.items(), key=lambda i: -i[1]))
+        raise torch.OutOfMemoryError(
+            f"{self.total / 1e6:.1f} MB are needed ({self.phase}: {where}), the device memory is limited to"
+            f" {self.limit / 1e6:.1f} MB: {held}; add zero_infinity, zero_offload, activation_offload or recompute, or"
+            " use smaller micro-batches"
+        )
 
 
 def process_memory() -> dict[str, int]:

@@ -211,7 +211,8 @@ class Store:
         return lambda: None if done is None else torch.cuda.current_stream(self.device).wait_event(done)
 
     def send(self, key: str, tensors: Sequence[Tensor], add: bool = False) -> list[Tensor]:
-        """Copy (or ``add``) tensors of the device into an entry; returns the 2-norm of each of its tensors then."""
+        """Copy (or ``add``) floating-point tensors of the device into an entry; returns the 2-norm of each of its
+        tensors then."""
         entry = self._entries[key]
         host = self.open(key, fill=add)
         if add:

@@ -358,8 +358,10 @@ class HostOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy states in place, wherever they are."""
         order = [p for g in self.param_groups for p in g["params"]]
-        for index, theirs in state_dict["state"].items():
-            mine = self.state[order[index]]
+        keys = [key for g in state_dict["param_groups"] for key in g["params"]]  # numbers or names, in the same order
+        of = dict(zip(keys, order, strict=True))
+        for name, theirs in state_dict["state"].items():
+            mine = self.state[of[name]]
             for key, value in theirs.items():
                 if isinstance(value, Tensor):
                     local(mine[key]).copy_(local(value))

@@ -12,13 +12,15 @@ from torch import nn
 from ridgeline.nn.lora import LoRALinear
 from ridgeline.nn.quantised import dequantise
 from ridgeline.spec.experiment import Experiment
+from ridgeline.train.budget import Budget
 from ridgeline.train.engine import Trainer
 
 
 def train(
     e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
 ) -> dict[str, Any]:
-    """Train to ``workload.steps``. Options: ``out`` (directory), ``save_every`` (steps), ``resume``, ``export``.
+    """Train to ``workload.steps``. Options: ``out`` (directory), ``save_every`` (steps), ``resume``, ``export``,
+    ``device_memory`` (bytes that each rank's device may use).
 
     The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
     """
@@ -42,8 +44,10 @@ def _run(
     e = trainer.experiment
     report({"stage": "training", "step": trainer.steps_done, "steps": e.training.steps})
     stopped, place = False, None
+    budget = Budget(trainer, options.get("device_memory"))
     while trainer.steps_done < e.training.steps and not stopped:
-        stats = trainer.step()
+        with budget.step():
+            stats = trainer.step()
         losses.append(stats.loss)
         stopped = stats.stop
         report({"step": trainer.steps_done, "steps": e.training.steps, "loss": stats.loss, "tokens": stats.tokens,
@@ -56,7 +60,18 @@ def _run(
         export(trainer, out / "model")
     if out and not place:  # there was nothing left to do
         place = next(reversed(checkpoints(out)), None)
-    return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else ""}
+    return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else "",
+            "device_peak_bytes": budget.peak, "traffic": traffic(trainer)}  # fmt: skip
+
+
+def traffic(trainer: Trainer) -> dict[str, dict[str, float]]:
+    """What moved between the device, host memory and disk: bytes, moves and achieved bytes/s by direction."""
+    store = trainer.run.store
+    if store is None:
+        return {}
+    store.finish()
+    moved = {name: t for name, t in store.traffic.items() if t.count}
+    return {n: {"bytes": t.bytes, "count": t.count, "bandwidth": t.bandwidth} for n, t in moved.items()}
 
 
 def export(trainer: Trainer, folder: Path) -> None:
