@@ -35,7 +35,7 @@ PLANS = ["zero_offload", "zero_infinity", "zero_infinity:parameters=device,optim
          "zero_infinity:parameters=cpu,optimizer=nvme", DISK]  # fmt: skip
 
 
-# ---- the same numbers -------------------------------------------------------------------------------------------------
+# ---- the same numbers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -107,7 +107,7 @@ def test_what_got_no_gradient_is_left_alone(corpus):
     assert all(torch.equal(moved[n], t) for n, t in plain.items())
 
 
-# ---- copies and memory as predicted -----------------------------------------------------------------------------------
+# ---- copies and memory as predicted ---------------------------------------------------------------------------------
 
 COPIES = ("d2h", "h2d", "disk_read", "disk_write")
 
@@ -158,7 +158,7 @@ def test_copies_and_memory_are_those_predicted(plan, ranks, micro, corpus):
         assert usage.host == pytest.approx(host, rel=0.05)
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_three_and_three_steps_are_bitwise_six(plan, ranks, corpus, tmp_path):
     assert all(torch.equal(p, resumed[name]) for name, p in after.items())
 
 
-# ---- bad input --------------------------------------------------------------------------------------------------------
+# ---- bad input ------------------------------------------------------------------------------------------------------
 
 
 def test_a_path_that_cannot_be_written_is_found_before_training(corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="offload path .* cannot be written"):
+    with pytest.raises(UserError, match=r"offload path .* cannot be written"):
         make_trainer(experiment(corpus, f"{DISK},path={tmp_path}/file/x"))
 
 
@@ -205,7 +205,7 @@ def test_refusals(plan, ranks, says, corpus):
     assert refusal.value.fix
 
 
-# ---- the device's memory as a budget ----------------------------------------------------------------------------------
+# ---- the device's memory as a budget --------------------------------------------------------------------------------
 
 DEEP = MODEL.model_copy(update={"hidden_size": 128, "head_dim": 32, "num_layers": 32, "intermediate_size": 352})
 LIMIT = 22_000_000

@@ -37,7 +37,7 @@ _ALIGN = 64
 _THREADS = 2
 
 
-# ---- what is host memory, on machines whose device is the CPU as well -------------------------------------------------
+# ---- what is host memory, on machines whose device is the CPU as well -----------------------------------------------
 
 HOST = "host"
 """Category of host memory, which is not the device's."""
@@ -80,7 +80,7 @@ def making_now() -> str | None:
     return getattr(_here, "category", None)
 
 
-# ---- the store --------------------------------------------------------------------------------------------------------
+# ---- the store ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -373,7 +373,7 @@ def _views(staging: Tensor, entry: _Entry) -> list[Tensor]:
 
 
 def _whole(call: Any, file: int, staging: Tensor, place: int) -> None:
-    view = memoryview(staging.numpy())
+    view = memoryview(staging.numpy())  # type: ignore[arg-type]
     done = 0
     while done < len(view):
         n = call(file, [view[done:]], place + done)

@@ -23,7 +23,7 @@ class Held:
     """
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         self.host: Tensor | None = None
 
 
@@ -61,7 +61,7 @@ class Layer:
         held = self.open.get(storage._cdata)
         if held is None:
             held = self.open[storage._cdata] = Held(storage, self.device)
-        return Handle(held, self, t.dtype, (t.storage_offset(), t.shape, t.stride()))
+        return Handle(held, self, t.dtype, (int(t.storage_offset()), t.shape, t.stride()))
 
     def unpack(self, kept: Any) -> Tensor:
         """autograd needs it back."""
@@ -70,7 +70,7 @@ class Layer:
         kept.layer.fetch()
         assert kept.held.device is not None
         storage = kept.held.device.untyped_storage()
-        return torch.empty(0, dtype=kept.dtype, device=self.device).set_(storage, *kept.place)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=kept.dtype, device=self.device).set_(storage, *kept.place)
 
     @torch.no_grad()
     def leave(self) -> None:

@@ -1,8 +1,9 @@
-"""Optimizer states and their update in host memory or on disk (ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, 2104.07857).
+"""Optimizer states and their update in host memory or on disk.
 
 The model's parameters are grouped into parts: embedding, each layer, head. Per part the tiered store holds the master
 weights, the summed gradients and the optimizer's states. Gradients leave the device as backward produces them; the
-update runs part by part on the host; new weights go back, or rest where they are.
+update runs part by part on the host; new weights go back, or rest where they are (ZeRO-Offload, arXiv:2101.06840;
+ZeRO-Infinity, arXiv:2104.07857).
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class HostStates:
 
     def _ready(self, p: Tensor) -> None:
         part = self._of[p]  # type: ignore[index]
-        part.waiting.discard(p)  # type: ignore[arg-type]
+        part.waiting.discard(p)
         if not part.waiting:
             self._leave(part)
 

@@ -66,10 +66,9 @@ class Residency:
         views = []
         for t in self._tensors(part):
             storage = t.untyped_storage()
-            storage.resize_((t.storage_offset() + t.numel()) * t.element_size())
-            views.append(
-                torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.shape, t.stride())
-            )
+            start = int(t.storage_offset())
+            storage.resize_((start + t.numel()) * t.element_size())
+            views.append(torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, start, t.shape, t.stride()))
         return views
 
     def _fetch(self, name: str) -> None:
