@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from ridgeline import catalog
 from ridgeline.cli import app
 from ridgeline.measure.cell import metered_step
+from ridgeline.nn import load_checkpoint
+from ridgeline.nn.tiled import whole_weights
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
@@ -25,6 +27,8 @@ from ridgeline.train import launch
 from ridgeline.train.budget import Budget
 from ridgeline.train.engine import learning_rate
 from ridgeline.train.gradients import clip, global_norm
+from ridgeline.train.host import HostStates
+from ridgeline.train.loop import export
 
 ROOT = Path(__file__).parents[2]
 WIDER = MODEL.model_copy(
@@ -56,6 +60,47 @@ def test_with_adapters_recomputation_and_low_precision(base, plan, corpus):
     plain, moved = (train(experiment(corpus, *base, *p, lr=1e-2, steps=3)) for p in ((), (plan, "activation_offload")))
     assert moved.losses == plain.losses
     assert all(torch.equal(moved.after[n], t) for n, t in plain.after.items())
+
+
+@pytest.mark.parametrize("plan", ["zero_infinity:tile=4", f"{DISK},tile=2"])
+def test_tiles_are_the_whole_matrix(plan, corpus, tmp_path):
+    settings = {"optimizer": "sgd", "micro_batch_size": 2, "grad_clip": 0.05, "lr": 10.0, "weight_decay": 0.0}
+    plain, moved = (train(experiment(corpus, *p, **settings)) for p in ((), (plan,)))
+    assert moved.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert moved.norms == pytest.approx(plain.norms, rel=1e-4)
+    assert plain.signal > 0.1
+    assert moved.trained != plain.trained, "the tiles are parameters"
+    after = whole_weights(moved.after)
+    assert all(float((after[n] - t).abs().max()) < 1e-4 * plain.moved for n, t in plain.after.items())
+
+
+def test_tiles_are_exported_whole(corpus, tmp_path):
+    trainer = make_trainer(experiment(corpus, f"{DISK},tile=4"))
+    trainer.step()
+    export(trainer, tmp_path / "model")
+    want = whole_weights(state(trainer))
+    for name, p in load_checkpoint(tmp_path / "model").named_parameters():
+        assert torch.equal(p, want[f"model.{name}"]), name
+
+
+@pytest.mark.parametrize("lost", ["_back", "_leave"])
+def test_what_is_lost_on_the_way_is_seen(lost, corpus, monkeypatch):
+    """Negative control: weights that do not come back, gradients of which only the last micro-batch counts."""
+    settings = {"optimizer": "sgd", "micro_batch_size": 2, "grad_clip": 0.05, "lr": 10.0, "steps": 2}
+    plain = train(experiment(corpus, **settings))
+    if lost == "_back":
+        monkeypatch.setattr(HostStates, "_back", lambda self, part: None)
+    else:
+        leave = HostStates._leave
+
+        def forget(self, part):
+            part.arrived = set()
+            leave(self, part)
+
+        monkeypatch.setattr(HostStates, "_leave", forget)
+    moved = train(experiment(corpus, "zero_offload", **settings))
+    assert moved.losses[0] == plain.losses[0]
+    assert moved.losses[1] != pytest.approx(plain.losses[1], rel=1e-3)
 
 
 def late(e):
@@ -130,6 +175,8 @@ CASES = [
     (("activation_offload", "flash_attention", "zero_infinity"), 1, 1),
     (("recompute", "activation_offload"), 1, None),
     (("mixed_precision", "lora:rank=4", "activation_offload", DISK), 1, None),
+    (("zero_infinity:tile=4",), 1, 1),
+    ((f"{DISK},tile=4", "activation_offload"), 1, None),
     (("data_parallel", "zero_offload"), 2, 1),
     (("zero:stage=1", "zero_offload"), 2, 1),
     (("zero:stage=3", "zero_infinity"), 2, None),
@@ -197,6 +244,9 @@ def test_a_path_that_cannot_be_written_is_found_before_training(corpus, tmp_path
         (("zero:stage=2", "zero_infinity"), 2, "keeps whole parameters on the device"),
         (("data_parallel", "zero_infinity"), 2, "keeps whole parameters on every device"),
         (("zero_offload", "zero_infinity"), 1, "already moves"),
+        (("zero_infinity:tile=5",), 1, "tile=5 does not divide the rows of every linear"),
+        (("zero_infinity:tile=2,parameters=device",), 1, "parameters=device keeps them"),
+        (("zero_infinity:tile=2", "lora"), 1, "wraps whole linears"),
     ],
 )
 def test_refusals(plan, ranks, says, corpus):

@@ -120,11 +120,15 @@ class Param:
     spread: int = 1
     """Data-parallel ranks over which the tensor is already divided (experts): fewer are left to share or reduce it."""
 
+    tiles: int = 1
+    """Pieces that pass through the device one at a time."""
+
     def copy(self) -> Param:
         """One that may be changed without touching this one."""
         return Param(
             self.name, self.numel, self.dtype, self.trainable, self.bytes_per_element, self.shape, self.shards,
             self.state_shards, self.grad_shards, self.grad_bytes, self.working_bytes, self.spread,
+            self.tiles,
         )  # fmt: skip
 
     @property

@@ -28,21 +28,27 @@ class Peak:
 class _Sizes:
     """Bytes of one repeat of a block, summed once."""
 
-    __slots__ = ("block", "full", "gradients", "keeps", "layer", "saved", "sharded", "states", "stored", "work")
+    __slots__ = ("block", "full", "gradients", "keeps", "layer", "saved", "sharded", "states", "stored", "tile",
+                 "work")  # fmt: skip
 
     def __init__(self, b: Block, g: Graph) -> None:
         self.block = b
         self.layer = b.name.startswith(("layers", "encoder"))
         self.saved = b.saved_bytes
+        self.tile = 0.0
+        """The largest piece of what passes through the device in pieces."""
         self.work = self.stored = self.states = self.gradients = self.full = 0.0
         self.sharded = False
         for p in b.params:
             self.work += p.numel * p.working_bytes
-            self.stored += p.numel * p.bytes_per_element / p.shards
+            if p.tiles == 1:
+                self.stored += p.numel * p.bytes_per_element / p.shards
+            else:
+                self.tile = max(self.tile, p.numel * p.bytes_per_element / p.tiles)
             self.sharded |= p.shards > 1
             if p.trainable:
                 self.states += p.numel / p.state_shards
-                self.gradients += p.numel * p.grad_bytes / p.grad_shards
+                self.gradients += p.numel * p.grad_bytes / p.grad_shards / p.tiles
                 if p.grad_shards > 1:  # unreduced until the block's reduction, beyond its share of the reduced ones
                     self.full += p.numel * p.grad_bytes
         self.keeps = 0.0 if g.host_activations and self.layer else self.saved
@@ -109,7 +115,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         for first in (0, repeat - 1) if repeat > 1 else (0,):
             piled = saved + s.keeps * (first + 1) + (moved if s.layer else 0.0)
             during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
-            during += max_layer * min(2, layers - passed - first) if s.layer else 0.0
+            during += max_layer * min(2, layers - passed - first) + s.tile if s.layer else 0.0
             consider(f"forward of {b.name}", during, base_gradients, piled, b.workspace + b.recomputed)
         passed += repeat if s.layer else 0
         saved += s.keeps * repeat
@@ -127,7 +133,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
             left = saved - s.keeps * done
             near = min(2, passed + repeat - done) if s.layer else 0
             during = gathered - s.work * done if keep else gathered + ahead * s.work
-            during += max_layer * near
+            during += max_layer * near + s.tile
             now = gradients + grad * done
             consider(f"backward of {b.name}", during, now, left + moved * near, b.recomputed + b.backward_workspace)
             # Reduction copies the unreduced gradients into one flat buffer.

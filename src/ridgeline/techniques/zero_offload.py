@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import host_copy
@@ -68,43 +68,51 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
     after: list[Op] = []
     staged = added = 0.0
     for b in g.blocks:
-        grads, weights, held, states = _sizes(b, g, rest)
-        times = b.repeat // g.stages or 1
-        if not grads:
-            g.host_bytes += held * times * (not masters_on_disk)
-            continue
-        b.reduce.append(host_copy("offload.gradients", "d2h", grads, "backward"))
-        ops: list[Op] = []
-        if disk:
-            b.reduce.append(host_copy("offload.gradients_out", "disk_write", grads, "backward"))
-            reads = g.accumulation if g.reduce_every_micro_batch else 1  # to add to them, and to apply them
-            ops += [host_copy("offload.gradients_in", "disk_read", grads, "update")] * reads
-        ops += _both(held, "weights") if masters_on_disk else []
-        ops += _both(states, "states") if disk else []
-        if not rest:
-            ops.append(host_copy("offload.weights", "h2d", weights, "update"))
-        after += ops * times
-        g.host_bytes += (held * (not masters_on_disk) + (grads * (1 + twice) + states) * (not disk)) * times
-        if g.accumulation > 1 and g.reduce_every_micro_batch:
-            added = max(added, grads)
-        staged = max(staged, held * masters_on_disk + (grads + states) * disk)
+        for params, tiles in moved_together(b):
+            grads, weights, held, states = (size / tiles for size in _sizes(params, g, rest))
+            times = (b.repeat // g.stages or 1) * tiles
+            if not grads:
+                g.host_bytes += held * times * (not masters_on_disk)
+                continue
+            out = [host_copy("offload.gradients", "d2h", grads, "backward")]
+            ops: list[Op] = []
+            if disk:
+                out.append(host_copy("offload.gradients_out", "disk_write", grads, "backward"))
+                reads = g.accumulation if g.reduce_every_micro_batch else 1  # to add to them, and to apply them
+                ops += [host_copy("offload.gradients_in", "disk_read", grads, "update")] * reads
+            b.reduce += out * tiles
+            ops += _both(held, "weights") if masters_on_disk else []
+            ops += _both(states, "states") if disk else []
+            if not rest:
+                ops.append(host_copy("offload.weights", "h2d", weights, "update"))
+            after += ops * times
+            g.host_bytes += (held * (not masters_on_disk) + (grads * (1 + twice) + states) * (not disk)) * times
+            if g.accumulation > 1 and g.reduce_every_micro_batch:
+                added = max(added, grads)
+            staged = max(staged, held * masters_on_disk + (grads + states) * disk)
     # What arrives to be added; the part that is worked on, and the buffers through which others come and go.
     g.host_bytes += added + 4 * staged
     g.after_update = after + g.after_update
 
 
-def _sizes(b: Block, g: Graph, rest: bool) -> tuple[float, float, float, float]:
-    """Bytes of one block: gradients as they travel, weights that go back, what the host keeps of weights, and the
+def moved_together(b: Block) -> list[tuple[list[Param], int]]:
+    """Parameters of a block that are copied at once; one that is tiled goes by itself, in so many pieces."""
+    tiled: list[tuple[list[Param], int]] = [([p], p.tiles) for p in b.params if p.tiles > 1]
+    return [([p for p in b.params if p.tiles == 1], 1), *tiled]
+
+
+def _sizes(params: list[Param], g: Graph, rest: bool) -> tuple[float, float, float, float]:
+    """Bytes of parameters: gradients as they travel, weights that go back, what the host keeps of weights, and the
     optimizer's states. Under low weights the master copy counts among the states."""
     grads = weights = held = states = 0.0
-    for p in b.params:
+    for p in params:
         if p.trainable:
             share = p.numel / max(p.grad_shards, p.state_shards)
             grads += share * min(p.grad_bytes, 2.0 if g.low_weights else 4.0)
             weights += share * p.bytes_per_element
             states += share * g.optimizer_bytes
     if rest:
-        held = sum(p.stored_bytes for p in b.params)
+        held = sum(p.stored_bytes for p in params)
     elif not g.low_weights:
         held = weights
     return grads, weights, held, states

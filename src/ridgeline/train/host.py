@@ -26,14 +26,15 @@ from ridgeline.train.build import TrainBuild
 from ridgeline.train.gradients import clip_factor, local
 from ridgeline.train.optimizer import MakeOptimizer
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\w+)\.")
+_LAYER = re.compile(r"(?:^|\.)(layers\.\w+)\.")
+_TILE = re.compile(r"(?:^|\.)(layers\..+\.tiles\.\d+)$")
 
 
 def part_name(parameter: str) -> str:
-    """embed, layers.N or head: which part of the model a parameter belongs to."""
-    layer = _LAYER.search(parameter)
+    """embed, layers.N or head: which part of the model a parameter belongs to; a tile of a linear is one by itself."""
+    layer = _TILE.search(parameter) or _LAYER.search(parameter)
     if layer:
-        return f"layers.{layer[1]}"
+        return layer[1]
     return "embed" if re.search(r"(?:^|\.)embed\.", parameter) else "head"
 
 
@@ -109,6 +110,8 @@ class HostStates:
     parts: list[Part] = field(default_factory=list)
     factor: Tensor | None = None
     """What clipping multiplies the gradients by; None: nothing."""
+    left: Callable[[Part], None] = lambda part: None
+    """Called when a part's gradients have left in backward: nothing there needs its weights any more."""
     _of: dict[nn.Parameter, Part] = field(default_factory=dict)
     _turn: int = 0
     _thread: threading.Thread | None = None
@@ -153,6 +156,7 @@ class HostStates:
         part.waiting.discard(p)
         if not part.waiting:
             self._leave(part)
+            self.left(part)
 
     def _collect(self) -> None:
         for part in self.parts:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ridgeline.nn.lora import LoRALinear
 from ridgeline.nn.quantised import dequantise
+from ridgeline.nn.tiled import whole_weights
 from ridgeline.spec.experiment import Experiment
 from ridgeline.train.budget import Budget
 from ridgeline.train.engine import Trainer
@@ -91,7 +92,9 @@ def _export(trainer: Trainer, folder: Path) -> None:
     if trainer.rank:
         return
     whole = {name.removeprefix("model."): t for name, t in state.items() if isinstance(t, torch.Tensor)}
-    plain = plain_state(whole, trainer.run.model)
+    if trainer.run.store is not None:  # what numpy has seen can no longer give its memory back
+        whole = {name: t.clone() for name, t in whole.items()}
+    plain = plain_state(whole_weights(whole), trainer.run.model)
     with torch.device("meta"):
         model = Transformer(trainer.experiment.model)
     model.load_state_dict(plain, assign=True)

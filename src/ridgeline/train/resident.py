@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.meter import return_freed_memory
 from ridgeline.nn.store import Store
+from ridgeline.nn.tiled import TiledLinear
 from ridgeline.train.build import TrainBuild
 from ridgeline.train.gradients import local
 from ridgeline.train.host import HostStates, Part
@@ -39,7 +40,7 @@ class Residency:
         run = self.run
         self.parts = {p.name: p for p in self.host.parts if p.trained or p.frozen}
         self.layers = [f"layers.{n}" for n in run.model.layers]
-        self.ends = [n for n in self.parts if n not in self.layers]
+        self.ends = [n for n in self.parts if not n.startswith("layers.")]
         _settle_shards(run.root)
         for part in self.parts.values():
             self._empty(part)
@@ -48,6 +49,10 @@ class Residency:
         for i, block in enumerate(run.model.layers.values()):
             block.register_forward_pre_hook(partial(self._before, i), prepend=True)
             block.register_forward_hook(partial(self._after, i), prepend=True)
+        for name, module in run.model.named_modules():
+            if isinstance(module, TiledLinear):
+                module.fetch, module.drop = partial(self._tile, name, len(module.tiles)), partial(self._tile_done, name)
+        self.host.left = lambda part: self._drop([part.name] if ".tiles." in part.name else [])
         run.sync = self._around(run.sync)
         run.after_evaluation = self._undone(run.after_evaluation)
         run.resident = self._resident(run.resident)
@@ -115,6 +120,17 @@ class Residency:
             out.register_hook(lambda _: self._wanted(i, -1))
             if last:
                 self._soon(i, i - 1)
+
+    def _tile(self, linear: str, count: int, i: int) -> None:
+        """Tile ``i`` is used now."""
+        self._fetch(f"{linear}.tiles.{i}")
+        after = i - 1 if torch._C._current_graph_task_id() != -1 else i + 1  # backward goes the other way
+        if 0 <= after < count:
+            self.store.prefetch(self.parts[f"{linear}.tiles.{after}"].weights)
+        self.here[f"{linear}.tiles.{i}"]()
+
+    def _tile_done(self, linear: str, i: int) -> None:
+        self._drop([f"{linear}.tiles.{i}"])
 
     def _around(self, sync: Callable[[bool], Any]) -> Callable[[bool], Any]:
         @contextmanager
