@@ -238,6 +238,24 @@ def test_a_path_that_cannot_be_written_is_found_before_training(corpus, tmp_path
         make_trainer(experiment(corpus, f"{DISK},path={tmp_path}/file/x"))
 
 
+def test_the_disk_is_reserved_as_it_is_used(corpus):
+    """Too little would be found in the middle of training, too much would refuse what can be done."""
+    for plan in (DISK, f"{DISK},tile=4", "zero_infinity:parameters=cpu,optimizer=nvme"):
+        for optimizer in ("sgd", "adamw"):
+            trainer = make_trainer(experiment(corpus, plan, optimizer=optimizer, model=DEEP))
+            trainer.step()
+            store = trainer.run.store
+            store.finish()
+            assert store._end <= store.capacity < 1.2 * store._end
+
+
+def test_master_copies_of_others_are_refused(corpus):
+    e = experiment(corpus, "mixed_precision:weights=low", "zero_offload")
+    assert predict(e).status == "ok"
+    with pytest.raises(Incompatible, match="can be predicted, not yet run"):
+        make_trainer(e)
+
+
 @pytest.mark.parametrize(
     ("plan", "ranks", "says"),
     [

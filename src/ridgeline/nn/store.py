@@ -208,11 +208,15 @@ class Store:
             if done is not None:
                 done.synchronize()  # the buffer is used again
             self._give_back(staging)
-        return lambda: None if done is None else torch.cuda.current_stream(self.device).wait_event(done)
+        # The host waits, as whoever reads next may do so on a stream that we don't know (FSDP's).
+        return done.synchronize if done is not None else lambda: None
 
-    def send(self, key: str, tensors: Sequence[Tensor], add: bool = False) -> list[Tensor]:
-        """Copy (or ``add``) floating-point tensors of the device into an entry; returns the 2-norm of each of its
-        tensors then."""
+    def send(self, key: str, tensors: Sequence[Tensor], add: bool = False) -> list[Tensor] | None:
+        """Copy (or ``add``) floating-point tensors of the device into an entry.
+
+        Returns the 2-norm of each of its tensors then; None for an entry in host memory, where they can be had after
+        :meth:`sync` without being read again.
+        """
         entry = self._entries[key]
         host = self.open(key, fill=add)
         if add:
@@ -221,7 +225,9 @@ class Store:
             self._count("d2h", entry.payload, lambda: self._copy(arrived, tensors))
             torch._foreach_add_(host, arrived)
         else:
-            self._count("d2h", entry.payload, lambda: self._copy(host, tensors))
+            self._count("d2h", entry.payload, lambda: self._copy(host, tensors, wait=entry.tier == "disk"))
+        if entry.tier == "cpu":
+            return None
         with on_host():
             norms = list(torch._foreach_norm(host))
         self.close(key)
@@ -257,20 +263,30 @@ class Store:
             t.untyped_storage().resize_(0)
         entry.resident = False
 
+    def sync(self) -> None:
+        """Wait for copies from the device that are under way."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def finish(self) -> None:
         """Wait for everything that is being written or read; raises what went wrong there."""
+        self.sync()
         for entry in self._entries.values():
             self._settle(entry)
 
-    def copy(self, direction: str, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-        """Copy tensors between device and host memory that is no entry's, and count it."""
-        self._count(direction, sum(t.nbytes for t in source), lambda: self._copy(into, source))
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+    def copy(self, direction: str, into: Sequence[Tensor], source: Sequence[Tensor]) -> Callable[[], None]:
+        """Copy tensors between device and host memory that is no entry's, and count it.
+
+        What is returned lets the current stream wait for the copy.
+        """
+        self._count(direction, sum(t.nbytes for t in source), lambda: self._copy(into, source, wait=False))
+        done = None if self._stream is None else self._stream.record_event()
+        return lambda: None if done is None else torch.cuda.current_stream(self.device).wait_event(done)
 
     # ---- moving ----
 
-    def _copy(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    def _copy(self, into: Sequence[Tensor], source: Sequence[Tensor], wait: bool = True) -> None:
+        """``wait``: until what goes to the host is there."""
         into, source = list(into), list(source)
         if not into:
             return
@@ -285,8 +301,8 @@ class Store:
             for t in (*into, *source):
                 if t.is_cuda:
                     t.record_stream(self._stream)
-            if any(not t.is_cuda for t in into):
-                self._stream.synchronize()  # the host reads it next
+            if wait and any(not t.is_cuda for t in into):
+                self._stream.synchronize()
 
     def _count(self, direction: str, size: int, move: Any) -> None:
         began = time.perf_counter()

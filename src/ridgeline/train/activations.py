@@ -25,6 +25,8 @@ class Held:
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         self.host: Tensor | None = None
+        self.arrive: Callable[[], None] = lambda: None
+        """Waits for the copy to the device."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Layer:
         if not isinstance(kept, Handle):
             return kept  # type: ignore[no-any-return]
         kept.layer.fetch()
+        kept.held.arrive()
         assert kept.held.device is not None
         storage = kept.held.device.untyped_storage()
         return torch.empty(0, dtype=kept.dtype, device=self.device).set_(storage, *kept.place)
@@ -96,10 +99,10 @@ class Layer:
             for h in away:
                 assert h.host is not None
                 h.device = torch.empty(h.host.shape, dtype=torch.uint8, device=self.device)
-        self.store.copy("h2d", [h.device for h in away if h.device is not None],
-                        [h.host for h in away if h.host is not None])  # fmt: skip
+        arrive = self.store.copy("h2d", [h.device for h in away if h.device is not None],
+                                 [h.host for h in away if h.host is not None])  # fmt: skip
         for h in away:
-            h.host = None
+            h.host, h.arrive = None, arrive
 
     def back(self, _: Tensor) -> None:
         """The layer's backward begins: its activations, and those of the one that follows."""

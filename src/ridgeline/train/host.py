@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.store import Store, Tier, mark_host, on_host
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Training
 from ridgeline.train.build import TrainBuild
 from ridgeline.train.gradients import clip_factor, local
@@ -49,8 +50,8 @@ class Part:
     """Trained parameters whose gradient of this micro-batch has not come yet."""
     arrived: set[nn.Parameter] = field(default_factory=set)
     """Those that got any gradient in this step."""
-    norms: list[Tensor] = field(default_factory=list)
-    """2-norms of the gradients summed so far."""
+    norms: list[Tensor] | None = None
+    """2-norms of the gradients summed so far; None: they lie in memory, to be asked themselves."""
     inner: torch.optim.Optimizer | None = None
     groups: list[int] = field(default_factory=list)
     """Which of the engine's parameter groups each of the inner optimizer's is."""
@@ -98,7 +99,10 @@ class HostStates:
     """Master weights, gradients and optimizer states of one rank in the tiered store, and their update.
 
     ``rest``: parameters have no copy on the device between uses, so that the masters are their only home. ``delayed``:
-    each update runs in a thread beside the next step and arrives one step late (arXiv:2101.06840, section 5.2).
+    each update runs in a thread beside the next step and arrives one step late (arXiv:2101.06840, section 5.2), so that
+    the device never sees the last one.
+
+    Raises :class:`Incompatible` for weights that rest in low precision beside a master copy of another optimizer.
     """
 
     run: TrainBuild
@@ -119,6 +123,11 @@ class HostStates:
 
     def __post_init__(self) -> None:
         run = self.run
+        if run.experiment.plan.option("mixed_precision", "weights") == "low":
+            raise Incompatible(
+                "host optimizer states beside mixed_precision:weights=low can be predicted, not yet run",
+                "use mixed_precision with weights=fp32",
+            )
         self.parts = self.parts or parts_of(run.root)
         self.late = run.keep_gradients or bool(run.after_backward)
         """Whether gradients are complete only after backward, so that they leave then."""
@@ -168,6 +177,8 @@ class HostStates:
         """Add the part's gradients to those in the store, and drop them from the device."""
         came = [p for p in part.trained if p.grad is not None]
         grads = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in part.trained]
+        if part.inner is None:
+            raise RuntimeError("another technique replaced the optimizer that the host's states belong to")
         part.norms = self.store.send(part.gradients(self._turn), grads, add=bool(part.arrived))
         part.arrived.update(came)
         del grads
@@ -179,8 +190,12 @@ class HostStates:
     def norm(self, parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
         """As :func:`ridgeline.train.gradients.global_norm`, of the gradients in the store."""
         total = torch.zeros((), dtype=torch.float64)
+        self.store.sync()
         for part in self.parts:
-            for p, norm in zip(part.trained, part.norms, strict=True) if part.arrived else ():
+            if not part.arrived:
+                continue
+            norms = part.norms or torch._foreach_norm(self.store.open(part.gradients(self._turn)))
+            for p, norm in zip(part.trained, norms, strict=True):
                 total += norm.double().square() / copies.get(p, 1)
         total = total.to(self.run.device)
         if world > 1:
@@ -195,7 +210,7 @@ class HostStates:
     def reset(self) -> None:
         """Forget the step's gradients."""
         for part in self.parts:
-            part.arrived, part.norms = set(), []
+            part.arrived, part.norms = set(), None
         self.factor = None
 
     # ---- the update ----
