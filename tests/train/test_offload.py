@@ -62,6 +62,24 @@ def test_with_adapters_recomputation_and_low_precision(base, plan, corpus):
     assert all(torch.equal(moved.after[n], t) for n, t in plain.after.items())
 
 
+SHARDED = [
+    (("zero:stage=1",), ("zero_offload",)),
+    (("zero:stage=3",), ("zero_infinity",)),
+    (("zero:stage=3", "recompute", "lora"), (DISK,)),
+    (("zero:stage=3", "mixed_precision"), ("zero_infinity:parameters=nvme", "activation_offload")),
+]
+
+
+@pytest.mark.parametrize(("base", "plan"), SHARDED, ids=lambda v: "+".join(v))
+def test_shards_are_the_same(base, plan, corpus):
+    settings = {"ranks": 2, "optimizer": "sgd", "micro_batch_size": 1, "grad_clip": 0.05, "lr": 10.0}
+    plain, moved = (train(experiment(corpus, *base, *p, **settings)) for p in ((), plan))
+    assert plain.signal > (1e-4 if "lora" in base else 0.1)
+    assert moved.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert moved.norms == pytest.approx(plain.norms, rel=1e-6)
+    assert all(float((moved.after[n] - t).abs().max()) < 1e-5 * plain.moved for n, t in plain.after.items())
+
+
 @pytest.mark.parametrize("plan", ["zero_infinity:tile=4", f"{DISK},tile=2"])
 def test_tiles_are_the_whole_matrix(plan, corpus, tmp_path):
     settings = {"optimizer": "sgd", "micro_batch_size": 2, "grad_clip": 0.05, "lr": 10.0, "weight_decay": 0.0}
