@@ -74,7 +74,8 @@ def full(t: torch.Tensor) -> torch.Tensor:
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter, whole, by name."""
-    return {name.replace("_orig_mod.", ""): full(p) for name, p in trainer.run.root.named_parameters()}
+    with trainer.run.resident(False):
+        return {name.replace("_orig_mod.", ""): full(p) for name, p in trainer.run.root.named_parameters()}
 
 
 @dataclass

@@ -24,7 +24,7 @@ def usage_of(rank, e):
         trainer.step()
     usage = metered_step(trainer)
     local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.run.root.parameters()]
-    return usage, sum(p.numel() * p.element_size() for p in local)
+    return usage, sum(p.untyped_storage().nbytes() for p in local)
 
 
 def measured(e):
@@ -88,7 +88,7 @@ def test_predicted_and_measured_memory_agree(name, micro, corpus):
     assert set(usage.categories) <= set(MEMORY_CATEGORIES)
     assert usage.total == pytest.approx(sum(said.values()), rel=0.15)
     scalars = 4 * 60  # a step counter for each tensor
-    assert usage.categories["optimizer"] == pytest.approx(said["optimizer"], abs=scalars)
+    assert usage.categories.get("optimizer", 0) == pytest.approx(said.get("optimizer", 0), abs=scalars)
     assert usage.categories["parameters"] >= stored
 
 

@@ -18,6 +18,7 @@ from ridgeline.cli.base import (
     data_override,
     keep,
     load,
+    number_of_bytes,
     predicted_trace,
     probed,
     say,
@@ -43,6 +44,9 @@ def train(
     save_every: Annotated[int, typer.Option(help="Checkpoint every so many steps (with --out).")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = True,
     export: Annotated[bool, typer.Option(help="Write a Hugging Face checkpoint at the end (with --out).")] = True,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Most memory that each rank's device may use: 600MB, 1.5GiB, …")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
@@ -57,7 +61,8 @@ def train(
     extra = [f'on="{procs}xlocal"'] if procs else []
     e = load(file, plan, [*(overrides or []), *extra, *data_override(data)])
     require_local(e)
-    options = {"out": str(out) if out else None, "save_every": save_every, "resume": resume, "export": export}
+    options = {"out": str(out) if out else None, "save_every": save_every, "resume": resume, "export": export,
+               "device_memory": number_of_bytes("--device-memory", device_memory)}  # fmt: skip
     if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
         _train_under_torchrun(e, options, json)
         return
@@ -216,6 +221,10 @@ def _print_training(result: dict[str, Any], json: bool) -> None:
     losses = result["losses"]
     line = f"{result['step']} steps, loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "nothing to do"
     print(line + (f"; checkpoint {result['checkpoint']}" if result["checkpoint"] else ""))
+    if result["device_peak_bytes"]:
+        print(f"device memory: {result['device_peak_bytes'] / 1e6:.1f} MB at most")
+    for name, t in result["traffic"].items():
+        print(f"{name}: {t['bytes'] / 1e6:.1f} MB in {t['count']} moves at {t['bandwidth'] / 1e9:.2f} GB/s")
 
 
 def _failed(failure: Any) -> Exception:

@@ -121,11 +121,15 @@ class Param:
     spread: int = 1
     """Data-parallel ranks over which the tensor is already divided (experts): fewer are left to share or reduce it."""
 
+    tiles: int = 1
+    """Pieces that pass through the device one at a time."""
+
     def copy(self) -> Param:
         """One that may be changed without touching this one."""
         return Param(
             self.name, self.numel, self.dtype, self.trainable, self.bytes_per_element, self.shape, self.shards,
             self.state_shards, self.grad_shards, self.grad_bytes, self.working_bytes, self.spread,
+            self.tiles,
         )  # fmt: skip
 
     @property
@@ -245,6 +249,8 @@ class Graph:
     """Whether the host's update runs beside the next step."""
     host_parameters: bool = False
     """Whether parameters rest in host memory or on disk between uses."""
+    host_bytes: float = 0.0
+    """Bytes of host memory that this rank's offloaded tensors take."""
     host_activations: bool = False
     """Whether saved activations leave the device until their backward."""
     decode_steps: int = 0

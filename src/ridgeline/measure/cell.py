@@ -80,6 +80,8 @@ def record_memory(result: Result, trainer: Trainer) -> None:
     """Add memory by category at the peak of one more, metered step."""
     usage = metered_step(trainer)
     result.memory = [Memory(category=k, bytes=v) for k, v in sorted(usage.categories.items(), key=lambda i: -i[1])]
+    if usage.host:
+        result.metrics["host_bytes"] = Metric(value=usage.host, unit="bytes", better="lower", source="tiered store")
     result.metrics["peak_bytes"] = Metric(value=usage.total, unit="bytes", better="lower", source=usage.instant)
 
 
@@ -88,6 +90,8 @@ def metered_step(trainer: Trainer) -> Usage:
     meter = Meter(trainer.run.root)
     meter.register(trainer.run.buffers(), "buffers")
     meter.register_states(trainer.optimizer)  # before the mode is on, or it would count what registering touches
+    if trainer.run.store is not None:
+        meter.register(trainer.run.store.tensors(), "host")
     step = trainer.steps_done
     with meter:
         trainer.forward_backward(step)

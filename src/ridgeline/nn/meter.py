@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ridgeline.nn.store import HOST, is_host, making_now
+
 
 def _local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
@@ -25,14 +27,16 @@ def _local(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Usage:
-    """Live bytes per category at the instant of peak, and where in the step that was."""
+    """Live bytes of the device per category at the instant of peak, and where in the step that was."""
 
     categories: dict[str, int]
     instant: str
+    host: int = 0
+    """Most bytes that were live in the store's host memory at once: not the device's."""
 
     @property
     def total(self) -> int:
-        """Peak of the sum."""
+        """Peak of the sum over the device."""
         return sum(self.categories.values())
 
 
@@ -48,7 +52,10 @@ class Meter(TorchDispatchMode):
     """Use as a context manager around steps of ``model``.
 
     Categories: parameters (gathered copies included), gradients, optimizer, buffers, activations (made in forward),
-    temporaries (made in backward or in the update, recomputed activations included).
+    temporaries (made in backward or in the update, recomputed activations included). What the tiered store marked as
+    host memory is no memory of the device: it is summed apart, even where the device is the CPU.
+
+    With a ``limit`` in bytes the device has no more: ``torch.OutOfMemoryError`` is raised where live bytes exceed it.
     """
 
     model: nn.Module
@@ -57,6 +64,11 @@ class Meter(TorchDispatchMode):
     live: dict[int, _Entry] = field(default_factory=dict)
     peak: Usage = field(default_factory=lambda: Usage({}, ""))
     total: int = 0
+    """Live bytes of the device."""
+    host: int = 0
+    """Live bytes in the store's host memory."""
+    limit: int | None = None
+    """The device's memory; None: unlimited."""
     owned: list[nn.Parameter] = field(init=False)
     """The parameters as they are between steps: FSDP puts gathered ones in their places while it computes."""
 
@@ -93,37 +105,61 @@ class Meter(TorchDispatchMode):
         if entry is not None and entry.ref() is not None:
             if category == "parameters" and entry.category in ("temporaries", "activations"):
                 entry.category = category  # gathered parameters show themselves when they are used
+            if entry.category != HOST and is_host(storage):  # marked after it was made
+                self._add(entry.category, -entry.size)
+                entry.category, entry.size = HOST, 0
+            self._measure(entry, storage)  # it may have been resized in place since
             return
-        size = storage.nbytes()
+        if is_host(storage):
+            category = HOST
 
         def gone(_: Any, key: int = key) -> None:
             dead = self.live.pop(key, None)
             if dead is not None:
-                self.total -= dead.size
+                self._add(dead.category, -dead.size)
 
-        self.live[key] = _Entry(weakref.ref(storage, gone), category, size)
-        self.total += size
+        self.live[key] = entry = _Entry(weakref.ref(storage, gone), category, 0)
+        self._measure(entry, storage)
+
+    def _add(self, category: str, size: int) -> None:
+        if category == HOST:
+            self.host += size
+        else:
+            self.total += size
+
+    def _measure(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
+        now = storage.nbytes()
+        if now != entry.size:
+            self._add(entry.category, now - entry.size)
+            entry.size = now
 
     def _resize(self) -> None:
         for entry in list(self.live.values()):
             storage = entry.ref()
             if storage is not None:
-                now = storage.nbytes()
-                self.total += now - entry.size
-                entry.size = now
+                self._measure(entry, storage)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
+        category = "activations" if self.phase == "forward" else "temporaries"
         for x in tree_iter(args):
             if isinstance(x, nn.Parameter):
                 self._see(_local(x), "parameters")
-        category = "activations" if self.phase == "forward" else "temporaries"
+            elif isinstance(x, torch.Tensor):
+                x = _local(x)
+                storage = x.untyped_storage()
+                if storage._cdata in self.live or is_host(storage):
+                    self._see(x, category)
+        made = making_now() or category
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
-                self._see(_local(x), category)
+                self._see(_local(x), made)
         self._resize()
         if self.total > self.peak.total:
             self._record(str(func))
+        if self.host > self.peak.host:
+            self._resize()
+            self.peak.host = max(self.peak.host, self.host)
         return out
 
     def _record(self, where: str) -> None:
@@ -135,8 +171,24 @@ class Meter(TorchDispatchMode):
                     entry.category = "gradients"
         sums: dict[str, int] = {}
         for entry in self.live.values():
-            sums[entry.category] = sums.get(entry.category, 0) + entry.size
-        self.peak = Usage(sums, f"{self.phase}: {where}")
+            if entry.category != HOST and entry.size:
+                sums[entry.category] = sums.get(entry.category, 0) + entry.size
+        self.peak = Usage(sums, f"{self.phase}: {where}", self.peak.host)
+        self._check(where)
+
+    def require(self, where: str) -> None:
+        """Raise ``torch.OutOfMemoryError`` if what is live now exceeds the limit."""
+        self._record(where)
+
+    def _check(self, where: str) -> None:
+        if self.limit is None or self.total <= self.limit:
+            return
+        held = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in sorted(self.peak.categories.items(), key=lambda i: -i[1]))
+        raise torch.OutOfMemoryError(
+            f"{self.total / 1e6:.1f} MB are needed ({self.phase}: {where}), the device memory is limited to"
+            f" {self.limit / 1e6:.1f} MB: {held}; add zero_infinity, zero_offload, activation_offload or recompute, or"
+            " use smaller micro-batches"
+        )
 
 
 def process_memory() -> dict[str, int]:
@@ -168,3 +220,13 @@ def keep_freed_memory() -> bool:
         return bool(ok and libc.mallopt(M_TOP_PAD, 64 * 2**20))
     except (OSError, AttributeError):
         return False
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the kernel (glibc; elsewhere nothing happens)."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return

@@ -28,34 +28,27 @@ class Peak:
 class _Sizes:
     """Bytes of one repeat of a block, summed once."""
 
-    __slots__ = (
-        "backward",
-        "block",
-        "forward",
-        "full",
-        "gradients",
-        "keeps",
-        "layer",
-        "saved",
-        "sharded",
-        "states",
-        "stored",
-        "work",
-    )
+    __slots__ = ("backward", "block", "forward", "full", "gradients", "keeps", "layer", "saved", "sharded", "states",
+                 "stored", "tile", "work")  # fmt: skip
 
     def __init__(self, b: Block, g: Graph) -> None:
         self.block = b
         self.layer = b.name.startswith(("layers", "encoder"))
         self.saved = b.saved_bytes
+        self.tile = 0.0
+        """The largest piece of what passes through the device in pieces."""
         self.work = self.stored = self.states = self.gradients = self.full = 0.0
         self.sharded = False
         for p in b.params:
             self.work += p.numel * p.working_bytes
-            self.stored += p.numel * p.bytes_per_element / p.shards
+            if p.tiles == 1:
+                self.stored += p.numel * p.bytes_per_element / p.shards
+            else:
+                self.tile = max(self.tile, p.numel * p.bytes_per_element / p.tiles)
             self.sharded |= p.shards > 1
             if p.trainable:
                 self.states += p.numel / p.state_shards
-                self.gradients += p.numel * p.grad_bytes / p.grad_shards
+                self.gradients += p.numel * p.grad_bytes / p.grad_shards / p.tiles
                 if p.grad_shards > 1:  # unreduced until the block's reduction, beyond its share of the reduced ones
                     self.full += p.numel * p.grad_bytes
         self.keeps = 0.0 if g.host_activations and self.layer else self.saved
@@ -153,9 +146,16 @@ def _rank_peak(
     known = [(sizes[id(b.params)], b.repeat) for b in blocks]
     stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
     states = 0.0 if g.host_states else sum(s.states * n for s, n in known) * g.optimizer_bytes
-    all_gradients = 0.0 if g.host_states else sum(s.gradients * n for s, n in known)
+    leave = g.host_states and (g.low_weights or not g.gradients_resident)  # gradients, as backward produces them
+    all_gradients = 0.0 if leave else sum(s.gradients * n for s, n in known)
     sharded = any(s.sharded for s, _ in known)
-    accumulated = (accumulates or g.gradients_resident) and not g.host_states
+    accumulated = (accumulates or g.gradients_resident) and not leave
+    outside = max_layer = 0.0
+    if g.host_parameters:  # here while they are used: what is no layer all the time, a layer and the next one
+        outside = sum(s.stored * n for s, n in known if not s.layer)
+        max_layer = max((s.stored for s, _ in known if s.layer), default=0.0)
+    layers = sum(n for s, n in known if s.layer)
+    ahead = 1 if g.host_parameters else 2  # gathered: the block's, and the prefetched next one's
     fixed = stored + states + g.buffers
     most = -1.0
     at: tuple[str, float, float, float, float] = ("", 0.0, 0.0, 0.0, 0.0)
@@ -171,42 +171,48 @@ def _rank_peak(
     base_gradients = all_gradients if accumulated else 0.0
     every = g.pipeline is not None and g.pipeline.schedule in ("gpipe", "zero_bubble")  # else the head's go at once
     saved = (held - 1) * sum(s.keeps * n for s, n in known if every or s.block.name != "head")
-    moving = 2 * max((s.saved for s, _ in known), default=0.0) if g.host_activations else 0.0
-    gathered = 0.0
+    # Offloaded ones are here while their layer runs, and in backward one layer ahead.
+    moved = max((s.saved for s, _ in known if s.layer), default=0.0) if g.host_activations else 0.0
+    gathered = outside
+    passed = 0
     runs = alternate(blocks)
     for i, repeat in runs:
         s, b = known[i][0], blocks[i]
         keep = g.keep_gathered or not sharded or not s.layer
         for first in (0, repeat - 1) if repeat > 1 else (0,):
-            piled = saved + s.keeps * (first + 1) + moving
-            during = gathered + (s.work * (first + 1) if keep else 2 * s.work)  # and the prefetched next one's
+            piled = saved + s.keeps * (first + 1) + (moved if s.layer else 0.0)
+            during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
+            during += max_layer * min(2, layers - passed - first) + s.tile if s.layer else 0.0
             consider(f"forward of {b.name}", during, base_gradients, piled, s.forward)
+        passed += repeat if s.layer else 0
         saved += s.keeps * repeat
         gathered += s.work * repeat if keep else 0.0
 
     # Backward: in reverse, activations go and gradients come.
     gradients = base_gradients
     ends = sum(s.full * n for s, n in known if not s.layer) if g.pipeline is None else 0.0
-    if ends and g.reduce_every_micro_batch and g.accumulation > 1:
-        before = ends  # of the last micro-batch
-    else:
-        before = 0.0
+    # What a reduction read is freed by the next one: at first that of the last micro-batch's ends.
+    before = ends if g.reduce_every_micro_batch and g.accumulation > 1 else 0.0
     waits = 0.0  # unreduced gradients of the head: it is reduced with the embedding, after everything
     for i, repeat in reversed(runs):
         s, b = known[i][0], blocks[i]
         keep = g.keep_gathered or not sharded or not s.layer
-        grad = 0.0 if accumulated or g.host_states else s.gradients
-        for done in sorted({0, min(1, repeat - 1), repeat - 1}):
-            left = saved - s.keeps * done + moving
-            during = gathered - s.work * done if keep else gathered + 2 * s.work
+        grad = 0.0 if accumulated or leave else s.gradients
+        passed -= repeat if s.layer else 0
+        for done in sorted({0, min(1, repeat - 1), max(0, repeat - 2), repeat - 1}):
+            left = saved - s.keeps * done
+            near = min(2, passed + repeat - done) if s.layer else 0
+            during = gathered - s.work * done if keep else gathered + ahead * s.work
+            during += max_layer * near + s.tile
             now = gradients + grad * done
-            # What the last reduction read is freed by the next one.
             own = s.backward + (before if not waits else s.full if done and g.pipeline is None else 0.0)
-            consider(f"backward of {b.name}", during, now, left, own + waits)
+            consider(f"backward of {b.name}", during, now, left + moved * near, own + waits)
             if late:
-                consider(f"weight gradients of {b.name} wait", during, now, saved + moving, own + late)
+                consider(f"weight gradients of {b.name} wait", during, now, saved + moved * near, own + late)
             # Reduction copies the unreduced gradients into one flat buffer.
-            consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps, 2 * s.full + waits)
+            came = now + (s.gradients if leave else grad)
+            left += moved * max(0, near - 1) - s.keeps
+            consider(f"end of backward of {b.name}", during, came, left, 2 * s.full + waits)
         if not late:
             saved -= s.keeps * repeat
         gathered -= s.work * repeat if keep else 0.0

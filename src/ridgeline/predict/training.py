@@ -65,6 +65,8 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
         "bubble_share": metric(step.bubble / seconds, "", "lower", source),
         "trained_parameters": metric(trained(g), "", "", "graph"),
     }
+    if g.host_bytes:
+        metrics["host_bytes"] = metric(g.host_bytes, "bytes", "lower", "graph")
     result = assemble(e, metrics, peak, cluster)
     result.breakdown = breakdown(g, cluster, pace=training_pace(cluster, g.fused))
     _expose(result.breakdown, g, step)

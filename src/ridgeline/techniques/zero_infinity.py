@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ridgeline.graph.graph import Graph
+from pydantic import Field
+
+from ridgeline.graph.graph import Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import host_copy
-from ridgeline.techniques.zero_offload import offload_states
+from ridgeline.techniques.zero_offload import moved_together, offload_states
+
+if TYPE_CHECKING:
+    from ridgeline.nn.store import Tier
+    from ridgeline.train.build import TrainBuild
+
+_TIER: dict[str, Tier] = {"cpu": "cpu", "nvme": "disk"}
 
 
 class ZeroInfinity(Technique):
-    """Stream each rank's parameter shard in before every use, and update states where they rest (ZeRO-3 only)."""
+    """Stream parameters (under ZeRO-3 each rank's shard) in before every use, and update states where they rest.
+
+    What is no transformer layer stays on the device through a micro-batch; of the layers, the one that runs and the
+    next. With states on NVMe the gradients rest there too, and the step streams through memory part by part.
+    """
 
     card: ClassVar[Card] = Card(
         name="zero_infinity",
@@ -22,17 +35,17 @@ class ZeroInfinity(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="over 25 PFLOP/s on 512 V100 (40 % of peak); a trillion parameters fine-tuned on one DGX-2",
-        min_ranks=2,
-        example={"parameters": "device"},
-        requires=("zero",),
-        runs=False,
     )
     phase: ClassVar[Phase] = "offload"
 
     parameters: Literal["device", "cpu", "nvme"] = "cpu"
-    """Where parameter shards rest."""
+    """Where parameters (or their shards) rest."""
     optimizer: Literal["cpu", "nvme"] = "cpu"
-    """Where master weights and optimizer states rest."""
+    """Where gradients and optimizer states rest, and master weights unless parameters do."""
+    tile: int = Field(default=1, ge=1)
+    """Tiles into which each linear of the feed-forward layers is cut; one at a time is on the device."""
+    path: str | None = None
+    """Folder of what rests on NVMe; None: Ridgeline's cache."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -41,30 +54,88 @@ class ZeroInfinity(Technique):
                 cls(parameters="nvme", optimizer="nvme")]  # fmt: skip
 
     def check(self, e: Experiment) -> None:
-        """Parameters can only leave when they are sharded."""
-        self.needs(e.plan.has("zero"), "it streams the shards that zero makes", "add zero:stage=3")
+        """Under data parallelism parameters can only leave when they are sharded."""
         self.needs(
-            self.parameters == "device" or e.plan.option("zero", "stage") == 3,
-            f"zero:stage={e.plan.option('zero', 'stage')} keeps whole parameters on the device",
+            self.parameters == "device" or not e.plan.has("pipeline"),
+            "a pipeline's stages have no step-wide order of layers to stream parameters in",
+            "use parameters=device, or drop pipeline",
+        )
+        self.needs(
+            self.parameters == "device" or not e.plan.has("data_parallel"),
+            "data_parallel keeps whole parameters on every device",
+            "use zero:stage=3 instead of data_parallel, or parameters=device",
+        )
+        stage = e.plan.option("zero", "stage")
+        self.needs(
+            self.parameters == "device" or not e.plan.has("zero") or stage == 3,
+            f"zero:stage={stage} keeps whole parameters on the device",
             "use zero:stage=3, or parameters=device",
         )
 
+        if self.tile > 1:
+            self._check_tiles(e)
+
+    def _check_tiles(self, e: Experiment) -> None:
+        m = e.model
+        self.needs(self.parameters != "device", "tile cuts weights that come and go, but parameters=device keeps them",
+                   "use parameters=cpu or nvme, or drop tile")  # fmt: skip
+        self.needs(not m.num_experts, f"tile cuts dense layers, {m.name} has experts", "drop tile")
+        width = math.gcd(m.hidden_size, m.intermediate_size)
+        self.needs(width % self.tile == 0, f"tile={self.tile} does not divide the rows of every linear ({m.hidden_size}"
+                   f" and {m.intermediate_size})", f"use a divisor of {width}")  # fmt: skip
+        for other, why in (
+            ("zero", "gathers whole blocks"), ("tensor_parallel", "divides the same linears"),
+            ("lora", "wraps whole linears"), ("rtn", "packs whole linears"), ("fp8", "scales whole linears"),
+            ("recompute", "would fetch every tile once more"), ("fused_layers", "fuses whole linears"),
+            ("mixed_precision", "keeps a low-precision copy of every tile until backward"),
+        ):  # fmt: skip
+            self.needs(not e.plan.has(other), f"tile={self.tile} cannot be used with {other}, which {why}",
+                       f"drop tile, or {other}")  # fmt: skip
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Copies in front of every gather; on NVMe also the disk's reads and writes."""
-        offload_states(g)
-        if self.parameters != "device":
+        """Copies in front of every use of a block; on NVMe also the disk's reads and writes."""
+        rest = self.parameters != "device"
+        weights = self.parameters == "nvme" if rest else None
+        if self.tile > 1:
+            for p, _ in g.params:
+                p.tiles = self.tile if p.name.startswith("mlp.") and len(p.shape) == 2 else 1
+        offload_states(g, self.optimizer == "nvme", weights, rest)
+        if rest:
             g.host_parameters = True
             for b in g.blocks:
-                shard = sum(p.stored_bytes for p in b.params)
-                ways = [host_copy("offload.shard", "h2d", shard, "forward")]
-                if self.parameters == "nvme":
-                    ways.insert(0, host_copy("offload.read", "disk_read", shard, "forward"))
+                ways: list[Op] = []
+                for params, tiles in moved_together(b):
+                    shard = sum(p.stored_bytes for p in params) / tiles
+                    each = [host_copy("offload.shard", "h2d", shard, "forward")]
+                    if self.parameters == "nvme":
+                        each.insert(0, host_copy("offload.read", "disk_read", shard, "forward"))
+                    ways += each * tiles if shard else []
                 b.gather_forward = ways + b.gather_forward
-                if b.gather_backward:
+                if b.name.startswith(("layers", "encoder")):
                     b.gather_backward = ways + b.gather_backward
-        if self.optimizer == "nvme":
-            held = sum(p.numel / p.state_shards * n for p, n in g.params if p.trainable) / g.stages
-            size = held * (g.optimizer_bytes + 4.0)
-            g.after_update += [host_copy("offload.states_in", "disk_read", size, "update"),
-                               host_copy("offload.states_out", "disk_write", size, "update")]  # fmt: skip
         return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Put everything where it rests, after making sure that the disk will do."""
+        from pathlib import Path
+
+        from ridgeline.nn.store import Store
+        from ridgeline.nn.tiled import tile_linears
+        from ridgeline.paths import cache_dir
+        from ridgeline.train.host import HostStates, disk_bytes, parts_of
+        from ridgeline.train.resident import Residency
+
+        states = _TIER[self.optimizer]
+        rest = self.parameters != "device"
+        weights = _TIER[self.parameters] if rest else states
+        if self.tile > 1:
+            for block in run.model.layers.values():
+                tile_linears(block.mlp, self.tile)  # type: ignore[arg-type]
+        folder, need = None, 0
+        if "disk" in (weights, states):
+            folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
+            need = disk_bytes(parts_of(run.root), weights, states, run.experiment.training.optimizer)
+        run.store = Store(run.device, folder, need)
+        host = HostStates(run, run.store, states, weights, rest)
+        if rest:
+            Residency(run, run.store, host)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import host_copy
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
 
 
 class ZeroOffload(Technique):
@@ -25,7 +28,6 @@ class ZeroOffload(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="13B parameters on one V100, 10x larger than without; 40 TFLOP/s at 10B",
-        runs=False,
     )
     phase: ClassVar[Phase] = "offload"
 
@@ -33,29 +35,91 @@ class ZeroOffload(Technique):
     """Apply each update one step late, beside the next step (the loss is then no longer the same)."""
 
     def check(self, e: Experiment) -> None:
-        """Needs a device with a memory of its own, and no other home for the states."""
+        """Needs no other home for the states."""
         self.needs(not e.plan.has("zero_infinity"), "zero_infinity already moves the optimizer's states",
                    "keep one of the two")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Copy gradients out behind each block's backward, and new weights in after the update."""
-        offload_states(g)
+        offload_states(g, twice=self.delayed)
         g.delayed_update = self.delayed
         return g
 
+    def build(self, run: TrainBuild) -> None:
+        """Hand gradients, norm, clipping and update to the host's side."""
+        from ridgeline.nn.store import Store
+        from ridgeline.train.host import HostStates
 
-def offload_states(g: Graph) -> None:
-    """Move the optimizer's states and step to the host, with the copies that this needs."""
+        run.store = Store(run.device)
+        HostStates(run, run.store, delayed=self.delayed)
+
+
+def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = None, rest: bool = False,
+                   twice: bool = False) -> None:  # fmt: skip
+    """Move the optimizer's states and step to the host or its disk, with the copies that this needs.
+
+    ``weights_on_disk``: where master weights are, if not with the states; ``rest``: they are all there is of the
+    weights; ``twice``: two sets of gradients.
+    """
     g.host_states = True
-    weights = 0.0
+    masters_on_disk = disk if weights_on_disk is None else weights_on_disk
+    if not g.gradients_resident and not any(b.reduce for b in g.blocks):
+        g.reduce_every_micro_batch = True  # nothing to wait for
+    after: list[Op] = []
+    staged = added = 0.0
     for b in g.blocks:
-        grads = 0.0
-        for p in b.params:
-            if p.trainable:
-                share = p.numel / max(p.grad_shards, p.state_shards)
-                grads += share * min(p.grad_bytes, 2.0 if g.low_weights else 4.0)
-                weights += share * p.bytes_per_element * b.repeat
-        if grads:
-            b.reduce.append(host_copy("offload.gradients", "d2h", grads, "backward"))
-    copied: list[Op] = [host_copy("offload.weights", "h2d", weights / g.stages, "update")]
-    g.after_update = copied + g.after_update
+        for params, tiles in moved_together(b):
+            grads, weights, held, states = (size / tiles for size in _sizes(params, g, rest))
+            times = (b.repeat // g.stages or 1) * tiles
+            if not grads:
+                g.host_bytes += held * times * (not masters_on_disk)
+                continue
+            out = [host_copy("offload.gradients", "d2h", grads, "backward")]
+            ops: list[Op] = []
+            if disk:
+                out.append(host_copy("offload.gradients_out", "disk_write", grads, "backward"))
+                reads = g.accumulation if g.reduce_every_micro_batch else 1  # to add to them, and to apply them
+                ops += [host_copy("offload.gradients_in", "disk_read", grads, "update")] * reads
+            b.reduce += out * tiles
+            ops += _both(held, "weights") if masters_on_disk else []
+            ops += _both(states, "states") if disk else []
+            if not rest:
+                ops.append(host_copy("offload.weights", "h2d", weights, "update"))
+            after += ops * times
+            g.host_bytes += (held * (not masters_on_disk) + (grads * (1 + twice) + states) * (not disk)) * times
+            if g.accumulation > 1 and g.reduce_every_micro_batch:
+                added = max(added, grads)
+            staged = max(staged, held * masters_on_disk + (grads + states) * disk)
+    # What arrives to be added; the part that is worked on, and the buffers through which others come and go.
+    g.host_bytes += added + 4 * staged
+    g.after_update = after + g.after_update
+
+
+def moved_together(b: Block) -> list[tuple[list[Param], int]]:
+    """Parameters of a block that are copied at once; one that is tiled goes by itself, in so many pieces."""
+    tiled: list[tuple[list[Param], int]] = [([p], p.tiles) for p in b.params if p.tiles > 1]
+    return [([p for p in b.params if p.tiles == 1], 1), *tiled]
+
+
+def _sizes(params: list[Param], g: Graph, rest: bool) -> tuple[float, float, float, float]:
+    """Bytes of parameters: gradients as they travel, weights that go back, what the host keeps of weights, and the
+    optimizer's states. Under low weights the master copy counts among the states."""
+    grads = weights = held = states = 0.0
+    for p in params:
+        if p.trainable:
+            share = p.numel / max(p.grad_shards, p.state_shards)
+            grads += share * min(p.grad_bytes, 2.0 if g.low_weights else 4.0)
+            weights += share * p.bytes_per_element
+            states += share * g.optimizer_bytes
+    if rest:
+        held = sum(p.stored_bytes for p in params)
+    elif not g.low_weights:
+        held = weights
+    return grads, weights, held, states
+
+
+def _both(size: float, what: str) -> list[Op]:
+    if not size:
+        return []
+    return [host_copy(f"offload.{what}_in", "disk_read", size, "update"),
+            host_copy(f"offload.{what}_out", "disk_write", size, "update")]  # fmt: skip

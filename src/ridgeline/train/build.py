@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.loss import token_loss
+from ridgeline.nn.store import Store
 from ridgeline.spec.experiment import Experiment
+from ridgeline.train.gradients import clip, global_norm
 from ridgeline.train.mesh import Mesh
 from ridgeline.train.optimizer import MakeOptimizer, make_optimizer
 
@@ -138,10 +140,19 @@ class TrainBuild(Build):
     """What to undo after a forward pass that no backward follows."""
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Replicated parameters, as (module, name), whose gradients are summed over the tensor-parallel ranks."""
+    norm: Callable[[list[nn.Parameter], dict[nn.Parameter, int], int], Tensor] = global_norm
+    """Global norm of the gradients, wherever they are."""
+    clip: Callable[[list[nn.Parameter], Tensor, float, float], None] = clip
+    """Scales the gradients, wherever they are."""
+    resident: Callable[[bool], AbstractContextManager[object]] = lambda changed: nullcontext()
+    """Context in which parameters and optimizer states are in memory, for checkpoints and exports; argument: whether
+    they are overwritten."""
     make_optimizer: MakeOptimizer = make_optimizer
     """Builds the optimizer from parameter groups and the workload."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """After the optimizer's step, in order (new weights handed round)."""
+    store: Store | None = None
+    """What rests in host memory or on disk, with its traffic."""
     scaler: Scaler | None = None
     """Dynamic loss scaling; None: the loss as it is."""
     root: LossModel = field(init=False)

@@ -32,7 +32,7 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
             shutil.rmtree(left, ignore_errors=True)
         draft.mkdir()
     _barrier()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), trainer.run.resident(False):
         warnings.simplefilter("ignore")
         dcp.save(  # type: ignore[attr-defined]
             _state(trainer), checkpoint_id=str(draft), no_dist=trainer.world == 1
@@ -91,16 +91,17 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
             raise UserError(f"checkpoint {newest} is damaged: {name} is missing", mend)
         if _checksum(newest / name) != checksum:
             raise UserError(f"checkpoint {newest} is damaged: {name} is not the file that was saved", mend)
-    tensors = _state(trainer)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(  # type: ignore[attr-defined]
-                tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1
-            )
-    except Exception as e:
-        raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
-    set_optimizer_state_dict(trainer.run.root, trainer.optimizer, tensors["optimizer"])
+    with trainer.run.resident(True):
+        tensors = _state(trainer)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.load(  # type: ignore[attr-defined]
+                    tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1
+                )
+        except Exception as e:
+            raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
+        set_optimizer_state_dict(trainer.run.root, trainer.optimizer, tensors["optimizer"])
     trainer.steps_done = step
     return losses
 

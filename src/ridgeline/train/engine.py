@@ -19,7 +19,7 @@ from ridgeline.spec.workload import Training
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
-from ridgeline.train.gradients import clear, clip, global_norm, holders, sum_partial
+from ridgeline.train.gradients import clear, holders, sum_partial
 from ridgeline.train.mesh import Mesh, inner_ranks
 from ridgeline.train.optimizer import parameter_groups
 
@@ -164,11 +164,11 @@ class Trainer:
         """
         run = self.run
         scale = run.scaler.scale if run.scaler else 1.0
-        norm = global_norm(self.parameters, self.copies, self.world) / scale
+        norm = run.norm(self.parameters, self.copies, self.world) / scale
         limit = self.workload.grad_clip
         finite = run.scaler is None or bool(torch.isfinite(norm))
         if finite:
-            clip(self.parameters, norm, limit, scale)
+            run.clip(self.parameters, norm, limit, scale)
             lr = learning_rate(self.workload, step)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr

@@ -56,13 +56,18 @@ def global_norm(parameters: list[nn.Parameter], copies: dict[nn.Parameter, int],
     return total.sqrt().float()
 
 
+def clip_factor(norm: Tensor, limit: float, scale: float = 1.0) -> Tensor | None:
+    """What :func:`clip` multiplies gradients by; None: nothing to do."""
+    if not limit:
+        return None if scale == 1.0 else torch.ones_like(norm) / scale
+    return torch.ones_like(norm) / scale * (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
 @torch.no_grad()
 def clip(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
     """Scale the gradients so that their global norm is at most ``limit`` (0: no limit), and undo a loss ``scale``."""
-    factor = torch.ones_like(norm) / scale
-    if limit:
-        factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)
-    elif scale == 1.0:
+    factor = clip_factor(norm, limit, scale)
+    if factor is None:
         return
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if grads:

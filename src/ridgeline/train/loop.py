@@ -11,14 +11,17 @@ from torch import nn
 
 from ridgeline.nn.lora import LoRALinear
 from ridgeline.nn.quantised import dequantise
+from ridgeline.nn.tiled import whole_weights
 from ridgeline.spec.experiment import Experiment
+from ridgeline.train.budget import Budget
 from ridgeline.train.engine import Trainer
 
 
 def train(
     e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
 ) -> dict[str, Any]:
-    """Train to ``workload.steps``. Options: ``out`` (directory), ``save_every`` (steps), ``resume``, ``export``.
+    """Train to ``workload.steps``. Options: ``out`` (directory), ``save_every`` (steps), ``resume``, ``export``,
+    ``device_memory`` (bytes that each rank's device may use).
 
     The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
     """
@@ -42,8 +45,10 @@ def _run(
     e = trainer.experiment
     report({"stage": "training", "step": trainer.steps_done, "steps": e.training.steps})
     stopped, place = False, None
+    budget = Budget(trainer, options.get("device_memory"))
     while trainer.steps_done < e.training.steps and not stopped:
-        stats = trainer.step()
+        with budget.step():
+            stats = trainer.step()
         losses.append(stats.loss)
         stopped = stats.stop
         report({"step": trainer.steps_done, "steps": e.training.steps, "loss": stats.loss, "tokens": stats.tokens,
@@ -56,11 +61,27 @@ def _run(
         export(trainer, out / "model")
     if out and not place:  # there was nothing left to do
         place = next(reversed(checkpoints(out)), None)
-    return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else ""}
+    return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else "",
+            "device_peak_bytes": budget.peak, "traffic": traffic(trainer)}  # fmt: skip
+
+
+def traffic(trainer: Trainer) -> dict[str, dict[str, float]]:
+    """What moved between the device, host memory and disk: bytes, moves and achieved bytes/s by direction."""
+    store = trainer.run.store
+    if store is None:
+        return {}
+    store.finish()
+    moved = {name: t for name, t in store.traffic.items() if t.count}
+    return {n: {"bytes": t.bytes, "count": t.count, "bandwidth": t.bandwidth} for n, t in moved.items()}
 
 
 def export(trainer: Trainer, folder: Path) -> None:
     """Write the model as a Hugging Face checkpoint (gathered on rank 0), adapters merged into their base."""
+    with trainer.run.resident(False):
+        _export(trainer, folder)
+
+
+def _export(trainer: Trainer, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from ridgeline.nn.checkpoint import save_checkpoint
@@ -71,7 +92,9 @@ def export(trainer: Trainer, folder: Path) -> None:
     if trainer.rank:
         return
     whole = {name.removeprefix("model."): t for name, t in state.items() if isinstance(t, torch.Tensor)}
-    plain = plain_state(whole, trainer.run.model)
+    if trainer.run.store is not None:  # what numpy has seen can no longer give its memory back
+        whole = {name: t.clone() for name, t in whole.items()}
+    plain = plain_state(whole_weights(whole), trainer.run.model)
     with torch.device("meta"):
         model = Transformer(trainer.experiment.model)
     model.load_state_dict(plain, assign=True)
