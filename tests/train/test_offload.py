@@ -26,7 +26,7 @@ from ridgeline.techniques.registry import check
 from ridgeline.train import launch
 from ridgeline.train.budget import Budget
 from ridgeline.train.engine import learning_rate
-from ridgeline.train.gradients import clip, global_norm
+from ridgeline.train.gradients import clear, clip, global_norm
 from ridgeline.train.host import HostStates
 from ridgeline.train.loop import export
 
@@ -136,7 +136,7 @@ def late(e):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = held[1]
             trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        clear(trainer.parameters, False)
         held = fresh
     return losses, state(trainer)
 

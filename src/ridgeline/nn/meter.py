@@ -154,7 +154,6 @@ class Meter(TorchDispatchMode):
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 self._see(_local(x), made)
-        self._resize()
         if self.total > self.peak.total:
             self._record(str(func))
         if self.host > self.peak.host:
@@ -163,6 +162,9 @@ class Meter(TorchDispatchMode):
         return out
 
     def _record(self, where: str) -> None:
+        self._resize()
+        if self.total <= self.peak.total:
+            return
         # What became a gradient was a temporary when it was made.
         for p in chain(self.owned, self.model.parameters()):
             if p.grad is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ridgeline.nn.loss import token_loss
 from ridgeline.nn.store import Store
 from ridgeline.spec.experiment import Experiment
-from ridgeline.train.gradients import clip, global_norm
+from ridgeline.train.gradients import clear, clip, global_norm
 from ridgeline.train.mesh import Mesh
 from ridgeline.train.optimizer import MakeOptimizer, make_optimizer
 
@@ -144,6 +144,8 @@ class TrainBuild(Build):
     """Global norm of the gradients, wherever they are."""
     clip: Callable[[list[nn.Parameter], Tensor, float, float], None] = clip
     """Scales the gradients, wherever they are."""
+    clear: Callable[[list[nn.Parameter], bool], None] = clear
+    """Drops the gradients, or zeroes them in place, wherever they are."""
     resident: Callable[[bool], AbstractContextManager[object]] = lambda changed: nullcontext()
     """Context in which parameters and optimizer states are in memory, for checkpoints and exports; argument: whether
     they are overwritten."""

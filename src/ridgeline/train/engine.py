@@ -19,7 +19,7 @@ from ridgeline.spec.workload import Training
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
-from ridgeline.train.gradients import clear, holders, sum_partial
+from ridgeline.train.gradients import holders, sum_partial
 from ridgeline.train.mesh import Mesh, inner_ranks
 from ridgeline.train.optimizer import parameter_groups
 
@@ -173,7 +173,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        clear(self.parameters, run.keep_gradients)
+        run.clear(self.parameters, run.keep_gradients)
         for finish in run.after_update:
             finish()
         if run.scaler:

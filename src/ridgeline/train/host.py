@@ -24,7 +24,7 @@ from ridgeline.nn.store import Store, Tier, mark_host, on_host
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Training
 from ridgeline.train.build import TrainBuild
-from ridgeline.train.gradients import clip_factor, local
+from ridgeline.train.gradients import clear, clip_factor, local
 from ridgeline.train.optimizer import MakeOptimizer
 
 _LAYER = re.compile(r"(?:^|\.)(layers\.\w+)\.")
@@ -141,7 +141,7 @@ class HostStates:
                     p.register_post_accumulate_grad_hook(self._ready)
         inner = run.make_optimizer
         run.make_optimizer = lambda groups, w: HostOptimizer(self, groups, w, inner)
-        run.norm, run.clip, run.resident = self.norm, self.clip, self.resident
+        run.norm, run.clip, run.clear, run.resident = self.norm, self.clip, self.clear, self.resident
         if self.late:
             run.after_backward.append(self._collect)
         else:
@@ -206,6 +206,11 @@ class HostStates:
         """As :func:`ridgeline.train.gradients.clip`; the gradients are multiplied when they are applied."""
         factor = clip_factor(norm, limit, scale)
         self.factor = None if factor is None else factor.cpu()
+
+    def clear(self, parameters: list[nn.Parameter], keep: bool) -> None:
+        """Forget the gradients, on the host and on the device."""
+        self.reset()
+        clear(parameters, keep)
 
     def reset(self) -> None:
         """Forget the step's gradients."""
@@ -368,11 +373,6 @@ class HostOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update on the host."""
         self.host.step([g["lr"] for g in self.param_groups])
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, on the host and on the device."""
-        self.host.reset()
-        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
