@@ -55,6 +55,8 @@ class _Sizes:
         """Saved bytes that stay on the device."""
         self.forward, self.backward = (b.recomputed + extra for extra in _beside_saved(b))
         """Temporaries of each direction, as seen beside all that the block saves."""
+        if g.host_activations and self.layer:  # what it saves comes and goes as a whole
+            self.forward, self.backward = b.recomputed + b.workspace, b.recomputed + b.backward_workspace
         if b.name == "head":
             self.backward += _last_products(b)
 
