@@ -157,6 +157,8 @@ class Block:
     """Collectives issued after the block's backward (gradient reduction), and copies of the reduced gradient."""
     store: list[Op] = field(default_factory=list)
     """Copies to another memory issued after the block's forward (offloaded activations)."""
+    hosted: float = 0.0
+    """Bytes of ``saved`` that are in host memory between the block's forward and its backward."""
 
     @property
     def saved_bytes(self) -> float:
@@ -168,7 +170,7 @@ class Block:
         return Block(
             self.name, self.repeat, [p.copy() for p in self.params], [*self.forward], [*self.backward],
             {**self.saved}, self.workspace, self.backward_workspace, self.recomputed, [*self.gather_forward],
-            [*self.gather_backward], [*self.reduce], [*self.store],
+            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted,
         )  # fmt: skip
 
     def drop_users(self, gone: Iterable[str]) -> None:

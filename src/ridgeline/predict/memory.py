@@ -58,7 +58,7 @@ class _Sizes:
                 self.gradients += p.numel * p.grad_bytes / p.grad_shards
                 if p.grad_shards > 1:  # unreduced until the block's reduction, beyond its share of the reduced ones
                     self.full += p.numel * p.grad_bytes
-        self.keeps = 0.0 if g.host_activations and self.layer else self.saved
+        self.keeps = 0.0 if g.host_activations and self.layer else self.saved - b.hosted
         """Saved bytes that stay on the device."""
         self.forward, self.backward = (b.recomputed + extra for extra in _beside_saved(b))
         """Temporaries of each direction, as seen beside all that the block saves."""
@@ -136,7 +136,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         for first in (0, repeat - 1) if repeat > 1 else (0,):
             piled = saved + s.keeps * (first + 1) + moving
             during = gathered + (s.work * (first + 1) if keep else 2 * s.work)  # and the prefetched next one's
-            consider(f"forward of {b.name}", during, base_gradients, piled, s.forward)
+            consider(f"forward of {b.name}", during, base_gradients, piled + b.hosted, s.forward)
         saved += s.keeps * repeat
         gathered += s.work * repeat if keep else 0.0
 
@@ -147,12 +147,12 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         keep = g.keep_gathered or not sharded or not s.layer
         grad = 0.0 if accumulated or g.host_states else s.gradients
         for done in (0, repeat - 1) if repeat > 1 else (0,):
-            left = saved - s.keeps * done + moving
+            left = saved - s.keeps * done + moving + b.hosted
             during = gathered - s.work * done if keep else gathered + 2 * s.work
             now = gradients + grad * done
             consider(f"backward of {b.name}", during, now, left, s.backward)
             # Reduction copies the unreduced gradients into one flat buffer.
-            consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps, 2 * s.full)
+            consider(f"end of backward of {b.name}", during, now + grad, left - s.keeps - b.hosted, 2 * s.full)
         saved -= s.keeps * repeat
         gathered -= s.work * repeat if keep else 0.0
         gradients += grad * repeat

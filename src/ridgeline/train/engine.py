@@ -66,7 +66,7 @@ class Trainer:
         if not self.parameters:
             raise UserError("this plan leaves no parameter to train", "add lora, or drop what freezes the model")
         self.copies = {p: holders(p, world // self._stages(made)) * self.run.copies.get(p, 1) for p in self.parameters}
-        self.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
+        self.optimizer = self.run.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
         self.steps_done = 0
         self.stop_requested = False
 
