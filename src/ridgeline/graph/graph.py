@@ -239,6 +239,8 @@ class Graph:
     """Whether parameters rest in host memory or on disk between uses."""
     host_activations: bool = False
     """Whether saved activations leave the device until their backward."""
+    static: bool = False
+    """Whether activations and temporaries lie in one arena that stays from step to step."""
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
     closing: list[Callable[[Graph], None]] = field(default_factory=list)

@@ -114,11 +114,15 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
     sharded = any(s.sharded for s, _ in known)
     accumulated = (accumulates or g.gradients_resident) and not g.host_states
     fixed = stored + states + g.buffers
-    most = -1.0
+    most, arena = -1.0, 0.0
     at: tuple[str, float, float, float, float] = ("", 0.0, 0.0, 0.0, 0.0)
 
     def consider(instant: str, gathered: float, gradients: float, activations: float, temporaries: float) -> None:
-        nonlocal most, at
+        nonlocal most, at, arena
+        if g.static:  # but for buffers of collectives
+            reducing = instant.startswith("end of backward")
+            arena = max(arena, activations + (0.0 if reducing else temporaries))
+            activations, temporaries = 0.0, temporaries if reducing else 0.0
         total = fixed + gathered + gradients + activations + temporaries
         if total > most:
             most, at = total, (instant, gathered, gradients, activations, temporaries)
@@ -164,7 +168,7 @@ def _rank_peak(g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: fl
         "optimizer": states,
         "activations": activations,
         "temporaries": temporaries,
-        "buffers": g.buffers,
+        "buffers": g.buffers + arena,
     }
     return Peak({k: v for k, v in categories.items() if v}, instant)
 
