@@ -27,9 +27,14 @@ class StaticMemory(Technique):
         taxonomy="training/memory/static",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
-        claim="no allocation or release in training; about 6 GB less GPU memory than PyTorch for a 6e6d Transformer",
+        claim="LightSeq2 as a whole trains 1.4-3.5x as fast as what came before, 308 % on WMT14 En-De",
     )
     phase: ClassVar[Phase] = "loop"
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: what it saves is the allocator's work, which is not predicted."""
+        return []
 
     def check(self, e: Experiment) -> None:
         """Needs the same operators, shapes and lifetimes in every step."""

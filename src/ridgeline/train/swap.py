@@ -30,11 +30,6 @@ LEAST_IDLE = 2
 """Operators that a storage must be idle for."""
 
 
-def _flat(t: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-
-
 class _Mover:
     """Copies in one direction, in order, beside the operators."""
 
@@ -196,7 +191,7 @@ class Swapper:
         self.packed += 1
         home: _Away | None = None
         if self.plan is None or number in self.gap_of:
-            flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # all of it, as bytes
             home = _Away(number, storage.nbytes())
             if self.recorder is not None:
                 self.seen[number] = _Seen(home.nbytes, self.recorder.entry(flat), self.recorder.now)

@@ -1,7 +1,8 @@
 """Which tensors leave the device, and when: a simulator of copies on two streams, and three planners (numpy only).
 
-SwapAdvisor (doi 10.1145/3373376.3378530) searches three things together with a genetic algorithm: the order of the
-operators, the memory pool of each tensor, and what is swapped. Operators run on one stream; copies out and copies in
+SwapAdvisor (doi 10.1145/3373376.3378530) lets a genetic algorithm search the order of the operators, the memory pool of
+each tensor, and what is swapped. Eager PyTorch fixes the first two (autograd's order, an allocator that splits blocks),
+so what is searched here is which tensors leave and when each is fetched. Operators run on one stream; copies out and in
 have a stream each, first come first served. A tensor that is swapped leaves after its last use before an idle gap and
 must be back before the first use behind it.
 
