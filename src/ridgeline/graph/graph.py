@@ -162,6 +162,8 @@ class Block:
     """Collectives issued after the block's backward (gradient reduction), and copies of the reduced gradient."""
     store: list[Op] = field(default_factory=list)
     """Copies to another memory issued after the block's forward (offloaded activations)."""
+    hosted: float = 0.0
+    """Bytes of ``saved`` that are in host memory between the block's forward and its backward."""
 
     @property
     def saved_bytes(self) -> float:
@@ -173,7 +175,7 @@ class Block:
         return Block(
             self.name, self.repeat, [p.copy() for p in self.params], [*self.forward], [*self.backward],
             {**self.saved}, self.workspace, self.backward_workspace, self.recomputed, [*self.gather_forward],
-            [*self.gather_backward], [*self.reduce], [*self.store],
+            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted,
         )  # fmt: skip
 
     def drop_users(self, gone: Iterable[str]) -> None:
@@ -253,6 +255,8 @@ class Graph:
     """Bytes of host memory that this rank's offloaded tensors take."""
     host_activations: bool = False
     """Whether saved activations leave the device until their backward."""
+    static: bool = False
+    """Whether activations and temporaries lie in one arena that stays from step to step."""
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
     closing: list[Callable[[Graph], None]] = field(default_factory=list)

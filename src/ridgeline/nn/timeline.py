@@ -74,6 +74,7 @@ class _Open:
     category: str
     uses: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
+    death: int | None = None
 
 
 @dataclass
@@ -106,8 +107,8 @@ class Recorder(Meter):
 
     def _close(self, key: int) -> None:
         o = self.open.pop(key)
+        o.death = death = max(self.now, o.born)
         if o.size:
-            death = max(self.now, o.born)
             self.closed.append(Lifetime(o.size, o.category, o.born, death, tuple(o.uses), tuple(o.writes)))
 
     def _settle_sizes(self) -> None:
@@ -148,6 +149,10 @@ class Recorder(Meter):
             o.uses.append(self.now)
             if writes:
                 o.writes.append(self.now)
+
+    def entry(self, t: torch.Tensor) -> _Open | None:
+        """The record of a tensor's storage, which goes on being filled in; None where it was not seen."""
+        return self.open.get(t.untyped_storage()._cdata)
 
     def mark_gradients(self) -> None:
         """What became a gradient was a temporary when it was made: call it between backward and update."""

@@ -51,7 +51,7 @@ class _Sizes:
                 self.gradients += p.numel * p.grad_bytes / p.grad_shards / p.tiles
                 if p.grad_shards > 1:  # unreduced until the block's reduction, beyond its share of the reduced ones
                     self.full += p.numel * p.grad_bytes
-        self.keeps = 0.0 if g.host_activations and self.layer else self.saved
+        self.keeps = 0.0 if g.host_activations and self.layer else self.saved - b.hosted
         """Saved bytes that stay on the device."""
         self.forward, self.backward = (b.recomputed + extra for extra in _beside_saved(b))
         """Temporaries of each direction, as seen beside all that the block saves."""
@@ -159,11 +159,15 @@ def _rank_peak(
     layers = sum(n for s, n in known if s.layer)
     ahead = 1 if g.host_parameters else 2  # gathered: the block's, and the prefetched next one's
     fixed = stored + states + g.buffers
-    most = -1.0
+    most, arena = -1.0, 0.0
     at: tuple[str, float, float, float, float] = ("", 0.0, 0.0, 0.0, 0.0)
 
     def consider(instant: str, gathered: float, gradients: float, activations: float, temporaries: float) -> None:
-        nonlocal most, at
+        nonlocal most, at, arena
+        if g.static:  # but for buffers of collectives
+            reducing = instant.startswith("end of backward")
+            arena = max(arena, activations + (0.0 if reducing else temporaries))
+            activations, temporaries = 0.0, temporaries if reducing else 0.0
         total = fixed + gathered + gradients + activations + temporaries
         if total > most:
             most, at = total, (instant, gathered, gradients, activations, temporaries)
@@ -185,7 +189,7 @@ def _rank_peak(
             piled = saved + s.keeps * (first + 1) + (moved if s.layer else 0.0)
             during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
             during += max_layer * min(2, layers - passed - first) + s.tile if s.layer else 0.0
-            consider(f"forward of {b.name}", during, base_gradients, piled, s.forward)
+            consider(f"forward of {b.name}", during, base_gradients, piled + b.hosted, s.forward)
         passed += repeat if s.layer else 0
         saved += s.keeps * repeat
         gathered += s.work * repeat if keep else 0.0
@@ -202,7 +206,7 @@ def _rank_peak(
         grad = 0.0 if accumulated or leave else s.gradients
         passed -= repeat if s.layer else 0
         for done in sorted({0, min(1, repeat - 1), max(0, repeat - 2), repeat - 1}):
-            left = saved - s.keeps * done
+            left = saved - s.keeps * done + b.hosted
             near = min(2, passed + repeat - done) if s.layer else 0
             during = gathered - s.work * done if keep else gathered + ahead * s.work
             during += max_layer * near + s.tile
@@ -213,7 +217,7 @@ def _rank_peak(
                 consider(f"weight gradients of {b.name} wait", during, now, saved + moved * near, own + late)
             # Reduction copies the unreduced gradients into one flat buffer.
             came = now + (s.gradients if leave else grad)
-            left += moved * max(0, near - 1) - s.keeps
+            left += moved * max(0, near - 1) - s.keeps - b.hosted
             consider(f"end of backward of {b.name}", during, came, left, 2 * s.full + waits)
         if not late:
             saved -= s.keeps * repeat
@@ -230,7 +234,7 @@ def _rank_peak(
         "optimizer": states,
         "activations": activations,
         "temporaries": temporaries,
-        "buffers": g.buffers,
+        "buffers": g.buffers + arena,
     }
     return Peak({k: v for k, v in categories.items() if v}, instant)
 

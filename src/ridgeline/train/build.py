@@ -151,6 +151,8 @@ class TrainBuild(Build):
     they are overwritten."""
     make_optimizer: MakeOptimizer = make_optimizer
     """Builds the optimizer from parameter groups and the workload."""
+    optimizer: torch.optim.Optimizer | None = None
+    """What ``make_optimizer`` gave, once the engine has called it."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """After the optimizer's step, in order (new weights handed round)."""
     store: Store | None = None

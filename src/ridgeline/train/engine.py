@@ -70,7 +70,7 @@ class Trainer:
         if self.run.tied:
             module, name, _ = self.run.tied
             self.copies[getattr(module, name)] *= 2
-        self.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
+        self.optimizer = self.run.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
         self.steps_done = 0
         self.stop_requested = False
 
