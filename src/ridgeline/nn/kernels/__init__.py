@@ -1,0 +1,1 @@
+"""Fused kernels: compiled C++ on the CPU (:mod:`native`), and the autograd functions over them (:mod:`functions`)."""
