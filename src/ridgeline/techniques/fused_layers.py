@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.train.build import TrainBuild
 
 
 class FusedLayers(Technique):
@@ -21,7 +24,6 @@ class FusedLayers(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="1.4-3.5x faster training of Transformers than with unfused kernels (LightSeq2)",
-        runs=False,
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 5
@@ -32,11 +34,29 @@ class FusedLayers(Technique):
     """Residual additions inside the norms, biases and activations inside their neighbours."""
     loss: bool = True
     """Cross-entropy that reads the logits in the compute dtype and leaves their gradient in place."""
+    chunked: bool = True
+    """The head's product inside the loss, some rows at a time: the logits of a whole batch never exist."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """All fusions at once."""
         return [cls()]
+
+    def build(self, run: TrainBuild) -> None:
+        """Replace parts of the model by functions over compiled kernels (C++ on the CPU; elsewhere plain operators)."""
+        from ridgeline.nn import fused
+        from ridgeline.nn.attention import naive_attention
+
+        if self.projections:
+            fused.merge_projections(run.model)
+        if self.elementwise:
+            fused.fuse_elementwise(run.model)
+            backend = run.model.backend
+            if backend.function is naive_attention:
+                run.model.set_attention(replace(backend, function=fused.fused_naive_attention))
+        if self.chunked:
+            for part in (run.root, *run.chunks):
+                part.loss = fused.chunked_token_loss
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Fewer operators and fewer bytes; the same FLOPs."""

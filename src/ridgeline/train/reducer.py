@@ -55,7 +55,8 @@ class Reducer:
         for indices in buckets([(id(group(p)), local(p).numel() * 4) for p in reversed(parameters)], bucket_bytes):
             mine = [parameters[len(parameters) - 1 - i] for i in indices]
             size = sum(local(p).numel() for p in mine)
-            flat = torch.zeros(size, dtype=mine[0].dtype, device=local(mine[0]).device)
+            dtype = getattr(mine[0], "grad_dtype", None) or mine[0].dtype  # fp32 sums of 16-bit weights
+            flat = torch.zeros(size, dtype=dtype, device=local(mine[0]).device)
             found.append(Bucket(mine, flat, group(mine[0])))
         self = cls(found, overlap)
         for b in found:
