@@ -213,7 +213,7 @@ def test_refusals(plan, options, says):
 
 
 @pytest.mark.parametrize(
-    "call", ["tensor_parallel:degree=8", "mixed_precision:dtype=fp16", "zero:degree=4", "data_parallel:overlap=false"]
+    "call", ["tensor_parallel:degree=8", "zero:degree=4", "data_parallel:overlap=false"]
 )
 def test_what_cannot_be_run_yet_says_so(call):
     with pytest.raises(UserError, match=rf"{call.partition(':')[0]} can be predicted.*not yet run"):

@@ -18,12 +18,12 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.float16: 65504.0}
 def scale_for(peak: Tensor, dtype: torch.dtype) -> Tensor:
     """The factor (float32, of the shape of ``peak``) that brings the largest magnitude ``peak`` to the format's largest.
 
-    1 where the peak is zero or not finite, so that infinities and NaN stay visible. Capped at 2^60: what multiplies by
-    two factors must not overflow.
+    1 where the peak is zero; NaN where it is not finite, so that an overflow shows in everything that is decoded.
+    At most 2^60, so that products of two factors stay finite.
     """
     peak = peak.float()
-    factor = (LARGEST[dtype] / peak).clamp(max=2.0**60)
-    return torch.where((peak > 0) & torch.isfinite(peak), factor, torch.ones_like(peak))
+    factor = torch.where(peak > 0, (LARGEST[dtype] / peak).clamp(max=2.0**60), torch.ones_like(peak))
+    return factor.masked_fill(~torch.isfinite(peak), float("nan"))
 
 
 def peak_of(t: Tensor) -> Tensor:

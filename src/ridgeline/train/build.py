@@ -18,6 +18,7 @@ from ridgeline.train.optimizer import MakeOptimizer, make_optimizer
 
 if TYPE_CHECKING:
     from ridgeline.nn.transformer import Transformer
+    from ridgeline.train.reducer import Bucket, Waitable
 
 
 class Micro(NamedTuple):
@@ -116,6 +117,8 @@ class TrainBuild(Build):
     """Sum of the losses of all micro-batches without gradients."""
     after_backward: list[Callable[[], None]] = field(default_factory=list)
     """Before the norm is taken, in order: what reduces and completes gradients."""
+    send_bucket: Callable[[Bucket], Waitable] | None = None
+    """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
     copies: dict[nn.Parameter, int] = field(default_factory=dict)
     """Further ranks that hold a parameter beyond what its sharding says (a tied head on another stage)."""
     experts_divided: bool = False
