@@ -7,6 +7,7 @@ work: on another device than the CPU, on parameters that a parallel technique di
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,6 @@ from ridgeline.nn.mlp import MLP, expand
 from ridgeline.nn.norm import RMSNorm, compute_dtype
 from ridgeline.nn.rotary import Rope
 from ridgeline.nn.transformer import Block, LMHead, MLMHead, Transformer, add_then_norm
-
-SMALLEST_CHUNK = 256
-"""Rows of logits at a time at least: fewer make poor matrix products."""
-
 
 # ---- residual additions and norms --------------------------------------------------------------------------------------
 
@@ -191,14 +188,23 @@ def expand_merged(mlp: MLP, x: Tensor) -> Tensor:
 # ---- loss --------------------------------------------------------------------------------------------------------------
 
 
-def chunk_rows(rows: int, vocab: int, hidden: int) -> int:
-    """Rows of logits at a time: as many as take the bytes of the hidden states, a multiple of :data:`SMALLEST_CHUNK`."""
-    wanted = rows * hidden / vocab
-    return min(rows, max(SMALLEST_CHUNK, math.ceil(wanted / SMALLEST_CHUNK) * SMALLEST_CHUNK))
+def fused_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`~ridgeline.nn.loss.token_loss` whose logits become their gradient in one kernel, in their own dtype."""
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    logits = head(hidden)
+    if type(logits) is not Tensor:
+        return token_loss(hidden, head, labels)
+    loss: Tensor = functions.LogitsLoss.apply(logits, labels)  # type: ignore[no-untyped-call]
+    return loss, (labels != IGNORE).sum()
 
 
-def chunked_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`~ridgeline.nn.loss.token_loss` with the head's last product inside the loss, chunk by chunk."""
+def chunked_token_loss(
+    hidden: Tensor, head: nn.Module, labels: Tensor, rows: Callable[[int, int, int], int]
+) -> tuple[Tensor, Tensor]:
+    """:func:`~ridgeline.nn.loss.token_loss` with the head's last product inside the loss, chunk by chunk.
+
+    ``rows`` gives the rows of a chunk from the rows of all, the vocabulary and the width of the hidden states.
+    """
     out = getattr(head, "out", None)
     if not _plain(out) or type(out.weight) is not nn.Parameter:  # type: ignore[union-attr]
         return token_loss(hidden, head, labels)
@@ -208,8 +214,8 @@ def chunked_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple
         x = head.norm(head.activation(head.dense(x)))
     elif not isinstance(head, LMHead):
         return token_loss(hidden, head, labels)
-    rows = chunk_rows(x.shape[0], out.out_features, out.in_features)
+    size = rows(x.shape[0], out.out_features, out.in_features)
     loss: Tensor = functions.LinearLoss.apply(  # type: ignore[no-untyped-call]
-        x, out.weight, out.bias, labels, rows, compute_dtype(x)
+        x, out.weight, out.bias, labels, size, compute_dtype(x)
     )
     return loss, (labels != IGNORE).sum()

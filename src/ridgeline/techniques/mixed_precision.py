@@ -124,7 +124,7 @@ class MixedPrecision(Technique):
 
 
 def _all_low(g: Graph, dtype: str) -> Graph:
-    """Everything but the loss, the statistics and the dropout masks is 16 bits wide."""
+    """Everything but the statistics and the dropout masks is 16 bits wide; the loss computes in 32 bits."""
     g.low_weights = True
     g.gradients_resident = True  # accumulated in place, in fp32
     g.residual /= 2
@@ -142,10 +142,13 @@ def _all_low(g: Graph, dtype: str) -> Graph:
             if p.bytes_per_element == 4.0:
                 p.bytes_per_element = 2.0
         for key, s in b.saved.items():
-            if not key.endswith((".stats", ".lse", ".mask")) and key != "logits":
-                b.saved[key] = replace(s, bytes=s.bytes / 2)
+            if not key.endswith((".stats", ".lse", ".mask")):
+                # A softmax in fp32 is kept as it is, beside its low copy.
+                b.saved[key] = replace(s, bytes=s.bytes * (1.5 if key.endswith(".probs") else 0.5))
         b.workspace /= 2
         b.backward_workspace /= 2
+        if "logits" in b.saved:  # the loss is taken in fp32 on a copy
+            b.workspace = 2 * b.saved["logits"].bytes
     return g
 
 

@@ -147,17 +147,25 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
          TYPES[x.dtype if bias is None else bias.dtype], dx, db, dy.numel() // width, width, kind)  # fmt: skip
 
 
+def _if_trained(x: Tensor, parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """What the gradient of weights needs: nothing where they are frozen."""
+    return x if parts[0] is not None and parts[0].requires_grad else None
+
+
 def _product_gradients(
-    ctx: Any, d: Tensor, x: Tensor, w: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+    d: Tensor, x: Tensor | None, w: Tensor, weights: list[Tensor], biases: list[Tensor | None]
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
-    """dx [rows, k], and the gradients of the parts of a merged product, from ``d`` [rows, Σ n_i]."""
+    """dx [rows, k], and the gradients of the parts of a merged product, from ``d`` [rows, Σ n_i].
+
+    ``x`` is None where the weights are frozen: all of them are, or none.
+    """
     sizes = [p.shape[0] for p in weights]
     dw: list[Tensor | None] = [None] * len(sizes)
     db: list[Tensor | None] = [None] * len(sizes)
-    if any(p.requires_grad for p in weights):
+    if x is not None:
         whole = torch.mm(d.t(), x).to(weights[0].dtype)
-        dw = [g if p.requires_grad else None for g, p in zip(whole.split(sizes), weights, strict=True)]
-    if biases[0] is not None:
+        dw = list(whole.split(sizes))
+    if biases[0] is not None and biases[0].requires_grad:
         db = list(d.sum(0, dtype=_wide(d)).to(biases[0].dtype).split(sizes))
     return torch.mm(d, w), dw, db
 
@@ -174,7 +182,7 @@ class GatedLinear(torch.autograd.Function):
         y = x.new_empty(x.shape[0], both.shape[1] // 2)
         call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
              y.shape[0], y.shape[1], 0)  # fmt: skip
-        ctx.save_for_backward(x, merged, both, *parts)
+        ctx.save_for_backward(_if_trained(x, parts), merged, both, *parts)
         return y
 
     @staticmethod
@@ -183,7 +191,7 @@ class GatedLinear(torch.autograd.Function):
         x, merged, both, *parts = ctx.saved_tensors
         _activation_backward(dy.contiguous(), both, None, both, None, 0)
         both[:0].zero_()  # tells autograd that it was written to, so that a second backward is refused
-        dx, dw, db = _product_gradients(ctx, both, x, merged, parts[:2], parts[2:])
+        dx, dw, db = _product_gradients(both, x, merged, parts[:2], parts[2:])
         return dx, None, None, *dw, *db
 
 
@@ -201,7 +209,8 @@ class QKV(torch.autograd.Function):
         turned = (sizes[0] + sizes[1]) // head_dim
         if rope is not None:
             _rotate(out, *rope, turned, head_dim, 1)
-        ctx.save_for_backward(x, merged, *(rope or (None, None)), *parts)
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(_if_trained(x, parts), merged, *(rope or (None, None)), *parts)
         ctx.sizes, ctx.turned, ctx.head_dim = sizes, turned, head_dim
         ctx.set_materialize_grads(True)
         q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in out.split(sizes, -1))
@@ -216,8 +225,9 @@ class QKV(torch.autograd.Function):
             part.unflatten(-1, (-1, ctx.head_dim)).copy_(g)
         if cos is not None:
             _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
-        dx, dw, db = _product_gradients(ctx, d.flatten(0, 1), x.flatten(0, 1), merged, parts[:3], parts[3:])
-        return dx.view_as(x), None, None, None, None, *dw, *db
+        rows = None if x is None else x.flatten(0, 1)
+        dx, dw, db = _product_gradients(d.flatten(0, 1), rows, merged, parts[:3], parts[3:])
+        return dx.view(ctx.x_shape), None, None, None, None, *dw, *db
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: int) -> None:
@@ -279,6 +289,25 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
     return loss
 
 
+class LogitsLoss(torch.autograd.Function):
+    """Sum of token losses of logits [N, V], which are overwritten by their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        need = bool(ctx.needs_input_grad[0])
+        total = loss_and_gradient(logits, labels, need)
+        if need:
+            ctx.save_for_backward(logits)
+            logits[:0].zero_()  # tells autograd that they were written to, so that no one reads them as logits
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(scale), None
+
+
 class LinearLoss(torch.autograd.Function):
     """Sum of token losses of hidden [N, H] under a head [V, H], by chunks of rows, so that no [N, V] tensor exists.
 
@@ -308,8 +337,9 @@ class LinearLoss(torch.autograd.Function):
                     dw += torch.mm(logits.t(), part)
             if db is not None:
                 db += logits.sum(0, dtype=db.dtype)
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(dx, dw, db)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.dtypes = hidden.dtype, getattr(weight, "grad_dtype", None) or weight.dtype
         return total
 
     @staticmethod
