@@ -212,9 +212,7 @@ def test_refusals(plan, options, says):
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(
-    "call", ["tensor_parallel:degree=8", "zero:degree=4", "data_parallel:overlap=false"]
-)
+@pytest.mark.parametrize("call", ["tensor_parallel:degree=8", "zero:degree=4", "data_parallel:overlap=false"])
 def test_what_cannot_be_run_yet_says_so(call):
     with pytest.raises(UserError, match=rf"{call.partition(':')[0]} can be predicted.*not yet run"):
         require_runnable(make(call))

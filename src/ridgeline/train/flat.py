@@ -202,4 +202,3 @@ def _adamw(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict
     v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
-

@@ -62,7 +62,8 @@ def sum_fp8(flat: Tensor, sizes: list[int], group: dist.ProcessGroup) -> None:
         a = min(max(start - rank * share, 0), share)
         place[a : a + mine[i].numel()] = encode(mine[i], scales[i], E4M3).view(torch.uint8)
         start += size
-    dist.all_gather_into_tensor(codes, place, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+    gather(codes, place, group=group)
     for code, part, scale in zip(codes[: flat.numel()].split(sizes), parts, scales, strict=True):
         part.copy_(code.view(E4M3)).div_(scale)
 
