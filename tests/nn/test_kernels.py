@@ -4,6 +4,7 @@ import copy
 import math
 import subprocess
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_linear_loss_equals_pytorch(bias):
     want = F.cross_entropy(F.linear(x, w, b), labels, ignore_index=-100, reduction="sum")
     wanted = torch.autograd.grad(3 * want, tensors)
     for rows in (1, 16, 50):
-        got = functions.LinearLoss.apply(x, w, b, labels, rows, torch.float64)
+        got = functions.linear_loss(x, w, b, labels, rows, torch.float64)
         assert got.item() == pytest.approx(want.item(), rel=1e-12)
         for g, h in zip(torch.autograd.grad(3 * got, tensors), wanted, strict=True):
             assert torch.allclose(g, h, rtol=1e-10, atol=1e-12)
@@ -186,14 +187,11 @@ def test_without_a_compiler_plain_operators_take_over_with_one_notice(monkeypatc
 
 
 def test_a_compiler_that_hangs_or_fails_costs_a_notice(monkeypatch, tmp_path):
-    def fails(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(subprocess, "run", fails)
     for error, says in (
         (subprocess.TimeoutExpired("g++", 120), "timed out after 120"),
         (subprocess.CalledProcessError(1, "g++", stderr=b"cpu.cpp: error: no such flag"), "no such flag"),
     ):
+        monkeypatch.setattr(subprocess, "run", Mock(side_effect=error))
         native.library.cache_clear()
         with pytest.warns(UserWarning, match=says):
             assert native.library() is None

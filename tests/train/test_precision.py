@@ -19,7 +19,7 @@ FP16 = "mixed_precision:dtype=fp16,loss_scale=1024,growth_interval=2"
 LOW = "mixed_precision:weights=low"
 
 
-# ---- loss scaling ------------------------------------------------------------------------------------------------------
+# ---- loss scaling ---------------------------------------------------------------------------------------------------
 
 
 def test_scale_halves_doubles_and_is_kept():
@@ -77,7 +77,7 @@ def test_fp16_ranks_skip_together(corpus):
     assert a.losses == pytest.approx(b.losses, rel=1e-3)
 
 
-# ---- 16-bit weights ----------------------------------------------------------------------------------------------------
+# ---- 16-bit weights -------------------------------------------------------------------------------------------------
 
 
 def small_parameters():

@@ -16,7 +16,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.float16: 65504.0}
 
 
 def scale_for(peak: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor (float32, of the shape of ``peak``) that brings the largest magnitude ``peak`` to the format's largest.
+    """The factor (float32, shaped as ``peak``) that brings the largest magnitude ``peak`` to the format's largest.
 
     1 where the peak is zero; NaN where it is not finite, so that an overflow shows in everything that is decoded.
     At most 2^60, so that products of two factors stay finite.

@@ -21,7 +21,7 @@ from ridgeline.nn.norm import RMSNorm, compute_dtype
 from ridgeline.nn.rotary import Rope
 from ridgeline.nn.transformer import Block, LMHead, MLMHead, Transformer, add_then_norm
 
-# ---- residual additions and norms --------------------------------------------------------------------------------------
+# ---- residual additions and norms -----------------------------------------------------------------------------------
 
 
 def fuse_elementwise(model: Transformer) -> None:
@@ -29,8 +29,8 @@ def fuse_elementwise(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, Block):
             module.add_norm = add_norm
-        elif type(module) in (RMSNorm, nn.LayerNorm) or isinstance(module, nn.LayerNorm):
-            module.forward = _Bound(norm, module)
+        elif isinstance(module, (RMSNorm, nn.LayerNorm)):
+            module.forward = _Bound(norm, module)  # type: ignore[method-assign]
         elif isinstance(module, MLP) and module.expand is expand:
             module.expand = expand_biased
 
@@ -55,14 +55,16 @@ def _fits(x: Tensor, module: nn.Module) -> bool:
     )
 
 
+def _norm_of(module: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
+    """Weight, bias, epsilon, and whether it is a LayerNorm."""
+    return module.weight, getattr(module, "bias", None), module.eps, isinstance(module, nn.LayerNorm)  # type: ignore[return-value]
+
+
 def norm(x: Tensor, module: nn.Module) -> Tensor:
     """RMSNorm or LayerNorm of ``x`` in one kernel each way."""
     if not _fits(x, module):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
-    y: Tensor = functions.Norm.apply(  # type: ignore[no-untyped-call]
-        x, module.weight, getattr(module, "bias", None), module.eps, isinstance(module, nn.LayerNorm), compute_dtype(x)
-    )
-    return y
+    return functions.norm(x, *_norm_of(module), compute_dtype(x))
 
 
 def add_norm(x: Tensor, update: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
@@ -71,11 +73,7 @@ def add_norm(x: Tensor, update: Tensor, module: nn.Module) -> tuple[Tensor, Tens
     plain = isinstance(module, (RMSNorm, nn.LayerNorm))
     if hooked or not plain or x.shape != update.shape or not usable(update) or not _fits(x, module):
         return add_then_norm(x, update, module)
-    out: tuple[Tensor, Tensor] = functions.AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, update, module.weight, getattr(module, "bias", None), module.eps, isinstance(module, nn.LayerNorm),
-        compute_dtype(x),
-    )  # fmt: skip
-    return out
+    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x))
 
 
 def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
@@ -85,8 +83,7 @@ def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
     if mlp.gate_proj is not None or mlp.activation != "gelu_tanh" or not biased or not usable(x, up.weight, up.bias):
         return expand(mlp, x)
     product = nn.functional.linear(x, up.weight)
-    y: Tensor = functions.BiasActivation.apply(product, up.bias, mlp.activation)  # type: ignore[no-untyped-call]
-    return y
+    return functions.bias_activation(product, up.bias, mlp.activation)
 
 
 def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -98,11 +95,11 @@ def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor
         return naive_attention(q, k, v, mask)
     rows = q.reshape(batch * groups, -1, width)
     keys, values = k.reshape(-1, total, width), v.reshape(-1, total, width)
-    p = functions.Probabilities.apply(rows, keys, bias, 1 / math.sqrt(width))  # type: ignore[no-untyped-call]
+    p = functions.probabilities(rows, keys, bias, 1 / math.sqrt(width))
     return torch.bmm(p, values).view(batch, heads, length, width)
 
 
-# ---- projections -------------------------------------------------------------------------------------------------------
+# ---- projections ----------------------------------------------------------------------------------------------------
 
 
 def merge_projections(model: Transformer) -> list[str]:
@@ -114,12 +111,13 @@ def merge_projections(model: Transformer) -> list[str]:
     merged = []
     for name, module in model.named_modules():
         if isinstance(module, Attention) and module.q_norm is None:
-            parts = [module.q_proj, module.k_proj, module.v_proj]
+            parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
             if lay_together(parts):
                 module.project = project_merged
                 merged.append(f"{name}.qkv")
         elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
-            if lay_together([module.gate_proj, module.up_proj]):
+            pair: list[nn.Module] = [module.gate_proj, module.up_proj]
+            if lay_together(pair):
                 module.expand = expand_merged
                 merged.append(f"{name}.gate_up")
     return merged
@@ -135,7 +133,7 @@ def lay_together(parts: list[nn.Module]) -> bool:
     if functions.adjacent(weights) is None:  # type: ignore[arg-type]
         whole = torch.cat([w.detach().flatten() for w in weights])  # type: ignore[operator]
         for w, part in zip(weights, whole.split([w.numel() for w in weights]), strict=True):  # type: ignore[operator]
-            w.data = part.view_as(w)  # type: ignore[arg-type]
+            w.data = part.view_as(w)
     return True
 
 
@@ -165,10 +163,8 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
     if found is None:
         return project(attention, x, rope)
     merged, bias = found
-    q, k, v = functions.QKV.apply(  # type: ignore[no-untyped-call]
-        x.to(merged.dtype), merged, bias, attention.head_dim, rope, *(p.weight for p in parts), *(p.bias for p in parts)
-    )
-    return q, k, v
+    tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
+    return functions.qkv(x.to(merged.dtype), merged, bias, attention.head_dim, rope, tensors)  # type: ignore[arg-type]
 
 
 def expand_merged(mlp: MLP, x: Tensor) -> Tensor:
@@ -179,13 +175,12 @@ def expand_merged(mlp: MLP, x: Tensor) -> Tensor:
     if found is None:
         return expand(mlp, x)
     merged, bias = found
-    y: Tensor = functions.GatedLinear.apply(  # type: ignore[no-untyped-call]
-        x.to(merged.dtype).flatten(0, -2), merged, bias, *(p.weight for p in parts), *(p.bias for p in parts)
-    )
+    tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
+    y = functions.gated_linear(x.to(merged.dtype).flatten(0, -2), merged, bias, tensors)  # type: ignore[arg-type]
     return y.view(*x.shape[:-1], -1)
 
 
-# ---- loss --------------------------------------------------------------------------------------------------------------
+# ---- loss -----------------------------------------------------------------------------------------------------------
 
 
 def fused_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,8 +189,7 @@ def fused_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[T
     logits = head(hidden)
     if type(logits) is not Tensor:
         return token_loss(hidden, head, labels)
-    loss: Tensor = functions.LogitsLoss.apply(logits, labels)  # type: ignore[no-untyped-call]
-    return loss, (labels != IGNORE).sum()
+    return functions.logits_loss(logits, labels), (labels != IGNORE).sum()
 
 
 def chunked_token_loss(
@@ -215,7 +209,5 @@ def chunked_token_loss(
     elif not isinstance(head, LMHead):
         return token_loss(hidden, head, labels)
     size = rows(x.shape[0], out.out_features, out.in_features)
-    loss: Tensor = functions.LinearLoss.apply(  # type: ignore[no-untyped-call]
-        x, out.weight, out.bias, labels, size, compute_dtype(x)
-    )
+    loss = functions.linear_loss(x, out.weight, out.bias, labels, size, compute_dtype(x))
     return loss, (labels != IGNORE).sum()

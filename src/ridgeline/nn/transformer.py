@@ -5,6 +5,8 @@ Shapes: B batch, S sequence, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from ridgeline.nn.attention import Attention, Backend, LayerCache, Mask, find_backend, make_mask
@@ -45,6 +47,9 @@ class Embedding(nn.Module):
         return x
 
 
+AddNorm = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
+
+
 def add_then_norm(x: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """The sum of the residual stream and an ``update`` of it, and the norm of that sum."""
     x = x + update
@@ -61,7 +66,7 @@ class Block(nn.Module):
         self.attention = Attention(spec)
         self.mlp_norm = make_norm(spec, spec.hidden_size)
         self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
-        self.add_norm = add_then_norm
+        self.add_norm: AddNorm = add_then_norm
         """A residual addition and the norm that reads it; a technique may put a fused kernel in its place."""
 
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
@@ -70,7 +75,8 @@ class Block(nn.Module):
             x = self.add_norm(x, self.attention(x, mask, rope, cache), self.attention_norm)[1]
             return self.add_norm(x, self.mlp(x), self.mlp_norm)[1]
         x, normed = self.add_norm(x, self.attention(self.attention_norm(x), mask, rope, cache), self.mlp_norm)
-        return x + self.mlp(normed)
+        out: Tensor = x + self.mlp(normed)
+        return out
 
 
 class LMHead(nn.Module):

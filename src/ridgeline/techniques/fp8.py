@@ -42,7 +42,7 @@ class FP8(Technique):
     order: ClassVar[int] = 2
 
     gradients: bool = False
-    """Training: sum gradients over data-parallel ranks in e4m3 bytes, with one scale per tensor that all ranks share."""
+    """Training: sum gradients over data-parallel ranks in e4m3 bytes, one scale per tensor shared by all ranks."""
     states: bool = False
     """Training: keep the first moment in e4m3, the second and the master weights in fp16, with a scale per tensor."""
 

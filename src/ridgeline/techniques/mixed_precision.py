@@ -106,7 +106,7 @@ class MixedPrecision(Technique):
             )
         if run.make_optimizer is not make_optimizer:
             raise Incompatible(
-                "mixed_precision: weights=low updates the weights by itself, but another technique of the plan does too",
+                "mixed_precision: weights=low updates the weights by itself, but another technique does too",
                 "use weights=fp32, or drop the other one",
             )
         trained = []

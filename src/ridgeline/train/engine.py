@@ -64,7 +64,9 @@ class Trainer:
         self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
         if not self.parameters:
             raise UserError("this plan leaves no parameter to train", "add lora, or drop what freezes the model")
-        self.copies = {p: holders(p, world // self._stages(made)) * self.run.copies.get(p, 1) for p in self.parameters}
+        self.copies = {
+            p: holders(p, world // self._stages(made)) * self.run.copies.get(p, 1) for p in self.parameters
+        }
         self.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
         self.steps_done = 0
         self.stop_requested = False

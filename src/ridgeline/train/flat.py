@@ -47,7 +47,7 @@ class FlatWeights:
         for p in ordered:
             self.places[p] = place
             p.data = low[place : place + p.numel()].view_as(p)
-            p.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            p.grad_dtype = torch.float32
             place += p.numel()
         return self
 
@@ -144,7 +144,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _follows(self, a: nn.Parameter, b: nn.Parameter) -> bool:
         places, x, y = self.weights.places, a.grad, b.grad
-        assert x is not None and y is not None
+        assert x is not None
+        assert y is not None
         return (
             places[b] == places[a] + a.numel()
             and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()

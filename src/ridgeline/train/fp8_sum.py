@@ -2,8 +2,8 @@
 
 Neither gloo nor NCCL adds float8, so the sum is taken in the open: all ranks code their gradients with one shared scale
 per tensor (a maximum over the ranks, so that none overflows), each rank receives its share of everybody's codes, adds
-them in fp32, codes the result with a second shared scale, and hands it round. Every byte of codes is one per element and
-direction, a quarter of an fp32 all-reduce; scales add 8 bytes per tensor.
+them in fp32, codes the result with a second shared scale, and hands it round. That is one byte per element each way, a
+quarter of an fp32 all-reduce; the scales add 8 bytes per tensor.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def adjacent(parts: list[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-class AddNorm(torch.autograd.Function):
+class _AddNorm(torch.autograd.Function):
     """(x + update, norm(x + update)) in one pass each way; without an update, (x, norm(x)).
 
     RMSNorm (``centred`` False) or LayerNorm. Saves the sum and one or two numbers per row, as the plain norms do; in
@@ -62,8 +62,9 @@ class AddNorm(torch.autograd.Function):
         y = torch.empty_like(x, dtype=out_dtype)
         rstd = torch.empty(rows, dtype=wide, device=x.device)
         mean = torch.empty_like(rstd) if centred else None
-        call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update, TYPES[(x if update is None else update).dtype],
-             weight, TYPES[weight.dtype], bias, total, y, TYPES[y.dtype], mean, rstd, rows, size, float(eps))  # fmt: skip
+        call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
+             TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y, TYPES[y.dtype],
+             mean, rstd, rows, size, float(eps))  # fmt: skip
         ctx.save_for_backward(total, weight, rstd, mean)
         ctx.update_dtype = None if update is None else update.dtype
         ctx.has_bias = bias is not None
@@ -91,13 +92,13 @@ class AddNorm(torch.autograd.Function):
         return dx, d_update, dw, db, None, None, None
 
 
-class Norm(torch.autograd.Function):
-    """:class:`AddNorm` without an update: [..., size] → [..., size]."""
+class _Norm(torch.autograd.Function):
+    """:class:`_AddNorm` without an update: [..., size] → [..., size]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool,
                 out_dtype: torch.dtype) -> Tensor:  # fmt: skip
-        _, y = AddNorm.forward(ctx, x, None, weight, bias, eps, centred, out_dtype)
+        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centred, out_dtype)
         ctx.set_materialize_grads(True)
         return y
 
@@ -115,7 +116,7 @@ class Norm(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-class BiasActivation(torch.autograd.Function):
+class _BiasActivation(torch.autograd.Function):
     """activation(x + bias) for x [..., width] (``gelu_tanh``), or silu(gate) · up for x = [gate | up] (``silu``).
 
     Saves its input only. The backward pass writes into it, so that it can run once.
@@ -170,7 +171,7 @@ def _product_gradients(
     return torch.mm(d, w), dw, db
 
 
-class GatedLinear(torch.autograd.Function):
+class _GatedLinear(torch.autograd.Function):
     """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is [Wg; Wu] to multiply by.
 
     Saves x and the product; its backward pass turns the latter into its gradient, so that it can run once.
@@ -195,7 +196,7 @@ class GatedLinear(torch.autograd.Function):
         return dx, None, None, *dw, *db
 
 
-class QKV(torch.autograd.Function):
+class _QKV(torch.autograd.Function):
     """Queries, keys and values of x [B, S, k] by one product, turned to their positions in place.
 
     Returns three views [B, S, heads, D] of one tensor. ``rope``: (cos, signed sin), each [S, 1, D] or [B, S, 1, D].
@@ -208,7 +209,7 @@ class QKV(torch.autograd.Function):
         sizes = [p.shape[0] for p in parts[:3] if p is not None]
         turned = (sizes[0] + sizes[1]) // head_dim
         if rope is not None:
-            _rotate(out, *rope, turned, head_dim, 1)
+            _rotate(out, rope[0], rope[1], turned, head_dim, 1)
         ctx.x_shape = x.shape
         ctx.save_for_backward(_if_trained(x, parts), merged, *(rope or (None, None)), *parts)
         ctx.sizes, ctx.turned, ctx.head_dim = sizes, turned, head_dim
@@ -237,7 +238,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign
          TYPES[cos.dtype], rows, width, heads, head_dim, period, float(sign))  # fmt: skip
 
 
-class Probabilities(torch.autograd.Function):
+class _Probabilities(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) of q [n, m, D], k [n, T, D], the scores overwritten: [n, m, T].
 
     ``bias`` [S, T] repeats over the rows (m is a multiple of S), or is [n, m, T] whole.
@@ -289,7 +290,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
     return loss
 
 
-class LogitsLoss(torch.autograd.Function):
+class _LogitsLoss(torch.autograd.Function):
     """Sum of token losses of logits [N, V], which are overwritten by their gradient."""
 
     @staticmethod
@@ -308,7 +309,7 @@ class LogitsLoss(torch.autograd.Function):
         return gradient.mul_(scale), None
 
 
-class LinearLoss(torch.autograd.Function):
+class _LinearLoss(torch.autograd.Function):
     """Sum of token losses of hidden [N, H] under a head [V, H], by chunks of rows, so that no [N, V] tensor exists.
 
     A chunk's logits become their own gradient at once, from which its part of the hidden states' gradient and of the
@@ -356,3 +357,57 @@ def adamw_(low: Tensor | None, master: Tensor, grad: Tensor, m: Tensor, v: Tenso
     """One AdamW step (arXiv:1711.05101) of flat float32 vectors in one pass; ``low`` receives the weights rounded."""
     call("rl_adamw", low, 0 if low is None else TYPES[low.dtype], master, grad, m, v, master.numel(), 1 - lr * decay,
          1 - beta1, beta2, 1 - beta2, eps, -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5)  # fmt: skip
+
+
+# What the classes above offer, with types.
+
+
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool,
+             dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(x + update, norm of that in ``dtype``), both [..., size]."""
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centred, dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
+    """LayerNorm (``centred``) or RMSNorm of x [..., size] in ``dtype``."""
+    y: Tensor = _Norm.apply(x, weight, bias, eps, centred, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(x + bias), x [..., width]; or silu(gate) · up [..., width] of x = [gate | up]."""
+    y: Tensor = _BiasActivation.apply(x, bias, activation)  # type: ignore[no-untyped-call]
+    return y
+
+
+def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None]) -> Tensor:
+    """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases."""
+    y: Tensor = _GatedLinear.apply(x, merged, bias, *parts)  # type: ignore[no-untyped-call]
+    return y
+
+
+def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,
+        parts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Turned queries, keys, and values of x [B, S, k], each [B, S, heads, D]. ``parts``: three weights, three biases."""
+    q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, *parts)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+def probabilities(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ + bias) of q [n, m, D] and k [n, T, D]: [n, m, T]."""
+    p: Tensor = _Probabilities.apply(q, k, bias, scale)  # type: ignore[no-untyped-call]
+    return p
+
+
+def logits_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of token losses of logits [N, V], which are overwritten."""
+    total: Tensor = _LogitsLoss.apply(logits, labels)  # type: ignore[no-untyped-call]
+    return total
+
+
+def linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int,
+                dtype: torch.dtype) -> Tensor:  # fmt: skip
+    """Sum of token losses of hidden [N, H] under a head [V, H] in ``dtype``, ``rows`` at a time."""
+    total: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, rows, dtype)  # type: ignore[no-untyped-call]
+    return total

@@ -38,7 +38,8 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with one warning that says why, where there is no working compiler."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
-        return _without("no C++ compiler is installed")
+        _without("no C++ compiler is installed")
+        return None
     made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor(), torch.__version__])
     place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(made_of.encode(), digest_size=10).hexdigest()}.so"
     try:
@@ -47,7 +48,8 @@ def library() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(place))
     except (OSError, subprocess.SubprocessError) as e:
         said = getattr(e, "stderr", b"") or str(e).encode()
-        return _without(f"they do not compile: {said.decode(errors='replace').strip().splitlines()[-1]}")
+        _without(f"they do not compile: {said.decode(errors='replace').strip().splitlines()[-1]}")
+        return None
     loaded.rl_cross_entropy.restype = ctypes.c_double
     return loaded
 
