@@ -1,8 +1,8 @@
 """Linear layers whose products run in float8: e4m3 inputs and weights, e5m2 gradients (arXiv:2209.05433).
 
 Each tensor has one scale, from its own largest magnitude at that moment. Where the device multiplies float8 (Ada,
-Hopper and later) the product is ``torch._scaled_mm``; elsewhere it is emulated: the codes are decoded and multiplied in fp32,
-which gives the same products of the same rounded numbers.
+Hopper and later) the product is ``torch._scaled_mm``; elsewhere it is emulated: the codes are decoded and multiplied in
+fp32, which gives the same products of the same rounded numbers.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class _AddNorm(torch.autograd.Function):
         rstd = torch.empty(rows, dtype=wide, device=x.device)
         mean = torch.empty_like(rstd) if centred else None
         call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
-             TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y, TYPES[y.dtype],
-             mean, rstd, rows, size, float(eps))  # fmt: skip
+             TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
+             TYPES[y.dtype], mean, rstd, rows, size, float(eps))  # fmt: skip
         ctx.save_for_backward(total, weight, rstd, mean)
         ctx.update_dtype = None if update is None else update.dtype
         ctx.has_bias = bias is not None
@@ -389,7 +389,7 @@ def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Ten
 
 def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,
         parts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Turned queries, keys, and values of x [B, S, k], each [B, S, heads, D]. ``parts``: three weights, three biases."""
+    """Turned queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three biases."""
     q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, *parts)  # type: ignore[no-untyped-call]
     return q, k, v
 
