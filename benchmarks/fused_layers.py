@@ -125,6 +125,10 @@ def kernels() -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
         low.copy_(p.detach())
 
     step = iter(range(1, 10**9))
+
+    def update():
+        functions.adamw_(low, master, p.grad, m, s, 1e-3, 0.9, 0.999, 1e-8, 0.01, next(step))
+
     return {
         "residual + norm": (plain_norm, fused_norm),
         "SwiGLU": (lambda: gated("silu", gate, up).backward(wide),
@@ -136,8 +140,7 @@ def kernels() -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
                                                       chunk_rows(rows, MODEL.vocab_size, h), torch.float32).backward()),
         "loss on logits": (lambda: F.cross_entropy(head(hidden), labels).backward(),
                            lambda: functions.logits_loss(head(hidden), labels).backward()),
-        "AdamW and the copy to bf16": (plain_update, lambda: functions.adamw_(low, master, p.grad, m, s, 1e-3, 0.9, 0.999,
-                                                                             1e-8, 0.01, next(step))),
+        "AdamW and the copy to bf16": (plain_update, update),
     }  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def pair(family, dtype, backend="naive"):
     return plain, other, merged
 
 
-def gradients(model, loss, low=None):
-    ids = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
+def gradients(model, loss, low=None, shape=(2, 24)):
+    ids = torch.randint(96, shape, generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1).clone()
     labels[:, :3] = -100
     with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):

@@ -1,7 +1,7 @@
 """Puts fused functions in the places of the plain model's: merged projections, norms with residuals, softmax, loss.
 
 Each replacement looks at its tensors when it is called and does what the plain module does where the kernels cannot
-work: on another device than the CPU, on parameters that a parallel technique divides, on layers that something wraps.
+work: without a compiler or Triton, on parameters that a technique divides, on layers that something wraps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.attention import Attention, Mask, naive_attention, project
 from ridgeline.nn.kernels import functions
-from ridgeline.nn.kernels.native import usable
+from ridgeline.nn.kernels.dispatch import usable
 from ridgeline.nn.loss import IGNORE, token_loss
 from ridgeline.nn.mlp import MLP, expand
 from ridgeline.nn.norm import RMSNorm, compute_dtype

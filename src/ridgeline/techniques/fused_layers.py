@@ -48,7 +48,7 @@ class FusedLayers(Technique):
         return [cls()]
 
     def build(self, run: TrainBuild) -> None:
-        """Replace parts of the model by functions over compiled kernels (C++ on the CPU; elsewhere plain operators)."""
+        """Replace parts of the model by functions over fused kernels (C++ on the CPU, Triton on CUDA)."""
         from ridgeline.nn import fused
         from ridgeline.nn.attention import naive_attention
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.codec import E4M3, decode, quantise
 from ridgeline.nn.kernels import functions
-from ridgeline.nn.kernels.native import usable
+from ridgeline.nn.kernels.dispatch import usable
 from ridgeline.spec.workload import Training
 
 

@@ -1,1 +1,1 @@
-"""Fused kernels: compiled C++ on the CPU (:mod:`native`), and the autograd functions over them (:mod:`functions`)."""
+"""Fused kernels, compiled C++ on the CPU and Triton on CUDA, and the autograd functions over them."""

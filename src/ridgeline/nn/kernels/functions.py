@@ -1,7 +1,7 @@
-"""Autograd functions that run one kernel where the plain modules run several, on the C++ kernels of :mod:`native`.
+"""Autograd functions that run one kernel where the plain modules run several, on the kernels of :mod:`dispatch`.
 
 Each computes in float32 (float64 for float64 inputs) and writes the dtype that the plain modules write. Callers ask
-:func:`~ridgeline.nn.kernels.native.usable` first.
+:func:`~ridgeline.nn.kernels.dispatch.usable` first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ridgeline.nn.kernels.native import TYPES, call
+from ridgeline.nn.kernels.dispatch import call, usable
+from ridgeline.nn.kernels.native import TYPES
 from ridgeline.nn.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -271,12 +272,10 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
 
     Rows whose label is ignored become zero. On the kernel where it works, else on plain operators.
     """
-    from ridgeline.nn.kernels.native import usable
-
     if usable(logits) and logits.is_contiguous():
         value = call("rl_cross_entropy", logits.dtype == torch.float64, logits, TYPES[logits.dtype],
                      labels.contiguous(), *logits.shape, gradient)  # fmt: skip
-        return logits.new_tensor(value, dtype=_wide(logits))
+        return value if isinstance(value, Tensor) else logits.new_tensor(value, dtype=_wide(logits))
     valid = (labels != IGNORE).unsqueeze(1)
     target = labels.clamp_min(0).unsqueeze(1)
     x = logits.to(_wide(logits))

@@ -77,16 +77,6 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def usable(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can work on these: plain tensors in this process's memory, of a type they know."""
-    for t in tensors:
-        if t is not None and not (
-            t.device.type == "cpu" and t.dtype in TYPES and type(t) in (Tensor, torch.nn.Parameter)
-        ):
-            return False
-    return library() is not None
-
-
 def call(name: str, *args: Tensor | float | int | None) -> float:
     """Call a kernel: tensors go as pointers, integers as 64-bit numbers, the number of threads last."""
     found = library()
