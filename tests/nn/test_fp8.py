@@ -61,7 +61,7 @@ def test_linear_layer_is_the_product_of_rounded_numbers():
     assert torch.allclose(layer.weight.grad.double(), g8.flatten(0, 1).t() @ x8.flatten(0, 1), rtol=1e-5, atol=1e-5)
     assert torch.allclose(layer.bias.grad, dy.sum((0, 1)), rtol=1e-5)
     wide = torch.nn.functional.linear(x, layer.weight, layer.bias)
-    assert 1e-3 < float((y - wide).norm() / wide.norm()) < 0.05  # it did round, and not too much
+    assert 1e-3 < ((y - wide).norm() / wide.norm()).item() < 0.05  # it did round, and not too much
 
 
 def test_emulation_equals_the_scaled_product():

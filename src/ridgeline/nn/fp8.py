@@ -8,6 +8,7 @@ fp32, which gives the same products of the same rounded numbers.
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ _latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
 
 def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
     global _latest
+    if x.is_inference():  # without a version nobody can tell whether it is still the same
+        return quantise(x, E4M3)
     if _latest is not None and _latest[0]() is x and _latest[1] == x._version:
         return _latest[2], _latest[3]
 
@@ -38,6 +41,7 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
+@lru_cache(maxsize=8)
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether the device has float8 matrix units that PyTorch drives."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -109,6 +109,12 @@ class MixedPrecision(Technique):
                 "mixed_precision: weights=low updates the weights by itself, but another technique does too",
                 "use weights=fp32, or drop the other one",
             )
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise Incompatible(
+                f"mixed_precision: weights=low needs fp32 gradients of 16-bit weights, which PyTorch"
+                f" {torch.__version__} does not have",
+                "install a newer PyTorch, or use weights=fp32",
+            )
         trained = []
         for name, p in run.root.named_parameters():
             if p.dtype != torch.float32 or name.endswith(".scales"):  # codes of a quantised base, and their scales

@@ -219,10 +219,11 @@ def rl_add_norm(wide, x, tx, add, ta, w, tw, b, total, y, ty, mean, rstd, rows, 
 def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, db, rows, n):
     """As ``rl_add_norm_backward`` of ``cpu.cpp``."""
     programs = min(rows, ROWS_PER_SUM)
-    sums = torch.empty(2, programs, n, dtype=torch.float32, device=x.device)
+    part_w, part_b = torch.empty(2, programs, n, dtype=torch.float32, device=x.device)
     _add_norm_backward[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx,
-                                    sums[0], sums[1], rows, n, dsum is not None, mean is not None, _size(n))  # fmt: skip
-    for out, part in ((dw, sums[0]), (db, sums[1])):
+                                    part_w, part_b, rows, n, dsum is not None, mean is not None,
+                                    _size(n))  # fmt: skip
+    for out, part in ((dw, part_w), (db, part_b)):
         if out is not None:
             out.copy_(part.sum(0))
 
