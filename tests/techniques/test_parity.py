@@ -64,6 +64,7 @@ def comparison(e: Experiment) -> Comparison:
     lossless = [t for t in made if t.card.lossless]
     same = [t for t in made if t.card.bound == "same"]
     gone = lossless or same[:1]
+    gone += [t for t in made if t not in gone and {g.card.name for g in gone} & set(t.card.requires)]
     # Low-precision arithmetic that stays on magnifies what a lossless technique merely reorders.
     tolerance = max((t.card.tolerance for t in same if t in gone or t.phase != "adapt"), default=0.0)
     return Comparison(e, without(e, gone) if gone else None, tolerance)

@@ -131,6 +131,19 @@ def find_backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
+def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, S, H, D], keys and values [B, S, G, D] of ``x`` [B, S, hidden], turned to their positions."""
+    # -1: under tensor parallelism a rank holds only its share of the heads.
+    shape = (*x.shape[:2], -1, attention.head_dim)
+    q, k = attention.q_proj(x).view(shape), attention.k_proj(x).view(shape)
+    v = attention.v_proj(x).view(shape)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    if rope is not None:
+        q, k = rotate(q, rope), rotate(k, rope)
+    return q, k, v
+
+
 class Attention(nn.Module):
     """Self-attention with separate projections, so that adapters and quantisers can replace each."""
 
@@ -145,19 +158,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(spec.q_size, h, bias=spec.out_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.project = project
+        """What makes queries, keys and values; a technique may put one merged product in its place."""
 
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, hidden] → [B, S, hidden]."""
         batch, length, _ = x.shape
-        # -1: under tensor parallelism a rank holds only its share of the heads.
-        q = self.q_proj(x).view(batch, length, -1, self.head_dim)
-        k = self.k_proj(x).view(batch, length, -1, self.head_dim)
-        v = self.v_proj(x).view(batch, length, -1, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in self.project(self, x, rope))
         if cache is not None:
             k, v = cache.append(k, v)
         out = self.backend.function(q, k, v, mask)

@@ -47,6 +47,13 @@ def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
+def expand(mlp: MLP, x: Tensor) -> Tensor:
+    """What the last projection reads, [..., inner], from ``x`` [..., hidden]."""
+    if mlp.gate_proj is None:
+        return ACTIVATIONS[mlp.activation](mlp.up_proj(x))
+    return gated(mlp.activation, mlp.gate_proj(x), mlp.up_proj(x))
+
+
 class MLP(nn.Module):
     """Dense feed-forward layer."""
 
@@ -57,12 +64,10 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(h, f, bias=spec.mlp_bias) if spec.gated else None
         self.up_proj = nn.Linear(h, f, bias=spec.mlp_bias)
         self.down_proj = nn.Linear(f, h, bias=spec.mlp_bias)
+        self.expand = expand
+        """Everything up to the activation; a technique may put a fused function in its place."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., hidden] → [..., hidden]."""
-        if self.gate_proj is None:
-            inner = ACTIVATIONS[self.activation](self.up_proj(x))
-        else:
-            inner = gated(self.activation, self.gate_proj(x), self.up_proj(x))
-        out: Tensor = self.down_proj(inner)
+        out: Tensor = self.down_proj(self.expand(self, x))
         return out

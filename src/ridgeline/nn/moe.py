@@ -26,6 +26,8 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(e, f, h)) if spec.gated else None
         self.up_proj = nn.Parameter(torch.empty(e, f, h))
         self.down_proj = nn.Parameter(torch.empty(e, h, f))
+        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+        """The product of rows and one expert's weight; a technique may put a narrower one in its place."""
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
@@ -36,12 +38,12 @@ class Experts(nn.Module):
         for e, part in enumerate(torch.split(rows, counts)):
             if not counts[e]:
                 continue
-            inner = F.linear(part, up[e])
+            inner = self.linear(part, up[e])
             if self.gate_proj is None:
                 inner = ACTIVATIONS[self.activation](inner)
             else:
-                inner = gated(self.activation, F.linear(part, gate[e]), inner)
-            outputs.append(F.linear(inner, down[e]))
+                inner = gated(self.activation, self.linear(part, gate[e]), inner)
+            outputs.append(self.linear(inner, down[e]))
         return torch.cat(outputs) if outputs else rows * 0.0
 
 

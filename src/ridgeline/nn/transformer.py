@@ -52,6 +52,15 @@ class Embedding(nn.Module):
         return x
 
 
+AddNorm = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
+
+
+def add_then_norm(x: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """The sum of the residual stream and an ``update`` of it, and the norm of that sum."""
+    x = x + update
+    return x, norm(x)
+
+
 class Block(nn.Module):
     """One layer: attention and feed-forward, each with its residual, normalised before (or, in BERT, after)."""
 
@@ -62,16 +71,17 @@ class Block(nn.Module):
         self.attention = Attention(spec)
         self.mlp_norm = make_norm(spec, spec.hidden_size)
         self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
+        self.add_norm: AddNorm = add_then_norm
+        """A residual addition and the norm that reads it; a technique may put a fused kernel in its place."""
 
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, H] → [B, S, H]."""
         if self.post_norm:
-            x = self.attention_norm(x + self.attention(x, mask, rope, cache))
-            x = self.mlp_norm(x + self.mlp(x))
-        else:
-            x = x + self.attention(self.attention_norm(x), mask, rope, cache)
-            x = x + self.mlp(self.mlp_norm(x))
-        return x
+            x = self.add_norm(x, self.attention(x, mask, rope, cache), self.attention_norm)[1]
+            return self.add_norm(x, self.mlp(x), self.mlp_norm)[1]
+        x, normed = self.add_norm(x, self.attention(self.attention_norm(x), mask, rope, cache), self.mlp_norm)
+        out: Tensor = x + self.mlp(normed)
+        return out
 
 
 class LMHead(nn.Module):

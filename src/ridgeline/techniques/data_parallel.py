@@ -76,7 +76,11 @@ class DataParallel(Technique):
         experts = {p for n, p in run.root.named_parameters() if ".experts." in n and run.experts_divided}
         trained = [p for p in run.root.parameters() if p.requires_grad]
         reducer = Reducer.make(
-            trained, lambda p: shared if p in experts else whole, self.bucket_mb * 2**20, self.overlap
+            trained,
+            lambda p: shared if p in experts else whole,
+            self.bucket_mb * 2**20,
+            self.overlap,
+            run.send_bucket,
         )
         run.sync = reducer.sync
         run.after_backward.append(reducer.finish)

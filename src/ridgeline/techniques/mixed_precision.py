@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
+    import torch
+
     from ridgeline.train.build import TrainBuild
 
 _MATMUL = {"gemm", "bmm", "attention"}
@@ -21,7 +26,10 @@ class MixedPrecision(Technique):
 
     With ``weights=fp32`` (autocast, FSDP) parameters, gradients and optimizer states stay fp32 and are cast on use.
     With ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16 bits wide, gradients are summed in
-    fp32, and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW.
+    fp32, and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW. The parameters
+    then are views of one flat buffer, which one fused update rewrites (LightSeq2, arXiv:2110.05722).
+
+    fp16 trains with dynamic loss scaling: a step whose gradients overflow is skipped and the scale halved.
     """
 
     card: ClassVar[Card] = Card(
@@ -44,10 +52,10 @@ class MixedPrecision(Technique):
     weights: Literal["fp32", "low"] = "fp32"
     """How parameters rest: wide and cast on use, or in the compute dtype beside a master copy."""
 
-    @property
-    def runs(self) -> bool:
-        """Loss scaling (fp16) and separate master copies are not run yet."""
-        return self.dtype == "bf16" and self.weights == "fp32"
+    loss_scale: float = Field(default=2.0**16, ge=1.0)
+    """fp16: the factor on the loss at the start."""
+    growth_interval: int = Field(default=2000, ge=1)
+    """fp16: steps in a row without overflow after which the factor doubles."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -69,14 +77,60 @@ class MixedPrecision(Technique):
         return g.each_block(lambda b: _lower(b, self.dtype, wide))
 
     def build(self, run: TrainBuild) -> None:
-        """Run the forward pass under ``torch.autocast``."""
+        """Run the forward pass under ``torch.autocast``, or make the parameters themselves low; scale an fp16 loss."""
         import torch
 
-        run.compute_dtype = {"bf16": torch.bfloat16}[self.dtype]
+        from ridgeline.train.scaler import DynamicScale
+
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+        if self.dtype == "fp16":
+            run.scaler = DynamicScale(self.loss_scale, self.growth_interval)
+        if self.weights == "fp32":
+            run.compute_dtype = dtype
+        else:
+            self._make_low(run, dtype)
+
+    def _make_low(self, run: TrainBuild, dtype: torch.dtype) -> None:
+        import torch
+
+        from ridgeline.train.flat import FlatWeights
+        from ridgeline.train.optimizer import make_optimizer
+
+        sharded = run.experiment.plan.has("zero")
+        divided = any(type(p) is not torch.nn.Parameter for p in run.root.parameters())
+        if sharded or divided:
+            by = "zero" if sharded else "a parallel technique"
+            raise Incompatible(
+                f"mixed_precision: weights=low runs on whole parameters, but {by} divides them (it can be predicted)",
+                "use weights=fp32: divided fp32 weights are the master copy, and are cast when they are gathered",
+            )
+        if run.make_optimizer is not make_optimizer:
+            raise Incompatible(
+                "mixed_precision: weights=low updates the weights by itself, but another technique does too",
+                "use weights=fp32, or drop the other one",
+            )
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise Incompatible(
+                f"mixed_precision: weights=low needs fp32 gradients of 16-bit weights, which PyTorch"
+                f" {torch.__version__} does not have",
+                "install a newer PyTorch, or use weights=fp32",
+            )
+        trained = []
+        for name, p in run.root.named_parameters():
+            if p.dtype != torch.float32 or name.endswith(".scales"):  # codes of a quantised base, and their scales
+                continue
+            if p.requires_grad:
+                trained.append(p)
+            else:
+                p.data = p.data.to(dtype)
+        flat = FlatWeights.make(trained, dtype)
+        run.sync = flat.sync
+        run.keep_gradients = True
+        run.make_optimizer = flat.optimizer
 
 
 def _all_low(g: Graph, dtype: str) -> Graph:
-    """Everything but the loss, the statistics and the dropout masks is 16 bits wide."""
+    """Everything but the statistics and the dropout masks is 16 bits wide; the loss computes in 32 bits."""
     g.low_weights = True
     g.gradients_resident = True  # accumulated in place, in fp32
     g.residual /= 2
@@ -94,10 +148,13 @@ def _all_low(g: Graph, dtype: str) -> Graph:
             if p.bytes_per_element == 4.0:
                 p.bytes_per_element = 2.0
         for key, s in b.saved.items():
-            if not key.endswith((".stats", ".lse", ".mask")) and key != "logits":
-                b.saved[key] = replace(s, bytes=s.bytes / 2)
+            if not key.endswith((".stats", ".lse", ".mask")):
+                # A softmax in fp32 is kept as it is, beside its low copy.
+                b.saved[key] = replace(s, bytes=s.bytes * (1.5 if key.endswith(".probs") else 0.5))
         b.workspace /= 2
         b.backward_workspace /= 2
+        if "logits" in b.saved:  # the loss is taken in fp32 on a copy
+            b.workspace = 2 * b.saved["logits"].bytes
     return g
 
 

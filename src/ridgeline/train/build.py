@@ -19,11 +19,12 @@ from ridgeline.train.mesh import Mesh
 from ridgeline.train.optimizer import MakeOptimizer, make_optimizer
 
 if TYPE_CHECKING:
-    from ridgeline.nn.attention import Backend
     from torch.distributed import ProcessGroup
 
+    from ridgeline.nn.attention import Backend
     from ridgeline.nn.tensor_parallel import Divider
     from ridgeline.nn.transformer import Transformer
+    from ridgeline.train.reducer import Bucket, Waitable
 
 
 class Micro(NamedTuple):
@@ -130,6 +131,8 @@ class TrainBuild(Build):
     """Before the norm is taken, in order: what reduces and completes gradients."""
     tied: tuple[nn.Module, str, ProcessGroup] | None = None
     """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
+    send_bucket: Callable[[Bucket], Waitable] | None = None
+    """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
     experts_divided: bool = False
     """Whether each rank of an inner data-parallel group holds other experts."""
     keep_gradients: bool = False

@@ -43,6 +43,7 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
             "step": trainer.steps_done,
             "losses": losses,
             "experiment": trainer.experiment.canonical(),
+            "scaler": trainer.run.scaler.state_dict() if trainer.run.scaler else {},
             "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
         }
         (draft / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -79,6 +80,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         other = _differences(state["experiment"], json.loads(json.dumps(trainer.experiment.canonical())))
         step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
+        scaler = {k: float(v) for k, v in state.get("scaler", {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{newest}/state.json is damaged: {type(e).__name__}: {e}", mend) from None
     if other:
@@ -102,6 +104,8 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         except Exception as e:
             raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
         set_optimizer_state_dict(trainer.run.root, trainer.optimizer, tensors["optimizer"])
+    if trainer.run.scaler and scaler:
+        trainer.run.scaler.load_state_dict(scaler)
     trainer.steps_done = step
     return losses
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ridgeline.techniques.base import Technique
 
 AXES = ("pp", "outer", "inner", "cp", "tp")
-"""Mesh axes, outermost first. Data parallelism is ``outer`` × ``inner``: inner is the group that shares one sharded copy
-(hybrid ZeRO) or one set of experts."""
+"""Mesh axes, outermost first. Data parallelism is ``outer`` × ``inner``: inner is the group that shares one sharded
+copy (hybrid ZeRO) or one set of experts."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The real side of pipeline parallelism: ``torch.distributed.pipelining`` works off the predictor's own action lists."""
+"""The real side of pipeline parallelism: PyTorch's runtime works off the predictor's own action lists."""
 
 from __future__ import annotations
 

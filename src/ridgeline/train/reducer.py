@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from ridgeline.graph.traffic import buckets
 from ridgeline.train.gradients import local
+
+
+class Waitable(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Block until its result is there."""
 
 
 @dataclass
@@ -24,7 +32,7 @@ class Bucket:
     group: dist.ProcessGroup
     waiting: int = 0
     """Parameters whose last gradient has not come yet."""
-    work: dist.Work | None = None
+    work: Waitable | None = None
 
 
 @dataclass
@@ -37,6 +45,8 @@ class Reducer:
 
     buckets: list[Bucket]
     overlap: bool = True
+    send: Callable[[Bucket], Waitable] | None = None
+    """How a bucket is summed; None: by one all-reduce of what is in it."""
     armed: bool = False
     """Whether the backward pass that runs is the step's last."""
     sent: int = 0
@@ -49,15 +59,17 @@ class Reducer:
         group: Callable[[nn.Parameter], dist.ProcessGroup],
         bucket_bytes: float,
         overlap: bool,
+        send: Callable[[Bucket], Waitable] | None = None,
     ) -> Reducer:
         """``parameters`` in forward order; ``group``: over which ranks each is summed."""
         found = []
         for indices in buckets([(id(group(p)), local(p).numel() * 4) for p in reversed(parameters)], bucket_bytes):
             mine = [parameters[len(parameters) - 1 - i] for i in indices]
             size = sum(local(p).numel() for p in mine)
-            flat = torch.zeros(size, dtype=mine[0].dtype, device=local(mine[0]).device)
+            dtype = getattr(mine[0], "grad_dtype", None) or mine[0].dtype  # fp32 sums of 16-bit weights
+            flat = torch.zeros(size, dtype=dtype, device=local(mine[0]).device)
             found.append(Bucket(mine, flat, group(mine[0])))
-        self = cls(found, overlap)
+        self = cls(found, overlap, send)
         for b in found:
             for p in b.parameters:
                 self._of[p] = b
@@ -84,7 +96,7 @@ class Reducer:
 
     def _send(self) -> None:
         b = self.buckets[self.sent]
-        b.work = dist.all_reduce(b.flat, group=b.group, async_op=True)
+        b.work = self.send(b) if self.send else dist.all_reduce(b.flat, group=b.group, async_op=True)
         self.sent += 1
 
     @contextmanager

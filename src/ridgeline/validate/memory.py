@@ -57,7 +57,7 @@ def experiment(row: Row, baseline: bool = False) -> Experiment:
     each = math.gcd(8, ranks)
     device = device_of(row, _DEVICE)
     dtype = "bf16" if precision_of(row, "datatype", "float16") == "bf16" else "fp16"
-    plan = [f"mixed_precision:dtype={dtype},weights=low", "fused_layers:loss=false"]
+    plan = [f"mixed_precision:dtype={dtype},weights=low", "fused_layers:loss=false,chunked=false"]
     if tp > 1:
         plan.append(f"tensor_parallel:degree={tp}")
         if row.text("tensor_par_comm_type", "ar") != "ar" and not baseline:

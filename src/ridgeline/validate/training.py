@@ -99,7 +99,7 @@ def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy
     megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1
     compiled = row.flag("compile", False)
     fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
-    plan.append(f"fused_layers:elementwise={str(megatron or compiled).lower()},loss={fused_loss}")
+    plan.append(f"fused_layers:elementwise={str(megatron or compiled).lower()},loss={fused_loss},chunked=false")
     if degrees["tp"] > 1:
         plan.append(f"tensor_parallel:degree={degrees['tp']}")
         if row.flag("sequence_parallel", False):

@@ -1,0 +1,41 @@
+"""Which kernels serve a tensor: compiled C++ in this process's memory, Triton on CUDA, or none."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn.kernels import native
+from ridgeline.nn.kernels.native import TYPES
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def usable(*tensors: Tensor | None) -> bool:
+    """Whether kernels can work on these: plain tensors on one kind of device, of a type that its kernels know."""
+    given = [t for t in tensors if t is not None]
+    kinds = {t.device.type for t in given}
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in TYPES for t in given)
+    if len(kinds) != 1 or not plain:
+        return False
+    if kinds == {"cuda"}:
+        return has_triton() and all(t.dtype != torch.float64 for t in given)
+    return kinds == {"cpu"} and native.library() is not None
+
+
+def call(name: str, *args: Any) -> Any:
+    """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments."""
+    device = next(a.device.type for a in args if isinstance(a, Tensor))
+    if device == "cuda":
+        from ridgeline.nn.kernels import gpu
+
+        return gpu.call(name, *args)
+    return native.call(name, *args)

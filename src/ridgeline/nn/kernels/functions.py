@@ -1,0 +1,412 @@
+"""Autograd functions that run one kernel where the plain modules run several, on the kernels of :mod:`dispatch`.
+
+Each computes in float32 (float64 for float64 inputs) and writes the dtype that the plain modules write. Callers ask
+:func:`~ridgeline.nn.kernels.dispatch.usable` first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ridgeline.nn.kernels.dispatch import call, usable
+from ridgeline.nn.kernels.native import TYPES
+from ridgeline.nn.loss import IGNORE
+
+ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
+"""Activations with a kernel: SwiGLU's, and the tanh form of GELU behind a bias."""
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def adjacent(parts: list[Tensor]) -> Tensor | None:
+    """Matrices [n_i, k] (or vectors) that lie behind each other in one storage, as one [Σ n_i, k]; None if not."""
+    first = parts[0]
+    place = first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for p in parts:
+        if not (
+            type(p) in (Tensor, torch.nn.Parameter)
+            and p.is_contiguous()
+            and p.dtype == first.dtype
+            and p.untyped_storage().data_ptr() == storage
+            and p.storage_offset() == place
+        ):
+            return None
+        place += p.numel()
+    rows = sum(p.shape[0] for p in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+class _AddNorm(torch.autograd.Function):
+    """(x + update, norm(x + update)) in one pass each way; without an update, (x, norm(x)).
+
+    RMSNorm (``centred`` False) or LayerNorm. Saves the sum and one or two numbers per row, as the plain norms do; in
+    backward the gradient that reaches the sum by another way is added before it is written.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+                centred: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x = x.contiguous()
+        update = None if update is None else update.contiguous()
+        wide = _wide(x)
+        size = x.shape[-1]
+        rows = x.numel() // size
+        total = x if update is None else torch.empty_like(x)
+        y = torch.empty_like(x, dtype=out_dtype)
+        rstd = torch.empty(rows, dtype=wide, device=x.device)
+        mean = torch.empty_like(rstd) if centred else None
+        call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
+             TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
+             TYPES[y.dtype], mean, rstd, rows, size, float(eps))  # fmt: skip
+        ctx.save_for_backward(total, weight, rstd, mean)
+        ctx.update_dtype = None if update is None else update.dtype
+        ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, rstd, mean = ctx.saved_tensors
+        if dy is None:
+            dx = d_total
+            dw = db = None
+        else:
+            dy = dy.contiguous()
+            d_total = None if d_total is None else d_total.to(total.dtype).contiguous()
+            dx = torch.empty_like(total)
+            dw = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+            db = torch.empty_like(weight) if ctx.has_bias and ctx.needs_input_grad[3] else None
+            call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], d_total, total,
+                 TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
+                 total.shape[-1])  # fmt: skip
+        assert dx is not None
+        d_update = None if ctx.update_dtype is None else dx.to(ctx.update_dtype)
+        return dx, d_update, dw, db, None, None, None
+
+
+class _Norm(torch.autograd.Function):
+    """:class:`_AddNorm` without an update: [..., size] → [..., size]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool,
+                out_dtype: torch.dtype) -> Tensor:  # fmt: skip
+        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centred, out_dtype)
+        ctx.set_materialize_grads(True)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, rstd, mean = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = torch.empty_like(total)
+        dw = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        db = torch.empty_like(weight) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], None, total,
+             TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
+             total.shape[-1])  # fmt: skip
+        return dx, dw, db, None, None, None
+
+
+class _BiasActivation(torch.autograd.Function):
+    """activation(x + bias) for x [..., width] (``gelu_tanh``), or silu(gate) · up for x = [gate | up] (``silu``).
+
+    Saves its input only. The backward pass writes into it, so that it can run once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        kind = ACTIVATION_KINDS[activation]
+        width = x.shape[-1] // (2 if activation == "silu" else 1)
+        y = x.new_empty(*x.shape[:-1], width)
+        call("rl_activation", x.dtype == torch.float64, x, TYPES[x.dtype], bias,
+             TYPES[x.dtype if bias is None else bias.dtype], y, y.numel() // width, width, kind)  # fmt: skip
+        ctx.save_for_backward(x, bias)
+        ctx.kind = kind
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        dx, db = torch.empty_like(x), None if bias is None else torch.empty_like(bias)
+        _activation_backward(dy.contiguous(), x, bias, dx, db, ctx.kind)
+        return dx, db, None
+
+
+def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, db: Tensor | None, kind: int) -> None:
+    width = dy.shape[-1]
+    call("rl_activation_backward", x.dtype == torch.float64, dy, x, TYPES[x.dtype], bias,
+         TYPES[x.dtype if bias is None else bias.dtype], dx, db, dy.numel() // width, width, kind)  # fmt: skip
+
+
+def _if_trained(x: Tensor, parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """What the gradient of weights needs: nothing where they are frozen."""
+    return x if parts[0] is not None and parts[0].requires_grad else None
+
+
+def _product_gradients(
+    d: Tensor, x: Tensor | None, w: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    """dx [rows, k], and the gradients of the parts of a merged product, from ``d`` [rows, Σ n_i].
+
+    ``x`` is None where the weights are frozen: all of them are, or none.
+    """
+    sizes = [p.shape[0] for p in weights]
+    dw: list[Tensor | None] = [None] * len(sizes)
+    db: list[Tensor | None] = [None] * len(sizes)
+    if x is not None:
+        whole = torch.mm(d.t(), x).to(weights[0].dtype)
+        dw = list(whole.split(sizes))
+    if biases[0] is not None and biases[0].requires_grad:
+        db = list(d.sum(0, dtype=_wide(d)).to(biases[0].dtype).split(sizes))
+    return torch.mm(d, w), dw, db
+
+
+class _GatedLinear(torch.autograd.Function):
+    """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is [Wg; Wu] to multiply by.
+
+    Saves x and the product; its backward pass turns the latter into its gradient, so that it can run once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, *parts: Tensor | None) -> Tensor:
+        both = F.linear(x, merged, bias)
+        y = x.new_empty(x.shape[0], both.shape[1] // 2)
+        call("rl_activation", x.dtype == torch.float64, both, TYPES[both.dtype], None, TYPES[both.dtype], y,
+             y.shape[0], y.shape[1], 0)  # fmt: skip
+        ctx.save_for_backward(_if_trained(x, parts), merged, both, *parts)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, merged, both, *parts = ctx.saved_tensors
+        _activation_backward(dy.contiguous(), both, None, both, None, 0)
+        both[:0].zero_()  # tells autograd that it was written to, so that a second backward is refused
+        dx, dw, db = _product_gradients(both, x, merged, parts[:2], parts[2:])
+        return dx, None, None, *dw, *db
+
+
+class _QKV(torch.autograd.Function):
+    """Queries, keys and values of x [B, S, k] by one product, turned to their positions in place.
+
+    Returns three views [B, S, heads, D] of one tensor. ``rope``: (cos, signed sin), each [S, 1, D] or [B, S, 1, D].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: Any,
+                *parts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        out = F.linear(x, merged, bias)
+        sizes = [p.shape[0] for p in parts[:3] if p is not None]
+        turned = (sizes[0] + sizes[1]) // head_dim
+        if rope is not None:
+            _rotate(out, rope[0], rope[1], turned, head_dim, 1)
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(_if_trained(x, parts), merged, *(rope or (None, None)), *parts)
+        ctx.sizes, ctx.turned, ctx.head_dim = sizes, turned, head_dim
+        ctx.set_materialize_grads(True)
+        q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in out.split(sizes, -1))
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, merged, cos, sin, *parts = ctx.saved_tensors
+        d = grads[0].new_empty(*grads[0].shape[:2], sum(ctx.sizes))
+        for part, g in zip(d.split(ctx.sizes, -1), grads, strict=True):
+            part.unflatten(-1, (-1, ctx.head_dim)).copy_(g)
+        if cos is not None:
+            _rotate(d, cos, sin, ctx.turned, ctx.head_dim, -1)
+        rows = None if x is None else x.flatten(0, 1)
+        dx, dw, db = _product_gradients(d.flatten(0, 1), rows, merged, parts[:3], parts[3:])
+        return dx.view(ctx.x_shape), None, None, None, None, *dw, *db
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: int) -> None:
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    period = cos.numel() // head_dim
+    call("rl_rotate", x.dtype == torch.float64, x, TYPES[x.dtype], cos.contiguous(), sin.contiguous(),
+         TYPES[cos.dtype], rows, width, heads, head_dim, period, float(sign))  # fmt: skip
+
+
+class _Probabilities(torch.autograd.Function):
+    """softmax(scale · q kᵀ + bias) of q [n, m, D], k [n, T, D], the scores overwritten: [n, m, T].
+
+    ``bias`` [S, T] repeats over the rows (m is a multiple of S), or is [n, m, T] whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        p = torch.bmm(q, k.transpose(1, 2))
+        rows, size = p.shape[0] * p.shape[1], p.shape[2]
+        bias = None if bias is None else bias.contiguous()
+        call("rl_softmax", p.dtype == torch.float64, p, TYPES[p.dtype], bias,
+             TYPES[p.dtype if bias is None else bias.dtype], 1 if bias is None else bias.numel() // size, rows, size,
+             scale)  # fmt: skip
+        ctx.save_for_backward(q, k, p)
+        ctx.scale = scale
+        return p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, p = ctx.saved_tensors
+        dp = dp.contiguous()  # made by the product with the values for this function alone, so it may be overwritten
+        call("rl_softmax_backward", p.dtype == torch.float64, dp, p, TYPES[p.dtype], p.shape[0] * p.shape[1],
+             p.shape[2], ctx.scale)  # fmt: skip
+        return torch.bmm(dp, k), torch.bmm(dp.transpose(1, 2), q), None, None
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
+    """Sum of token losses (fp32 scalar, or wider) of logits [N, V], which become softmax - onehot with ``gradient``.
+
+    Rows whose label is ignored become zero. On the kernel where it works, else on plain operators.
+    """
+    if usable(logits) and logits.is_contiguous():
+        value = call("rl_cross_entropy", logits.dtype == torch.float64, logits, TYPES[logits.dtype],
+                     labels.contiguous(), *logits.shape, gradient)  # fmt: skip
+        return value if isinstance(value, Tensor) else logits.new_tensor(value, dtype=_wide(logits))
+    valid = (labels != IGNORE).unsqueeze(1)
+    target = labels.clamp_min(0).unsqueeze(1)
+    x = logits.to(_wide(logits))
+    picked = x.gather(1, target)
+    peak = x.amax(1, keepdim=True)
+    x = x.sub_(peak).exp_()
+    total = x.sum(1, keepdim=True)
+    loss = (total.log() + peak - picked).mul_(valid).sum()
+    if gradient:
+        logits.copy_(x.mul_(valid / total).scatter_add_(1, target, -valid.to(x.dtype)))
+    return loss
+
+
+class _LogitsLoss(torch.autograd.Function):
+    """Sum of token losses of logits [N, V], which are overwritten by their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        need = bool(ctx.needs_input_grad[0])
+        total = loss_and_gradient(logits, labels, need)
+        if need:
+            ctx.save_for_backward(logits)
+            logits[:0].zero_()  # tells autograd that they were written to, so that no one reads them as logits
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(scale), None
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Sum of token losses of hidden [N, H] under a head [V, H], by chunks of rows, so that no [N, V] tensor exists.
+
+    A chunk's logits become their own gradient at once, from which its part of the hidden states' gradient and of the
+    head's is computed in the forward pass; backward only scales them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int,
+                dtype: torch.dtype) -> Tensor:  # fmt: skip
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        x, w = hidden.to(dtype), weight.to(dtype)
+        dx = torch.empty_like(hidden, dtype=dtype) if need_x else None
+        dw = torch.zeros_like(weight, dtype=_wide(weight)) if need_w else None
+        db = torch.zeros_like(bias, dtype=_wide(bias)) if need_b and bias is not None else None
+        total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+        for start in range(0, x.shape[0], rows):
+            part, target = x[start : start + rows], labels[start : start + rows]
+            logits = F.linear(part, w, None if bias is None else bias.to(dtype))
+            total += loss_and_gradient(logits, target, need_x or need_w)
+            if dx is not None:
+                torch.mm(logits, w, out=dx[start : start + rows])
+            if dw is not None:
+                if dw.dtype == dtype:
+                    dw.addmm_(logits.t(), part)
+                else:
+                    dw += torch.mm(logits.t(), part)
+            if db is not None:
+                db += logits.sum(0, dtype=db.dtype)
+            del logits  # before the next chunk's are made
+        ctx.save_for_backward(dx, dw, db)
+        ctx.dtypes = hidden.dtype, getattr(weight, "grad_dtype", None) or weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, db = (None if t is None else t.mul_(scale) for t in ctx.saved_tensors)
+        x_dtype, w_dtype = ctx.dtypes
+        return (None if dx is None else dx.to(x_dtype), None if dw is None else dw.to(w_dtype),
+                None if db is None else db.to(w_dtype), None, None, None)  # fmt: skip
+
+
+def adamw_(low: Tensor | None, master: Tensor, grad: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float,
+           beta2: float, eps: float, decay: float, step: int) -> None:  # fmt: skip
+    """One AdamW step (arXiv:1711.05101) of flat float32 vectors in one pass; ``low`` receives the weights rounded."""
+    call("rl_adamw", low, 0 if low is None else TYPES[low.dtype], master, grad, m, v, master.numel(), 1 - lr * decay,
+         1 - beta1, beta2, 1 - beta2, eps, -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5)  # fmt: skip
+
+
+# What the classes above offer, with types.
+
+
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool,
+             dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(x + update, norm of that in ``dtype``), both [..., size]."""
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centred, dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
+    """LayerNorm (``centred``) or RMSNorm of x [..., size] in ``dtype``."""
+    y: Tensor = _Norm.apply(x, weight, bias, eps, centred, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(x + bias), x [..., width]; or silu(gate) · up [..., width] of x = [gate | up]."""
+    y: Tensor = _BiasActivation.apply(x, bias, activation)  # type: ignore[no-untyped-call]
+    return y
+
+
+def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Tensor | None]) -> Tensor:
+    """SwiGLU of x [rows, k] → [rows, f]. ``parts``: gate and up weights (of which ``merged`` is made), then biases."""
+    y: Tensor = _GatedLinear.apply(x, merged, bias, *parts)  # type: ignore[no-untyped-call]
+    return y
+
+
+def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,
+        parts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Turned queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three biases."""
+    q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, *parts)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+def probabilities(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ + bias) of q [n, m, D] and k [n, T, D]: [n, m, T]."""
+    p: Tensor = _Probabilities.apply(q, k, bias, scale)  # type: ignore[no-untyped-call]
+    return p
+
+
+def logits_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of token losses of logits [N, V], which are overwritten."""
+    total: Tensor = _LogitsLoss.apply(logits, labels)  # type: ignore[no-untyped-call]
+    return total
+
+
+def linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int,
+                dtype: torch.dtype) -> Tensor:  # fmt: skip
+    """Sum of token losses of hidden [N, H] under a head [V, H] in ``dtype``, ``rows`` at a time."""
+    total: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, rows, dtype)  # type: ignore[no-untyped-call]
+    return total

@@ -1,0 +1,279 @@
+"""The fused kernels in Triton, for CUDA devices: the same functions over the same arguments as ``cpu.cpp``.
+
+Arithmetic is float32 whatever the storage. Rows are walked by one program each; reductions over rows (gradients of norm
+weights and biases) go through one partial sum per program. Imported only where Triton is installed.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS_PER_SUM = 64
+"""Programs that each keep a partial sum over rows."""
+BLOCK = 1024
+
+
+@triton.jit
+def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTRED: tl.constexpr,
+              HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    inside = at < n
+    r = tl.load(x + row * n + at, inside, other=0.0).to(tl.float32)
+    if HAS_ADD:
+        r += tl.load(add + row * n + at, inside, other=0.0).to(tl.float32)
+        rounded = r.to(total.dtype.element_ty)
+        tl.store(total + row * n + at, rounded, inside)
+        r = rounded.to(tl.float32)
+    mean = 0.0
+    if CENTRED:
+        mean = tl.sum(r, 0) / n
+        tl.store(mean_out + row, mean)
+    centred = tl.where(inside, r - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / n + eps)
+    tl.store(rstd_out + row, rstd)
+    out = centred * rstd * tl.load(w + at, inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        out += tl.load(b + at, inside, other=0.0).to(tl.float32)
+    tl.store(y + row * n + at, out.to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
+                       CENTRED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64)  # so that offsets do not overflow
+    at = tl.arange(0, SIZE)
+    inside = at < n
+    weight = tl.load(w + at, inside, other=0.0).to(tl.float32)
+    sum_w = tl.zeros([SIZE], tl.float32)
+    sum_b = tl.zeros([SIZE], tl.float32)
+    for i in range(first, rows, tl.num_programs(0)):
+        start = i * n
+        g = tl.load(dy + start + at, inside, other=0.0).to(tl.float32)
+        h = tl.load(x + start + at, inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_in + i)
+        mean = 0.0
+        if CENTRED:
+            mean = tl.load(mean_in + i)
+        h = tl.where(inside, (h - mean) * rstd, 0.0)
+        sum_w += g * h
+        sum_b += g
+        g = g * weight
+        c = tl.sum(g * h, 0) / n
+        a = 0.0
+        if CENTRED:
+            a = tl.sum(g, 0) / n
+        out = (g - a - h * c) * rstd
+        if HAS_SUM:
+            out += tl.load(dsum + start + at, inside, other=0.0).to(tl.float32)
+        tl.store(dx + start + at, out.to(dx.dtype.element_ty), inside)
+    tl.store(dw + first * n + at, sum_w, inside)
+    tl.store(db + first * n + at, sum_b, inside)
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _activation(x, bias, y, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = at < n
+    if GATED:
+        g = tl.load(x + row * 2 * n + at, inside, other=0.0).to(tl.float32)
+        u = tl.load(x + row * 2 * n + n + at, inside, other=0.0).to(tl.float32)
+        out = g * tl.sigmoid(g) * u
+    else:
+        v = tl.load(x + row * n + at, inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            v += tl.load(bias + at, inside, other=0.0).to(tl.float32)
+        out = 0.5 * v * (1.0 + _tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)))
+    tl.store(y + row * n + at, out.to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def _activation_backward(dy, x, bias, dx, n, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = at < n
+    d = tl.load(dy + row * n + at, inside, other=0.0).to(tl.float32)
+    if GATED:
+        g = tl.load(x + row * 2 * n + at, inside, other=0.0).to(tl.float32)
+        u = tl.load(x + row * 2 * n + n + at, inside, other=0.0).to(tl.float32)
+        sig = tl.sigmoid(g)
+        silu = g * sig
+        tl.store(dx + row * 2 * n + at, (d * u * (sig + silu * (1.0 - sig))).to(dx.dtype.element_ty), inside)
+        tl.store(dx + row * 2 * n + n + at, (d * silu).to(dx.dtype.element_ty), inside)
+    else:
+        v = tl.load(x + row * n + at, inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            v += tl.load(bias + at, inside, other=0.0).to(tl.float32)
+        th = _tanh(0.7978845608028654 * (v + 0.044715 * v * v * v))
+        slope = 0.5 * (1.0 + th) + 0.5 * v * (1.0 - th * th) * 0.7978845608028654 * (1.0 + 3 * 0.044715 * v * v)
+        tl.store(dx + row * n + at, (d * slope).to(dx.dtype.element_ty), inside)
+
+
+@triton.jit
+def _softmax(x, bias, bias_rows, n, scale, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    inside = at < n
+    r = tl.load(x + row * n + at, inside, other=0.0).to(tl.float32) * scale
+    if HAS_BIAS:
+        r += tl.load(bias + (row % bias_rows) * n + at, inside, other=0.0).to(tl.float32)
+    r = tl.where(inside, r, float("-inf"))
+    r = tl.exp(r - tl.max(r, 0))
+    tl.store(x + row * n + at, (r / tl.sum(r, 0)).to(x.dtype.element_ty), inside)
+
+
+@triton.jit
+def _softmax_backward(d, p, n, scale, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    inside = at < n
+    g = tl.load(d + row * n + at, inside, other=0.0).to(tl.float32)
+    q = tl.load(p + row * n + at, inside, other=0.0).to(tl.float32)
+    out = scale * q * (g - tl.sum(g * q, 0))
+    tl.store(d + row * n + at, out.to(d.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rotate(x, cosine, sine, width, d, period, sign, HALF: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, HALF)
+    half = d // 2
+    inside = at < half
+    place = x + row * width + head * d
+    table = (row % period) * d
+    low = tl.load(place + at, inside, other=0.0).to(tl.float32)
+    high = tl.load(place + half + at, inside, other=0.0).to(tl.float32)
+    c1 = tl.load(cosine + table + at, inside, other=0.0).to(tl.float32)
+    c2 = tl.load(cosine + table + half + at, inside, other=0.0).to(tl.float32)
+    s1 = tl.load(sine + table + at, inside, other=0.0).to(tl.float32)
+    s2 = tl.load(sine + table + half + at, inside, other=0.0).to(tl.float32)
+    tl.store(place + at, (low * c1 + sign * s1 * high).to(x.dtype.element_ty), inside)
+    tl.store(place + half + at, (high * c2 + sign * s2 * low).to(x.dtype.element_ty), inside)
+
+
+@triton.jit
+def _cross_entropy(x, labels, losses, n, GRADIENT: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    x += row * n
+    valid = label >= 0
+    peak = float("-inf")
+    total = 0.0
+    for start in range(0, n, SIZE):
+        at = start + tl.arange(0, SIZE)
+        r = tl.load(x + at, at < n, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(peak, tl.max(r, 0))
+        total = total * tl.exp(peak - top) + tl.sum(tl.exp(r - top), 0)
+        peak = top
+    picked = tl.load(x + tl.maximum(label, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(valid, tl.log(total) + peak - picked, 0.0))
+    if GRADIENT:
+        for start in range(0, n, SIZE):
+            at = start + tl.arange(0, SIZE)
+            r = tl.load(x + at, at < n, other=float("-inf")).to(tl.float32)
+            g = tl.exp(r - peak) / total - tl.where(at == label, 1.0, 0.0)
+            tl.store(x + at, tl.where(valid, g, 0.0).to(x.dtype.element_ty), at < n)
+
+
+@triton.jit
+def _adamw(low, master, grad, m, v, n, keep, beta1_rest, beta2, beta2_rest, eps, step_size, root,
+           HAS_LOW: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < n
+    g = tl.load(grad + at, inside, other=0.0)
+    first = tl.load(m + at, inside, other=0.0)
+    first += beta1_rest * (g - first)
+    second = tl.load(v + at, inside, other=0.0) * beta2 + beta2_rest * g * g
+    w = tl.load(master + at, inside, other=0.0) * keep + step_size * first / (tl.sqrt(second) / root + eps)
+    tl.store(master + at, w, inside)
+    tl.store(m + at, first, inside)
+    tl.store(v + at, second, inside)
+    if HAS_LOW:
+        tl.store(low + at, w.to(low.dtype.element_ty), inside)
+
+
+def _size(n: int) -> int:
+    return int(triton.next_power_of_2(n))
+
+
+def rl_add_norm(wide, x, tx, add, ta, w, tw, b, total, y, ty, mean, rstd, rows, n, eps):
+    """As ``rl_add_norm`` of ``cpu.cpp``."""
+    _add_norm[(rows,)](x, x if add is None else add, w, w if b is None else b, total, y, rstd if mean is None else mean,
+                       rstd, n, eps, add is not None, mean is not None, b is not None, _size(n))  # fmt: skip
+
+
+def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, db, rows, n):
+    """As ``rl_add_norm_backward`` of ``cpu.cpp``."""
+    programs = min(rows, ROWS_PER_SUM)
+    part_w, part_b = torch.empty(2, programs, n, dtype=torch.float32, device=x.device)
+    _add_norm_backward[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx,
+                                    part_w, part_b, rows, n, dsum is not None, mean is not None,
+                                    _size(n))  # fmt: skip
+    for out, part in ((dw, part_w), (db, part_b)):
+        if out is not None:
+            out.copy_(part.sum(0))
+
+
+def rl_activation(wide, x, t, bias, tb, y, rows, n, kind):
+    """As ``rl_activation`` of ``cpu.cpp``."""
+    size = min(_size(n), BLOCK)
+    _activation[(rows, triton.cdiv(n, size))](x, x if bias is None else bias, y, n, kind == 0, bias is not None, size)
+
+
+def rl_activation_backward(wide, dy, x, t, bias, tb, dx, db, rows, n, kind):
+    """As ``rl_activation_backward`` of ``cpu.cpp``."""
+    size = min(_size(n), BLOCK)
+    _activation_backward[(rows, triton.cdiv(n, size))](
+        dy, x, x if bias is None else bias, dx, n, kind == 0, bias is not None, size
+    )
+    if db is not None:
+        db.copy_(dx.view(-1, n).sum(0, dtype=torch.float32))
+
+
+def rl_softmax(wide, x, t, bias, tb, bias_rows, rows, n, scale):
+    """As ``rl_softmax`` of ``cpu.cpp``."""
+    _softmax[(rows,)](x, x if bias is None else bias, bias_rows, n, scale, bias is not None, _size(n))
+
+
+def rl_softmax_backward(wide, d, p, t, rows, n, scale):
+    """As ``rl_softmax_backward`` of ``cpu.cpp``."""
+    _softmax_backward[(rows,)](d, p, n, scale, _size(n))
+
+
+def rl_rotate(wide, x, t, cosine, sine, tt, rows, width, count, d, period, sign):
+    """As ``rl_rotate`` of ``cpu.cpp``."""
+    _rotate[(rows, count)](x, cosine, sine, width, d, period, sign, _size(d // 2))
+
+
+def rl_cross_entropy(wide, x, t, labels, rows, n, gradient):
+    """As ``rl_cross_entropy`` of ``cpu.cpp``; returns a tensor, so that the host does not wait."""
+    losses = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _cross_entropy[(rows,)](x, labels, losses, n, bool(gradient), min(_size(n), 4 * BLOCK))
+    return losses.sum()
+
+
+def rl_adamw(low, tl_, master, grad, m, v, n, *numbers):
+    """As ``rl_adamw`` of ``cpu.cpp``."""
+    _adamw[(triton.cdiv(n, BLOCK),)](
+        master if low is None else low, master, grad, m, v, n, *numbers, low is not None, BLOCK
+    )
+
+
+def call(name: str, *args: Any) -> Tensor | None:
+    """Call a kernel by the name and with the arguments of its C++ counterpart."""
+    out: Tensor | None = globals()[name](*args)
+    return out

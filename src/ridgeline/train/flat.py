@@ -1,0 +1,205 @@
+"""Parameters that rest in 16 bits: views of one flat buffer, fp32 gradient sums, and one batched update.
+
+The update reads the fp32 gradients, updates the wide master weights and the moments in fp32 arithmetic, and writes the
+16-bit weights in the same pass (LightSeq2, arXiv:2110.05722, section 3.2: one kernel over contiguous reduced-precision
+parameters). With ``compact`` states the master copy is fp16 with a scale per tensor, the first moment fp8 (e4m3) and
+the second fp16, likewise scaled: 5 bytes per parameter instead of 12 (FP8-LM, arXiv:2310.18313, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.codec import E4M3, decode, quantise
+from ridgeline.nn.kernels import functions
+from ridgeline.nn.kernels.dispatch import usable
+from ridgeline.spec.workload import Training
+
+
+@dataclass
+class FlatWeights:
+    """Low-precision parameters as views of ``low``, and the fp32 values they started from."""
+
+    parameters: list[nn.Parameter]
+    """In the order of the buffer: what decays first, so that each group of the optimizer is one piece."""
+    low: Tensor
+    master: Tensor | None
+    """fp32, [elements]; handed to the optimizer, which may store it narrower."""
+    gradients: Tensor | None = None
+    compact: bool = False
+    places: dict[nn.Parameter, int] = field(default_factory=dict)
+    """First element of each parameter in the buffer."""
+
+    @classmethod
+    def make(cls, parameters: list[nn.Parameter], dtype: torch.dtype) -> FlatWeights:
+        """Take over the values of ``parameters`` (fp32); their gradients will be summed in fp32."""
+        ordered = sorted(parameters, key=lambda p: p.ndim < 2)
+        master = torch.cat([p.detach().flatten() for p in ordered])
+        low = master.to(dtype)
+        self = cls(ordered, low, master)
+        place = 0
+        for p in ordered:
+            self.places[p] = place
+            p.data = low[place : place + p.numel()].view_as(p)
+            p.grad_dtype = torch.float32
+            place += p.numel()
+        return self
+
+    @contextmanager
+    def sync(self, last: bool) -> Iterator[None]:
+        """Around a micro-batch: gradients are views of one buffer."""
+        if self.parameters[0].grad is None:
+            if self.gradients is None:
+                self.gradients = torch.zeros_like(self.low, dtype=torch.float32)
+            for p, start in self.places.items():
+                p.grad = self.gradients[start : start + p.numel()].view_as(p)
+        yield
+
+    def optimizer(self, groups: list[dict[str, Any]], w: Training) -> torch.optim.Optimizer:
+        """The one batched update, as :data:`~ridgeline.train.optimizer.MakeOptimizer`."""
+        return FlatOptimizer(self, groups, w)
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """AdamW (or SGD without momentum) over :class:`FlatWeights`, whose states are views of flat buffers."""
+
+    def __init__(self, weights: FlatWeights, groups: list[dict[str, Any]], w: Training) -> None:
+        adam = w.optimizer == "adamw"
+        chosen = [g if adam else {**g, "weight_decay": 0.0} for g in groups]
+        super().__init__(chosen, {"lr": w.lr, "betas": (w.beta1, w.beta2), "eps": 1e-8, "weight_decay": 0.0})
+        self.weights, self.adam = weights, adam
+        master, weights.master = weights.master, None
+        assert master is not None
+        self.flat: dict[str, Tensor] = {}
+        if not weights.compact:
+            self.flat = {"master": master}
+            if adam:
+                self.flat |= {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        for p, start in weights.places.items():
+            state = self.state[p]
+            for name, whole in self.flat.items():
+                state[name] = whole[start : start + p.numel()].view_as(p)
+            if weights.compact:
+                self._shrink(state, "master", master[start : start + p.numel()].view_as(p), torch.float16)
+                if adam:
+                    zeros = torch.zeros(p.shape, device=p.device)
+                    self._shrink(state, "exp_avg", zeros, E4M3)
+                    self._shrink(state, "exp_avg_sq", zeros, torch.float16)
+            state["step"] = torch.zeros(())
+
+    @staticmethod
+    def _shrink(state: dict[str, Tensor], name: str, value: Tensor, dtype: torch.dtype) -> None:
+        codes, scale = quantise(value, dtype)
+        if dtype == E4M3:  # as bytes: collectives and checkpoint formats do not all know float8
+            codes = codes.view(torch.uint8)
+        if name in state:
+            state[name].copy_(codes)
+            state[f"{name}_scale"].copy_(scale)
+        else:
+            state[name], state[f"{name}_scale"] = codes, scale
+
+    @staticmethod
+    def _grow(state: dict[str, Tensor], name: str) -> Tensor:
+        codes = state[name]
+        return decode(codes.view(E4M3) if codes.dtype == torch.uint8 else codes, state[f"{name}_scale"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of all parameters that have a gradient."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            for p in with_gradient:
+                self.state[p]["step"] += 1
+            if self.weights.compact:
+                for p in with_gradient:
+                    self._compact_step(p, group)
+            else:
+                for first, size, grad in self._pieces(with_gradient):
+                    self._piece_step(self.weights.places[first], size, grad, int(self.state[first]["step"]), group)
+        return loss
+
+    def _pieces(self, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+        """(first parameter, elements, flat gradient) of the longest runs that lie together, gradients included."""
+        run: list[nn.Parameter] = []
+
+        def whole() -> tuple[nn.Parameter, int, Tensor]:
+            grad, size = run[0].grad, sum(p.numel() for p in run)
+            assert grad is not None
+            return run[0], size, grad.as_strided((size,), (1,), grad.storage_offset())
+
+        for p in parameters:
+            if run and not self._follows(run[-1], p):
+                yield whole()
+                run = []
+            run.append(p)
+        if run:
+            yield whole()
+
+    def _follows(self, a: nn.Parameter, b: nn.Parameter) -> bool:
+        places, x, y = self.weights.places, a.grad, b.grad
+        assert x is not None
+        assert y is not None
+        return (
+            places[b] == places[a] + a.numel()
+            and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+            and y.storage_offset() == x.storage_offset() + x.numel()
+            and self.state[a]["step"] == self.state[b]["step"]
+        )
+
+    def _piece_step(self, start: int, size: int, grad: Tensor, step: int, group: dict[str, Any]) -> None:
+        low = self.weights.low[start : start + size]
+        states = {name: whole[start : start + size] for name, whole in self.flat.items()}
+        if not self.adam:
+            low.copy_(states["master"].add_(grad, alpha=-group["lr"]))
+            return
+        master, m, v = states["master"], states["exp_avg"], states["exp_avg_sq"]
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        if usable(low, master, grad):
+            decay = group["weight_decay"]
+            functions.adamw_(low, master, grad, m, v, group["lr"], beta1, beta2, eps, decay, step)
+            return
+        _adamw(master, grad, m, v, step, group)
+        low.copy_(master)
+
+    def _compact_step(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        master, grad = self._grow(state, "master"), p.grad
+        assert grad is not None
+        if self.adam:
+            m, v = self._grow(state, "exp_avg"), self._grow(state, "exp_avg_sq")
+            _adamw(master, grad, m, v, int(state["step"]), group)
+            self._shrink(state, "exp_avg", m, E4M3)
+            self._shrink(state, "exp_avg_sq", v, torch.float16)
+        else:
+            master.add_(grad, alpha=-group["lr"])
+        self._shrink(state, "master", master, torch.float16)
+        p.copy_(master)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into the present one: its tensors stay views of the flat buffers, in their own dtypes."""
+        saved = [i for g in state_dict["param_groups"] for i in g["params"]]
+        mine = [p for g in self.param_groups for p in g["params"]]
+        if len(saved) != len(mine):
+            raise ValueError(f"the saved optimizer has {len(saved)} parameters, this one {len(mine)}")
+        for i, p in zip(saved, mine, strict=True):
+            for name, value in state_dict["state"][i].items():
+                self.state[p][name].copy_(value)
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in other.items() if k != "params"})
+
+
+def _adamw(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> None:
+    """One AdamW step of fp32 tensors by plain operators."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    p.mul_(1 - lr * group["weight_decay"])
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))

@@ -1,0 +1,104 @@
+"""Float8 codes and linear layers, against references built from the format's definition."""
+
+import math
+
+import pytest
+import torch
+
+from ridgeline.nn import codec, fp8
+
+
+def nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Nearest representable numbers by search over all 256 codes (ties to the even code)."""
+    table = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    codes = torch.arange(256)
+    finite = torch.isfinite(table) & ~((table == 0) & (codes >= 128))
+    table, codes = table[finite], codes[finite]
+    distance = (values.double().unsqueeze(-1) - table).abs()
+    odd = (codes % 2).double() * 1e-300
+    return table[(distance + odd).argmin(-1)]
+
+
+@pytest.mark.parametrize("dtype", [codec.E4M3, codec.E5M2])
+def test_codes_are_the_nearest_numbers(dtype):
+    t = torch.randn(64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 64)
+    codes, scale = codec.quantise(t, dtype)
+    assert float(scale) == pytest.approx(codec.LARGEST[dtype] / float(t.abs().max()))
+    assert torch.equal(codes.double(), nearest(t * scale, dtype))
+    bits = 3 if dtype == codec.E4M3 else 2
+    error = (codec.decode(codes, scale) - t).abs()
+    normal = (t * scale).abs() > (2**-6 if dtype == codec.E4M3 else 2**-14)
+    assert (error[normal] <= t.abs()[normal] * 2.0 ** -(bits + 1) * 1.001).all()
+
+
+def test_extremes():
+    zero, scale = codec.quantise(torch.zeros(3), codec.E4M3)
+    assert codec.decode(zero, scale).tolist() == [0, 0, 0]
+    tiny, scale = codec.quantise(torch.tensor([1e-38, -1e-38]), codec.E4M3)
+    assert torch.isfinite(codec.decode(tiny, scale)).all()
+    for bad in (math.inf, -math.inf, math.nan):  # an overflow must not be hidden by saturation
+        codes, scale = codec.quantise(torch.tensor([1.0, bad]), codec.E4M3)
+        assert torch.isnan(codec.decode(codes, scale)).all()
+    assert codec.quantise(torch.empty(0), codec.E4M3)[0].numel() == 0
+
+
+def test_linear_layer_is_the_product_of_rounded_numbers():
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    layer = torch.nn.Linear(32, 48)
+    layer.__class__ = fp8.Fp8Linear
+    y = layer(x)
+    dy = torch.randn_like(y) * torch.logspace(-4, 0, 48)
+    y.backward(dy)
+
+    def rounded(t, dtype):
+        s = codec.LARGEST[dtype] / t.abs().max()
+        return nearest(t.detach() * s, dtype) / s.double()
+
+    x8, w8, g8 = rounded(x, codec.E4M3), rounded(layer.weight, codec.E4M3), rounded(dy, codec.E5M2)
+    assert torch.allclose(y.double(), x8 @ w8.t() + layer.bias.double(), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(x.grad.double(), g8 @ w8, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(layer.weight.grad.double(), g8.flatten(0, 1).t() @ x8.flatten(0, 1), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(layer.bias.grad, dy.sum((0, 1)), rtol=1e-5)
+    wide = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    assert 1e-3 < ((y - wide).norm() / wide.norm()).item() < 0.05  # it did round, and not too much
+
+
+def test_emulation_equals_the_scaled_product():
+    """PyTorch's own float8 product, which runs (slowly) on the CPU."""
+    torch.manual_seed(0)
+    a, sa = codec.quantise(torch.randn(32, 64), codec.E4M3)
+    b, sb = codec.quantise(torch.randn(48, 64), codec.E4M3)
+    try:
+        want = torch._scaled_mm(a, b.t(), scale_a=sa.reciprocal(), scale_b=sb.reciprocal(), out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError) as e:
+        pytest.skip(f"no float8 product on this CPU: {e}")
+    assert torch.allclose(fp8.product(a, sa, b, sb, torch.float32), want, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
+    made = []
+    inner = codec.quantise
+    monkeypatch.setattr(fp8, "quantise", lambda t, dtype: made.append(tuple(t.shape)) or inner(t, dtype))
+    layers = [torch.nn.Linear(16, 8, bias=False) for _ in range(3)]
+    for layer in layers:
+        layer.__class__ = fp8.Fp8Linear
+    x = torch.randn(4, 16)
+    for layer in layers:
+        layer(x)
+    assert made.count((4, 16)) == 1
+    x.mul_(2)  # changed in place: other codes
+    assert torch.allclose(layers[0](x), layers[0](x.clone()))
+    assert made.count((4, 16)) == 3
+    del x
+    assert fp8._latest is None or fp8._latest[0]() is not None
+
+
+def test_stored_weights_take_a_byte():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(32, 48)
+    stored = fp8.StoredFp8Linear(layer)
+    assert sum(p.nbytes for p in stored.parameters()) == 32 * 48 + 4 + 48 * 4
+    x = torch.randn(5, 32)
+    error = (stored(x) - layer(x)).norm() / layer(x).norm()
+    assert 1e-4 < float(error) < 0.04

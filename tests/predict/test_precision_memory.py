@@ -1,0 +1,51 @@
+"""Measured memory of a step in low precision and with fused layers is what ``rewrite`` predicted."""
+
+import pytest
+from tests.training import MODEL, experiment, make_trainer, write_corpus
+
+from ridgeline.measure.cell import metered_step
+from ridgeline.nn.kernels import native
+from ridgeline.predict import predict
+
+BIG = MODEL.model_copy(
+    update={"vocab_size": 2000, "hidden_size": 64, "head_dim": 16, "intermediate_size": 176, "max_positions": 128}
+)
+LOW = "mixed_precision:weights=low"
+PLANS = [
+    ["mixed_precision"],
+    ["mixed_precision:dtype=fp16", "flash_attention"],
+    [LOW],
+    [LOW, "lora"],
+    [LOW, "flash_attention", "fused_layers"],
+    ["fused_layers"],
+    ["fused_layers", "lora"],
+    ["fused_layers:chunked=false", "mixed_precision"],
+    ["fused_layers", "mixed_precision", "recompute"],
+    ["mixed_precision", "fp8"],
+    [LOW, "fp8:states=true"],
+    ["mixed_precision", "fp8", "fused_layers", "flash_attention"],
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("text") / "corpus.txt", lines=1500)
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("plan", PLANS, ids="+".join)
+def test_measured_memory_is_predicted(plan, micro, corpus):
+    if native.library() is None and any(p.startswith("fused") for p in plan):
+        pytest.skip("no C++ compiler")
+    e = experiment(corpus, *plan, model=BIG, seq_len=128, optimizer="adamw", micro_batch_size=micro)
+    trainer = make_trainer(e)
+    trainer.step()
+    usage = metered_step(trainer)
+    predicted = {m.category: m.bytes for m in predict(e).memory}
+    measured = usage.categories
+    print(f"{usage.instant}: measured {usage.total}, predicted {sum(predicted.values()):.0f}")
+    assert sum(predicted.values()) == pytest.approx(usage.total, rel=0.05)
+    assert predicted.get("optimizer", 0) == pytest.approx(measured.get("optimizer", 0), rel=0.05, abs=1000)
+    if "weights=low" in str(plan):
+        assert predicted["parameters"] == pytest.approx(measured["parameters"], rel=0.05)
+        assert predicted["gradients"] == pytest.approx(measured["gradients"], rel=0.05)
