@@ -1,4 +1,4 @@
-"""What a step sends: calls and bytes of every kind of collective, as the graph says. The measured count must equal it."""
+"""What a step sends: calls and bytes of every kind of collective, as the graph says; measured counts must equal it."""
 
 from __future__ import annotations
 

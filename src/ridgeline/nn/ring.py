@@ -28,7 +28,7 @@ def zigzag(length: int, ranks: int, rank: int) -> Tensor:
     return torch.cat((torch.arange(rank * piece, (rank + 1) * piece), torch.arange(last * piece, (last + 1) * piece)))
 
 
-# ---- one block, by PyTorch's fused kernels, with the log of the softmax's denominator ---------------------------------
+# ---- one block, by PyTorch's fused kernels, with the log of the softmax's denominator --------------------------------
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

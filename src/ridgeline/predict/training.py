@@ -71,9 +71,8 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
     result.breakdown = breakdown(g, cluster, pace=training_pace(cluster, g.fused))
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)
-    result.traffic = [
-        Traffic(kind=kind, ranks=ranks, calls=calls, bytes=size) for (kind, ranks), (calls, size) in sorted(traffic(g).items())
-    ]
+    sent = sorted(traffic(g).items())
+    result.traffic = [Traffic(kind=k, ranks=n, calls=calls, bytes=size) for (k, n), (calls, size) in sent]
     return result
 
 

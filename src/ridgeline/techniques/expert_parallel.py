@@ -114,7 +114,8 @@ class ExpertParallel(Technique):
             for name, p in list(moe.experts.named_parameters()):
                 part = local(p.detach()).chunk(self.degree)[rank].clone(memory_format=torch.contiguous_format)
                 if isinstance(p, DTensor):
-                    mine = DTensor.from_local(part, mesh.mesh["inner", "tp"], [Shard(0), *p.placements], run_check=False)
+                    both = mesh.mesh["inner", "tp"]
+                    mine = DTensor.from_local(part, both, [Shard(0), *p.placements], run_check=False)
                 else:
                     mine = DTensor.from_local(part, mesh.sub("inner"), [Shard(0)], run_check=False)
                 moe.experts.register_parameter(name, nn.Parameter(mine, requires_grad=p.requires_grad))

@@ -65,7 +65,11 @@ def pair_experiment(*names: str) -> Experiment:
         model = model.model_copy(update=dict(t.card.needs_model))
     workload: Pretrain | Generate
     if training:  # plain SGD: AdamW hides gradient-scale bugs
-        workload = Pretrain(seq_len=16, batch_size=4, steps=5, optimizer="sgd", lr=0.5, warmup_steps=0)
+        stream = any("pp" in t.axes() for t in made)  # a pipeline without micro-batches would be none
+        workload = Pretrain(
+            seq_len=16, batch_size=4, micro_batch_size=1 if stream else None, steps=5, optimizer="sgd", lr=0.5,
+            warmup_steps=0,
+        )  # fmt: skip
     else:
         workload = Generate(prompt_len=8, output_len=4, batch_size=2)
     return Experiment(

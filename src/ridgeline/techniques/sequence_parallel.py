@@ -31,7 +31,6 @@ class SequenceParallel(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="5x less activation memory with selective recomputation, over 90 % of its time overhead gone",
-        min_ranks=2,
         requires=("tensor_parallel",),
     )
     phase: ClassVar[Phase] = "tensor"

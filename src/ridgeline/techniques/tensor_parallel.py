@@ -152,8 +152,8 @@ def _sum_partial(g: Graph, t: int, sequence: bool) -> None:
     size = sum(p.numel / p.grad_shards * 4.0 * n for p, n in g.params if p.trainable and _is_partial(p.name, sequence))
     if size:
         size /= g.stages
-        op = Op("partial.reduce", "communication", "all_reduce", "update", bytes=size, link_bytes=size, ranks=t, axis="tp")
-        g.before_update.insert(0, op)
+        g.before_update.insert(0, Op("partial.reduce", "communication", "all_reduce", "update", bytes=size,
+                                     link_bytes=size, ranks=t, axis="tp"))  # fmt: skip
 
 
 def _is_partial(name: str, sequence: bool) -> bool:
