@@ -77,7 +77,8 @@ class FusedLayers(Technique):
                 wide = 3.0 if g.dtype in ("bf16", "fp16") else 1.0
                 g.each_block(lambda b: _fuse_softmax(b, wide), layers_only=True)
         if self.chunked:
-            g.each_block(lambda b: _chunk_loss(b, g))
+            low = g.low_weights or e.plan.has("zero")  # which gathers weights in the compute dtype
+            g.each_block(lambda b: _chunk_loss(b, _width(g), low))
         elif self.loss:
             g.each_block(lambda b: _fuse_loss(b, _width(g)))
         return g
@@ -166,13 +167,15 @@ def _fuse_loss(b: Block, width: float) -> None:
     b.workspace = 0.0
 
 
-def _chunk_loss(b: Block, g: Graph) -> None:
-    """The head's three products move into the forward pass, chunk by chunk; backward scales their results."""
+def _chunk_loss(b: Block, width: float, low: bool) -> None:
+    """The head's three products move into the forward pass, chunk by chunk; backward scales their results.
+
+    ``low``: the head's weight is of the compute dtype already.
+    """
     if "logits" not in b.saved:
         return
     product = next(op for op in b.forward if op.name == "head.out")
     rows, vocab, hidden = product.shape
-    width = _width(g)
     trains = any(op.name == "head.out.dw" for op in b.backward)
     dx, dw = rows * hidden * width, vocab * hidden * 4.0 if trains else 0.0
     b.forward = [changed(op, bytes=2 * rows * vocab * width) if op.name == "loss" else op
@@ -183,7 +186,7 @@ def _chunk_loss(b: Block, g: Graph) -> None:
     del b.saved["logits"]
     b.saved["head.gradients"] = Saved(dx + dw, frozenset({"loss.bwd"}))
     # Beside a chunk of logits: what the head reads, and in 16 bits copies of its weight and of that one's gradient.
-    copies = 0 if width == 4.0 else (0 if g.low_weights else 1) + (1 if trains else 0)
+    copies = 0 if width == 4.0 else (not low) + trains
     b.workspace = chunk_rows(rows, vocab, hidden) * vocab * width + dx + copies * vocab * hidden * width
     for p in b.params:
         if p.name == product.param:
