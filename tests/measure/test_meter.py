@@ -82,9 +82,7 @@ def test_predicted_and_measured_memory_agree(name, micro, corpus):
     """Within 5 % of the total for every technique by itself; what is stored from step to step agrees exactly."""
     asked = pair_experiment(name)
     model = WIDER.model_copy(update=dict(TRAINING[name].needs_model))
-    e = experiment(
-        corpus, *asked.plan.strings(), ranks=asked.world, model=model, seq_len=64, micro_batch_size=micro
-    )
+    e = experiment(corpus, *asked.plan.strings(), ranks=asked.world, model=model, seq_len=64, micro_batch_size=micro)
     usage, stored = measured(e)
     said = {m.category: m.bytes for m in predict(e).memory}
     print(f"predicted {said}\nmeasured  {usage.categories} at {usage.instant}")

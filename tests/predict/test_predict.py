@@ -84,7 +84,6 @@ def test_zero_communication():
     """Parameters are gathered once (stages 1, 2) or twice (3), gradients scattered once (arXiv:1910.02054, 7)."""
     size = 4 * catalog.model(MODEL).num_parameters
 
-
     def total(plan):  # the gradient norm and what a step reports aside
         rows = predict(make(plan)).breakdown
         return sum(row.link_bytes for row in rows if row.operator not in ("norm.reduce", "report.reduce"))

@@ -7,12 +7,12 @@ import torch
 from tests.training import experiment, make_trainer, state, train
 from tests.world import world
 
+from ridgeline.nn.collectives import local
 from ridgeline.nn.kernels import native
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Pretrain
 from ridgeline.train.checkpoint import resume, save
 from ridgeline.train.flat import FlatWeights
-from ridgeline.train.gradients import local
 from ridgeline.train.optimizer import make_optimizer, parameter_groups
 from ridgeline.train.scaler import DynamicScale
 

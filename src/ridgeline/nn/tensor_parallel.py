@@ -97,7 +97,7 @@ class Divider:
             if isinstance(child, MoE):
                 # Each rank's part of the experts' output weighs in the router's gradient.
                 self.place(child.router, "weight", Replicate(), "always")
-                child.router.forward = partial(_replicated, child.router)
+                child.router.forward = partial(_replicated, child.router)  # type: ignore[method-assign]
                 for leaf, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
                     self.place(child.experts, leaf, Shard(dim))
                 continue
@@ -129,7 +129,7 @@ class Divider:
             self.place(module, "scales", Shard(0))
         else:
             self.place(module, "weight", Shard(0))
-            module.forward = partial(self._column, module, enters)  # type: ignore[method-assign]
+            module.forward = partial(self._column, module, enters)
         self.place(module, "bias", Shard(0))
 
     def row(self, module: nn.Module) -> None:
@@ -150,12 +150,12 @@ class Divider:
         self.place(base, "bias", Replicate(), "sequence")
         module.forward = partial(self._row, base, module.forward)
 
-    def _column(self, module: nn.Linear, enters: bool, x: Tensor) -> Tensor:
+    def _column(self, module: Any, enters: bool, x: Tensor) -> Tensor:
         if enters:
             x = enter(x, self.group, self.sequence)
         return linear(x, local(module.weight), None if module.bias is None else local(module.bias))
 
-    def _row(self, base: nn.Linear, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _row(self, base: Any, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         y = leave(inner(x), self.group, self.sequence)
         return y if base.bias is None else y + local(base.bias).to(y.dtype)  # once, to the sum
 
@@ -188,9 +188,9 @@ class Divider:
     def _part(self, rows: Tensor) -> Tensor:
         return rows.chunk(self.group.size(), -2)[self.group.rank()] if self.sequence else rows
 
-    def loss(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, hidden: Tensor, head: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of token losses over a divided vocabulary, as :func:`ridgeline.nn.loss.token_loss`."""
-        size = head.out.weight.shape[0]  # type: ignore[union-attr]
+        size = head.out.weight.shape[0]
         logits = head(hidden)
         flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         total = _CrossEntropy.apply(flat, labels, self.group, size)  # type: ignore[no-untyped-call]

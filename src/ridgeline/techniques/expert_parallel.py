@@ -122,7 +122,6 @@ class ExpertParallel(Technique):
         run.experts_divided = True
 
 
-
 def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
     """The same tokens over fewer experts: the same FLOPs, fewer weight bytes (those of the experts that are chosen)."""
     if op.kind != "gemm" or op.param not in experts:

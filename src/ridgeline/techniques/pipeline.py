@@ -86,7 +86,7 @@ class PipelineParallel(Technique):
         base = even(total, stages)
         first, last = base[0], base[-1]
         if stages == 2:  # what one does not take, the other does
-            return min((cut(n, total - n) for n in range(1, total)), key=lambda t: score(t.layers[0], t.layers[1]))
+            return cut(*min(((n, total - n) for n in range(1, total)), key=lambda pair: score(*pair)))
         best = score(first, last)
         for end in ("last", "first"):
             while min(first, last) >= 1:

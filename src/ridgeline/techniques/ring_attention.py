@@ -103,7 +103,6 @@ class RingAttention(Technique):
         run.fused_attention = backend(ring)
 
 
-
 def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
     if op.axis:
         return changed(op, bytes=op.bytes / c, link_bytes=op.link_bytes / c)

@@ -68,7 +68,6 @@ class SequenceParallel(Technique):
         run.partial[:] = run.divider.partial
 
 
-
 def _rewritten(op: Op, t: int) -> Op:
     if op.kind == "all_reduce" and op.axis == "tp" and not op.name.startswith("loss"):
         return changed(op, name=f"{op.name}_scatter", kind="reduce_scatter")

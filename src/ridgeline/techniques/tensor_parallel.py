@@ -101,7 +101,6 @@ class TensorParallel(Technique):
         run.partial += run.divider.partial
 
 
-
 def _leaf(name: str) -> tuple[str, str]:
     """("attention.q_proj.lora_a.dx") → ("q_proj", "lora_a.dx")."""
     parts = name.split(".")

@@ -202,14 +202,15 @@ class Zero(Technique):
             mesh = run.mesh.sub("outer", "inner", "cp")
         reshard = self.reshards(len(run.chunks) > 1 or run.chunks[0] is not run.root)
         for chunk in run.chunks:
-            for block in chunk.model.layers.values():
+            for block in chunk.model.layers.children():
+                feed: Any = block.mlp
                 held = set()  # experts that are divided over ranks are shared by fewer
-                if run.experts_divided and hasattr(block.mlp, "experts"):
+                if run.experts_divided and hasattr(feed, "experts"):
                     if run.mesh.size("outer", "cp") > 1:
                         others = run.mesh.sub("outer", "cp")
-                        fully_shard(block.mlp.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
+                        fully_shard(feed.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
                     else:
-                        held = set(block.mlp.experts.parameters())
+                        held = set(feed.experts.parameters())
                 fully_shard(
                     block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=held or None
                 )

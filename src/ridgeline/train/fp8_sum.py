@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ridgeline.nn.codec import E4M3, encode, scale_for
-from ridgeline.train.gradients import local
+from ridgeline.nn.collectives import local
 from ridgeline.train.reducer import Bucket
 
 

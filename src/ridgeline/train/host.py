@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ridgeline.nn.collectives import local
 from ridgeline.nn.store import Store, Tier, mark_host, on_host
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Training
 from ridgeline.train.build import TrainBuild
-from ridgeline.train.gradients import clear, clip_factor, local
+from ridgeline.train.gradients import clear, clip_factor
 from ridgeline.train.optimizer import MakeOptimizer
 
 _LAYER = re.compile(r"(?:^|\.)(layers\.\w+)\.")

@@ -28,7 +28,9 @@ class Runtime(_PipelineScheduleRuntime):
 
     def __init__(self, stages: list[PipelineStage], schedule: str, ranks: int, micros: int, chunks: int) -> None:
         self.factor = 1.0
-        super().__init__(stages, micros, loss_fn=lambda loss, _: loss * self.factor, scale_grads=False)
+        super().__init__(  # type: ignore[no-untyped-call]
+            stages, micros, loss_fn=lambda loss, _: loss * self.factor, scale_grads=False
+        )
         split = schedule == "zero_bubble"
         kinds = {"F": _ComputationType.FORWARD, "B": _BACKWARD[split], "W": _ComputationType.BACKWARD_WEIGHT}
         self.pipeline_order = {
@@ -108,7 +110,7 @@ class Pipeline:
             for one in received.values()
             for info in one
         ]
-        return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+        return [b for b in (getattr(info, "buffer", None) for info in infos) if b is not None]
 
     def hidden(self, micro: Micro, device: str | torch.device) -> Tensor:
         """An empty tensor like what one stage sends to the next."""
@@ -128,7 +130,7 @@ class Pipeline:
         losses: list[Tensor] = []
         labels = torch.cat([m.labels for m in micros])
         ids = (torch.cat([m.ids for m in micros]),) if 0 in self.mine else ()
-        last = {"target": labels, "losses": losses} if self.total - 1 in self.mine else {}
+        last: dict[str, Any] = {"target": labels, "losses": losses} if self.total - 1 in self.mine else {}
         with self.run.sync(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runtime.step(*ids, labels=labels, return_outputs=False, **last)

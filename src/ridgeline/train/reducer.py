@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ridgeline.graph.traffic import buckets
-from ridgeline.train.gradients import local
+from ridgeline.nn.collectives import local
 
 
 class Waitable(Protocol):

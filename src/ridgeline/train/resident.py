@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ridgeline.nn.collectives import local
 from ridgeline.nn.meter import return_freed_memory
 from ridgeline.nn.store import Store
 from ridgeline.nn.tiled import TiledLinear
 from ridgeline.train.build import TrainBuild
-from ridgeline.train.gradients import local
 from ridgeline.train.host import HostStates, Part
 
 
