@@ -29,7 +29,7 @@ TRAINING = {"pretrain", "finetune"}
 RUNS = {n: t for n, t in registry().items() if t.card.runs}
 TRAINED = [(n,) for n, t in RUNS.items() if t.card.tasks & TRAINING]
 TRAINED += [(p.a, p.b) for p in MATRIX if p.status == "works" and p.runs and p.task in TRAINING]
-GENERATED = [(n,) for n, t in RUNS.items() if "generate" in t.card.tasks]
+GENERATED = [(n,) for n, t in RUNS.items() if "generate" in (t.card.runs_in or t.card.tasks)]
 GENERATED += [(p.a, p.b) for p in MATRIX if p.status == "works" and {(p.a,), (p.b,)} <= set(GENERATED)]
 MARGIN = 50
 """The signal must be this many times the residual."""

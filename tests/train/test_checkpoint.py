@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from tests.nn.conftest import CONFIGS
-from tests.training import experiment, make_trainer, state
+from tests.training import MODEL, experiment, make_trainer, state
 from tests.world import RankFailed, world
 
 from ridgeline.nn import load_checkpoint
@@ -180,6 +180,68 @@ def test_death_while_saving_leaves_the_last_checkpoint(where, corpus, tmp_path):
     assert [p.name for p in out.iterdir()] == ["step-000004"]
 
 
+# ---- any layout ------------------------------------------------------------------------------------------------------
+
+DEEP = MODEL.model_copy(update={"num_layers": 4})
+SAME = MODEL.model_copy(update={"num_layers": 4, "tie_embeddings": True})
+LAYOUTS = {
+    "one": (1, ()),
+    "zero 3": (4, ("zero:stage=3",)),
+    "zero 2": (2, ("zero:stage=2",)),
+    "data": (2, ("data_parallel",)),
+    "tensor x pipeline": (4, ("tensor_parallel:degree=2", "pipeline:degree=2")),
+    "tensor x zero": (4, ("tensor_parallel:degree=2", "sequence_parallel", "zero:stage=2")),
+    "interleaved": (2, ("pipeline:degree=2,schedule=interleaved,chunks=2",)),
+    "pipeline x zero": (4, ("pipeline:degree=2", "zero:stage=1")),
+    "ring": (2, ("ring_attention:degree=2", "flash_attention")),
+    "offload": (1, ("zero_offload",)),
+}
+MOVES = [
+    ("tensor x pipeline", "zero 3", DEEP),
+    ("zero 3", "tensor x pipeline", DEEP),
+    ("one", "pipeline x zero", DEEP),
+    ("tensor x zero", "one", DEEP),
+    ("interleaved", "zero 2", DEEP),
+    ("data", "tensor x zero", DEEP),
+    ("ring", "offload", DEEP),
+    ("zero 2", "pipeline x zero", SAME),
+    ("tensor x pipeline", "one", SAME),
+]
+
+
+def leg(rank, e, folder, steps, model=None):
+    """Resume from ``folder``, run to ``steps`` and save; export the model if asked to."""
+    trainer = make_trainer(e, rank)
+    losses = resume(trainer, folder)
+    while trainer.steps_done < steps:
+        losses.append(trainer.step().loss)
+    place = save(trainer, folder, losses)
+    if model:
+        export(trainer, place, model)
+    return losses
+
+
+@pytest.mark.parametrize(("before", "after", "model"), MOVES, ids=lambda v: v if isinstance(v, str) else v.name)
+def test_checkpoints_move_between_layouts(before, after, model, corpus, tmp_path):
+    """AdamW's states travel too: without them the curve would bend at the change of layout."""
+
+    def run_leg(layout, folder, steps, out=None):
+        ranks, plan = LAYOUTS[layout]
+        settings = {"model": model, "batch_size": 4, "micro_batch_size": 1, "steps": 6, "lr": 2e-2}
+        e = experiment(corpus, *plan, ranks=ranks, **settings)
+        args = (e, folder, steps, out)
+        return leg(0, *args) if ranks == 1 else world(ranks).run(leg, *args)[0]
+
+    straight = run_leg("one", tmp_path / "straight", 6, tmp_path / "plain")
+    run_leg(before, tmp_path / "moved", 3)
+    moved = run_leg(after, tmp_path / "moved", 6, tmp_path / "model")
+    assert abs(straight[5] - straight[2]) > 0.05
+    assert moved == pytest.approx(straight, rel=1e-5)
+    plain, other = (dict(load_checkpoint(tmp_path / name).named_parameters()) for name in ("plain", "model"))
+    for name, p in plain.items():
+        assert torch.allclose(p, other[name], atol=1e-3), name
+
+
 # ---- export ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +250,7 @@ def export_rank(rank, e, folder):
     trainer = make_trainer(e, rank)
     for _ in range(3):
         trainer.step()
-    export(trainer, folder)
+    export(trainer, save(trainer, folder / "run", []), folder)
     if e.world > 1:
         trainer.run.root.unshard()
     with torch.no_grad():
@@ -229,7 +291,7 @@ def test_an_export_is_where_the_next_run_starts(corpus, tmp_path):
     first = make_trainer(experiment(corpus, "lora", lr=0.05, warmup_steps=0))
     for _ in range(4):
         first.step()
-    export(first, tmp_path)
+    export(first, save(first, tmp_path / "run", []), tmp_path)
     again = make_trainer(experiment(corpus, checkpoint=str(tmp_path), tokenizer=str(tmp_path)))
     ids, labels = again.batches.batch(9)
     with torch.no_grad():

@@ -25,6 +25,7 @@ from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import check
 from ridgeline.train import launch
 from ridgeline.train.budget import Budget
+from ridgeline.train.checkpoint import save
 from ridgeline.train.engine import learning_rate
 from ridgeline.train.gradients import clear, clip, global_norm
 from ridgeline.train.host import HostStates
@@ -95,7 +96,7 @@ def test_tiles_are_the_whole_matrix(plan, corpus, tmp_path):
 def test_tiles_are_exported_whole(corpus, tmp_path):
     trainer = make_trainer(experiment(corpus, f"{DISK},tile=4"))
     trainer.step()
-    export(trainer, tmp_path / "model")
+    export(trainer, save(trainer, tmp_path / "run", []), tmp_path / "model")
     want = whole_weights(state(trainer))
     for name, p in load_checkpoint(tmp_path / "model").named_parameters():
         assert torch.equal(p, want[f"model.{name}"]), name

@@ -81,7 +81,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = product(dy_codes, dy_scale, w_codes.t(), w_scale, ctx.x_dtype).view(*shape[:-1], weight.shape[1])
         if kept:
             x_codes, x_scale = kept
-            wide = getattr(weight, "grad_dtype", None) or weight.dtype
+            wide = (getattr(weight, "grad_dtype", None) if weight.is_leaf else None) or weight.dtype
             dw = product(dy_codes.t(), dy_scale, x_codes.flatten(0, -2).t(), x_scale, wide)
         return dx, dw, None, None, None
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.meter import Meter
+from ridgeline.nn.store import HOST
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,7 +96,7 @@ class Recorder(Meter):
         storage = t.untyped_storage()
         key = storage._cdata
         entry = self.live.get(key)
-        if key in self.open or entry is None:  # the meter does not count every storage
+        if key in self.open or entry is None or entry.category == HOST:  # what is not on the device
             return
 
         def gone(ref: weakref.ref[Any], key: int = key) -> None:

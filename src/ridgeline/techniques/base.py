@@ -63,6 +63,8 @@ class Card:
     """Techniques that must be on with it in training (the support matrix adds them)."""
     runs: bool = True
     """Whether it has a real side; False: it can be predicted, not yet run."""
+    runs_in: frozenset[str] | None = None
+    """Tasks in which it has a real side, if not in all of ``tasks``."""
     needs_model: Mapping[str, Any] = field(default_factory=dict)
     """ModelSpec fields that the generic tests and the support matrix must set for it (a mixture of experts)."""
 
@@ -101,6 +103,10 @@ class Technique(BaseModel):
         """Data-parallel ranks of an inner group that it forms (ranks that share one sharded copy, or one set of
         experts); 1: none."""
         return 1
+
+    def stored(self) -> dict[str, Any]:
+        """Options that shape what a checkpoint holds; a run may be resumed with any other ones changed."""
+        return self.model_dump(mode="json") if self.phase == "adapt" else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

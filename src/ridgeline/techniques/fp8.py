@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import Incompatible
@@ -45,6 +45,10 @@ class FP8(Technique):
     """Training: sum gradients over data-parallel ranks in e4m3 bytes, one scale per tensor shared by all ranks."""
     states: bool = False
     """Training: keep the first moment in e4m3, the second and the master weights in fp16, with a scale per tensor."""
+
+    def stored(self) -> dict[str, Any]:
+        """Optimizer states of 8 and 16 bits."""
+        return {"states": True} if self.states else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

@@ -59,6 +59,8 @@ class FusedLayers(Technique):
             backend = run.model.backend
             if backend.function is naive_attention:
                 run.model.set_attention(replace(backend, function=fused.fused_naive_attention))
+        if run.divider is not None:  # a divided vocabulary has its own loss
+            return
         if self.chunked:
             run.root.loss = partial(fused.chunked_token_loss, rows=chunk_rows)
         elif self.loss:
@@ -76,6 +78,8 @@ class FusedLayers(Technique):
             if e.plan.option("recompute", "policy") != "selective":  # which rebuilds attention by its plain operators
                 wide = 3.0 if g.dtype in ("bf16", "fp16") else 1.0
                 g.each_block(lambda b: _fuse_softmax(b, wide), layers_only=True)
+        if e.parallel.get("tp", 1) > 1:  # a divided vocabulary has its own loss
+            return g
         if self.chunked:
             low = g.low_weights or e.plan.has("zero")  # which gathers weights in the compute dtype
             g.each_block(lambda b: _chunk_loss(b, _width(g), low))

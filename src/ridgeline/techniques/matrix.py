@@ -85,7 +85,7 @@ def judge(*names: str) -> Pair:
         check(e)
     except Incompatible as refusal:
         return Pair(a=first, b=last, status="refused", reason=f"{refusal.what}; {refusal.fix}")
-    runs = all(t.runs for t in techniques(e.plan))
+    runs = all(t.runs and (t.card.runs_in is None or e.task in t.card.runs_in) for t in techniques(e.plan))
     return Pair(a=first, b=last, status="works", task=e.task, plan=e.plan.strings(), ranks=e.world, runs=runs)
 
 

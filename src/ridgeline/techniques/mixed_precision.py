@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,10 @@ class MixedPrecision(Technique):
     """fp16: the factor on the loss at the start."""
     growth_interval: int = Field(default=2000, ge=1)
     """fp16: steps in a row without overflow after which the factor doubles."""
+
+    def stored(self) -> dict[str, Any]:
+        """16-bit weights are kept beside a master copy."""
+        return {"weights": self.weights, "dtype": self.dtype} if self.weights == "low" else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

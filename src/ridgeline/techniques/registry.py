@@ -120,10 +120,11 @@ def check_made(e: Experiment, made: list[Technique]) -> None:
 def require_runnable(e: Experiment) -> None:
     """Raise :class:`Incompatible` when a technique of the plan has no real side yet."""
     for t in techniques(e.plan):
-        if not t.runs:
-            options = "" if not t.card.runs else " with these options"
+        here = t.card.runs_in is None or e.task in t.card.runs_in
+        if not (t.runs and here):
+            where = " with these options" if t.card.runs and here else "" if here else f" in task {e.task!r}"
             raise Incompatible(
-                f"{t.card.name} can be predicted{options}, not yet run",
+                f"{t.card.name} can be predicted{where}, not yet run",
                 "use `ridgeline predict`, or remove it from the plan",
             )
 

@@ -37,6 +37,7 @@ class TensorParallel(Technique):
         claim="8.3B parameters on 512 V100 at 15.1 PFLOP/s, 76 % of the single-GPU rate per GPU",
         min_ranks=2,
         example={"degree": 2},
+        runs_in=frozenset({"pretrain", "finetune"}),
     )
     phase: ClassVar[Phase] = "tensor"
 

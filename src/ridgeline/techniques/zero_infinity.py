@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -46,6 +46,10 @@ class ZeroInfinity(Technique):
     """Tiles into which each linear of the feed-forward layers is cut; one at a time is on the device."""
     path: str | None = None
     """Folder of what rests on NVMe; None: Ridgeline's cache."""
+
+    def stored(self) -> dict[str, Any]:
+        """Tiles are parameters of their own."""
+        return {"tile": self.tile} if self.tile > 1 else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:

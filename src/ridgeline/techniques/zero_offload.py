@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
@@ -33,6 +33,10 @@ class ZeroOffload(Technique):
 
     delayed: bool = False
     """Apply each update one step late, beside the next step (the loss is then no longer the same)."""
+
+    def stored(self) -> dict[str, Any]:
+        """A delayed update has a master copy one step ahead."""
+        return {"delayed": True} if self.delayed else {}
 
     def check(self, e: Experiment) -> None:
         """Needs no other home for the states."""

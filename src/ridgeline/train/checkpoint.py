@@ -11,12 +11,16 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.plan import Plan
+from ridgeline.techniques.registry import techniques
 from ridgeline.train.engine import Trainer
 
 
@@ -32,17 +36,17 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
             shutil.rmtree(left, ignore_errors=True)
         draft.mkdir()
     _barrier()
-    with warnings.catch_warnings(), trainer.run.resident(False):
-        warnings.simplefilter("ignore")
-        dcp.save(  # type: ignore[attr-defined]
-            _state(trainer), checkpoint_id=str(draft), no_dist=trainer.world == 1
-        )
+    with trainer.run.resident(False):
+        tensors, _ = _state(trainer)
+        _quietly(lambda: dcp.save(tensors, checkpoint_id=str(draft), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
     _barrier()
     if trainer.rank == 0:
+        experiment = trainer.experiment.canonical()
+        experiment["workload"]["batch_size"] = trainer.experiment.batch_size
         state = {
             "step": trainer.steps_done,
             "losses": losses,
-            "experiment": trainer.experiment.canonical(),
+            "experiment": experiment,
             "scaler": trainer.run.scaler.state_dict() if trainer.run.scaler else {},
             "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
         }
@@ -69,7 +73,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     Raises :class:`UserError` when it belongs to another experiment or cannot be read.
     """
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     found = checkpoints(folder)
     if not found:
@@ -78,7 +82,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     mend = f"remove {newest} to go on without it"
     try:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
-        other = _differences(state["experiment"], json.loads(json.dumps(trainer.experiment.canonical())))
+        other = _differences(state["experiment"], trainer)
         step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
         scaler = {k: float(v) for k, v in state.get("scaler", {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -94,41 +98,99 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         if _checksum(newest / name) != checksum:
             raise UserError(f"checkpoint {newest} is damaged: {name} is not the file that was saved", mend)
     with trainer.run.resident(True):
-        tensors = _state(trainer)
+        tensors, optimizer = _state(trainer)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dcp.load(  # type: ignore[attr-defined]
-                    tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1
-                )
+            _quietly(lambda: dcp.load(tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
         except Exception as e:
             raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
-        set_optimizer_state_dict(trainer.run.root, trainer.optimizer, tensors["optimizer"])
+        options = StateDictOptions(**_FLAT)
+        set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=options)
     if trainer.run.scaler and scaler:
         trainer.run.scaler.load_state_dict(scaler)
     trainer.steps_done = step
     return losses
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+def read_model(place: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors of a checkpoint, whole, by name; read by one process, whatever layout wrote them."""
+    from torch.distributed import checkpoint as dcp
+
+    kept = dcp.FileSystemReader(str(place)).read_metadata().state_dict_metadata
+    tensors = {
+        name.removeprefix("model."): torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in kept.items()
+        if name.startswith("model.") and hasattr(about, "properties")
+    }
+    _quietly(lambda: dcp.load({"model": tensors}, checkpoint_id=str(place), no_dist=True))  # type: ignore[attr-defined]
+    return {name.removeprefix("model."): t for name, t in tensors.items()}
+
+
+def _quietly(run: Callable[[], Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run()
+
+
+_FLAT = {"flatten_optimizer_state_dict": True}
+"""Optimizer states by the names of parameters alone: parameter groups differ from layout to layout."""
+
+
+def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds, as tensors that loading writes into, and the optimizer's whole state dict.
+
+    Names are those of the whole model in one process, so that any layout reads what any other wrote. A tied head is the
+    embedding, also where a pipeline stage has a copy of its own.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     root = trainer.run.root
-    return {
-        "model": dict(root.state_dict()),
-        "optimizer": get_optimizer_state_dict(root, trainer.optimizer),
-    }
+    optimizer = get_optimizer_state_dict(root, trainer.optimizer, options=StateDictOptions(**_FLAT))
+    model = dict(root.state_dict())
+    states = {k: v for k, v in optimizer.items() if k.startswith("state.")}
+    if trainer.experiment.model.tie_embeddings:
+        model, states = _tied(model), _tied(states)
+    return {"model": model, "optimizer": states}, optimizer
 
 
-def _differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ; the number of steps may, since a run can be prolonged."""
+def _tied(tensors: dict[str, Any]) -> dict[str, Any]:
+    head, table = "model.head.out.weight", "model.embed.tokens.weight"
+    out = {}
+    for name, value in tensors.items():
+        other = name.replace(head, table)
+        if other == name or other not in tensors:
+            out[other] = value
+    return out
+
+
+def _kept(plan: Plan) -> dict[str, Any]:
+    """What of a plan shapes a checkpoint, by technique."""
+    found = {t.card.name: t.stored() for t in techniques(plan)}
+    return {name: options for name, options in found.items() if options}
+
+
+def _differences(saved: dict[str, Any], trainer: Trainer) -> list[str]:
+    """Dotted keys that differ between a checkpoint's experiment and the trainer's.
+
+    Layouts may: cluster, parallel techniques, micro-batches. So may the number of steps, since a run can be prolonged.
+    """
+    e = trainer.experiment
+    mine = json.loads(json.dumps(e.canonical()))
+    mine["workload"]["batch_size"] = e.batch_size
+    free = ("workload.steps", "workload.micro_batch_size", "cluster", "plan")
+    out = [key for key in _changed(saved, mine) if key not in free]
+    if _kept(Plan.parse(saved["plan"])) != _kept(e.plan):
+        out.append("plan")
+    return out
+
+
+def _changed(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
     out: list[str] = []
     for key in sorted({*a, *b}):
         where = f"{prefix}{key}"
         x, y = a.get(key), b.get(key)
         if isinstance(x, dict) and isinstance(y, dict):
-            out += _differences(x, y, f"{where}.")
-        elif x != y and where != "workload.steps":
+            out += _changed(x, y, f"{where}.")
+        elif x != y:
             out.append(where)
     return out
 

@@ -16,6 +16,7 @@ from ridgeline.predict.settle import settle
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
+from ridgeline.techniques.base import PHASES
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
@@ -95,11 +96,32 @@ class Trainer:
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, inner_ranks(made))
         run.assert_trainable()
+        completed = False
         for i, technique in enumerate(made):
+            if PHASES.index(technique.phase) >= PHASES.index("offload") and not completed:
+                completed = self._complete_gradients(run)
             technique.build(run)
             if i + 1 == len(made) or made[i + 1].phase != technique.phase:
                 run.assert_trainable()
+        if not completed:
+            self._complete_gradients(run)
         return run
+
+    @staticmethod
+    def _complete_gradients(run: TrainBuild) -> bool:
+        """After what reduces gradients over data-parallel ranks, and before anything takes them away: sum those that
+        are partial over tensor-parallel ranks, and those of a parameter that two stages hold."""
+
+        def complete() -> None:
+            if run.partial and run.mesh:
+                sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
+            if run.tied:
+                module, name, ends = run.tied
+                sum_partial([getattr(module, name)], ends)
+
+        if run.partial or run.tied:
+            run.after_backward.append(complete)
+        return True
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -133,11 +155,6 @@ class Trainer:
         total = run.execute(micros, scale / valid) / scale
         for finish in run.after_backward:
             finish()
-        if run.partial and run.mesh:
-            sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
-        if run.tied:
-            module, name, ends = run.tied
-            sum_partial([getattr(module, name)], ends)
         return self._counted_once(total), valid
 
     def _counted_once(self, loss: torch.Tensor) -> torch.Tensor:

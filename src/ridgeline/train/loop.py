@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ridgeline.nn.lora import LoRALinear
 from ridgeline.nn.quantised import dequantise
 from ridgeline.nn.tiled import whole_weights
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import techniques
 from ridgeline.train.budget import Budget
 from ridgeline.train.engine import Trainer
 
@@ -57,10 +56,10 @@ def _run(
         last = stopped or trainer.steps_done == e.training.steps
         if out and (last or (every and trainer.steps_done % every == 0)):
             place = save(trainer, out, losses)
-    if out and options.get("export") and not stopped:
-        export(trainer, out / "model")
     if out and not place:  # there was nothing left to do
         place = next(reversed(checkpoints(out)), None)
+    if out and place and options.get("export") and not stopped:
+        export(trainer, place, out / "model")
     return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else "",
             "device_peak_bytes": budget.peak, "traffic": traffic(trainer)}  # fmt: skip
 
@@ -75,38 +74,29 @@ def traffic(trainer: Trainer) -> dict[str, dict[str, float]]:
     return {n: {"bytes": t.bytes, "count": t.count, "bandwidth": t.bandwidth} for n, t in moved.items()}
 
 
-def export(trainer: Trainer, folder: Path) -> None:
-    """Write the model as a Hugging Face checkpoint (gathered on rank 0), adapters merged into their base."""
-    with trainer.run.resident(False):
-        _export(trainer, folder)
-
-
-def _export(trainer: Trainer, folder: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
+def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
+    """Write a checkpoint's model as a Hugging Face one, adapters merged into their base. From any layout: rank 0 reads
+    it whole."""
     from ridgeline.nn.checkpoint import save_checkpoint
     from ridgeline.nn.transformer import Transformer
+    from ridgeline.train.checkpoint import read_model
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(trainer.run.root, options=options)
     if trainer.rank:
         return
-    whole = {name.removeprefix("model."): t for name, t in state.items() if isinstance(t, torch.Tensor)}
-    if trainer.run.store is not None:  # what numpy has seen can no longer give its memory back
-        whole = {name: t.clone() for name, t in whole.items()}
-    plain = plain_state(whole_weights(whole), trainer.run.model)
+    lora = next((t for t in techniques(trainer.experiment.plan) if hasattr(t, "alpha") and hasattr(t, "rank")), None)
+    plain = plain_state(whole_weights(read_model(checkpoint)), lora.alpha / lora.rank if lora else 0.0)
     with torch.device("meta"):
         model = Transformer(trainer.experiment.model)
-    model.load_state_dict(plain, assign=True)
+    model.load_state_dict(plain, assign=True, strict=not trainer.experiment.model.tie_embeddings)
     model.tie()
     save_checkpoint(model, folder)
     trainer.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def plain_state(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """State of an adapted or quantised model → the state of the plain one: codes expanded, adapters merged."""
+def plain_state(state: dict[str, torch.Tensor], scale: float = 0.0) -> dict[str, torch.Tensor]:
+    """State of an adapted or quantised model → the state of the plain one: codes expanded, adapters merged at
+    ``scale`` (alpha / rank)."""
     out: dict[str, torch.Tensor] = {}
-    scales = {name: m.scale for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     for name, value in state.items():
         prefix, _, leaf = name.rpartition(".")
         if leaf in ("scales", "lora_a", "lora_b"):
@@ -114,10 +104,9 @@ def plain_state(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, t
         if leaf == "codes":
             name, value = f"{prefix}.weight", dequantise(value, state[f"{prefix}.scales"])
         adapted = prefix.removesuffix(".base")
-        if adapted in scales:
+        if f"{adapted}.lora_a" in state:
             name = f"{adapted}.{name.rpartition('.')[2]}"
             if name.endswith(".weight"):
-                update = state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"]
-                value = value + scales[adapted] * update
+                value = value + scale * (state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"])
         out[name] = value
     return out

@@ -339,7 +339,7 @@ class _LinearLoss(torch.autograd.Function):
                 db += logits.sum(0, dtype=db.dtype)
             del logits  # before the next chunk's are made
         ctx.save_for_backward(dx, dw, db)
-        ctx.dtypes = hidden.dtype, getattr(weight, "grad_dtype", None) or weight.dtype
+        ctx.dtypes = hidden.dtype, (getattr(weight, "grad_dtype", None) if weight.is_leaf else None) or weight.dtype
         return total
 
     @staticmethod
