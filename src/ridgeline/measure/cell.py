@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ridgeline.measure.environment import fingerprint
+from ridgeline.measure.wire import Wire
 from ridgeline.nn.meter import Meter, Usage, process_memory
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
+from ridgeline.spec.result import Check, Memory, Metric, Result, Sample, Traffic
 from ridgeline.train.engine import Trainer
 
 
@@ -77,26 +80,43 @@ def timed(trainer: Trainer, setup: float, options: dict[str, Any], report: Any) 
 
 
 def record_memory(result: Result, trainer: Trainer) -> None:
-    """Add memory by category at the peak of one more, metered step."""
-    usage = metered_step(trainer)
-    result.memory = [Memory(category=k, bytes=v) for k, v in sorted(usage.categories.items(), key=lambda i: -i[1])]
+    """Add what one more, metered step held and sent: memory by category on the rank that needed most, and the
+    collectives of the mean rank."""
+    wire = Wire()
+    ranks = [(metered_step(trainer, wire), dict(wire.seen))]
+    if trainer.world > 1:
+        mine, ranks = ranks[0], ranks * trainer.world
+        dist.all_gather_object(ranks, mine)
+    usage = max((u for u, _ in ranks), key=lambda u: u.total)
+    at = [u.total for u, _ in ranks].index(usage.total)
+    ordered = sorted(usage.categories.items(), key=lambda i: -i[1])
+    result.memory = [Memory(category=k, bytes=v, device=f"rank {at}") for k, v in ordered]
     if usage.host:
         result.metrics["host_bytes"] = Metric(value=usage.host, unit="bytes", better="lower", source="tiered store")
     result.metrics["peak_bytes"] = Metric(value=usage.total, unit="bytes", better="lower", source=usage.instant)
+    for key in sorted({k for _, sent in ranks for k in sent}):
+        calls, size = (sum(sent.get(key, (0.0, 0.0))[i] for _, sent in ranks) / len(ranks) for i in (0, 1))
+        result.traffic.append(Traffic(kind=key[0], ranks=key[1], calls=calls, bytes=size))
 
 
-def metered_step(trainer: Trainer) -> Usage:
-    """Live tensor bytes by category at the peak of one more step (after the timed ones: metering slows it down)."""
+def metered_step(trainer: Trainer, wire: Wire | None = None) -> Usage:
+    """Live tensor bytes by category at the peak of one more step (after the timed ones: metering slows it down).
+
+    ``wire`` counts what the step sends meanwhile.
+    """
     meter = Meter(trainer.run.root)
+    counted = wire or nullcontext()
     meter.register(trainer.run.buffers(), "buffers")
     meter.register_states(trainer.optimizer)  # before the mode is on, or it would count what registering touches
     if trainer.run.store is not None:
         meter.register(trainer.run.store.tensors(), "host")
     step = trainer.steps_done
-    with meter:
-        trainer.forward_backward(step)
+    with counted, meter:
+        loss, _ = trainer.forward_backward(step)
         meter.updating = True
         trainer.update(step)
+    with counted:
+        trainer.report(loss)
     return meter.peak
 
 

@@ -164,6 +164,24 @@ def print_pair(predicted: Result, measured: Result) -> None:
         f", {measured.reason}" if measured.reason else ""
     )
     print_tables(Table(title, columns, rows, notes=measured.notes))
+    if measured.traffic:
+        print_tables(_traffic_table(predicted, measured))
+
+
+def _traffic_table(predicted: Result, measured: Result) -> Table:
+    """Collectives of one step, counted beside foretold."""
+    said = {(t.kind, t.ranks): t for t in predicted.traffic}
+    seen = {(t.kind, t.ranks): t for t in measured.traffic}
+    rows = []
+    for key in sorted({*said, *seen}):
+        p, m = said.get(key), seen.get(key)
+        rows.append(
+            [key[0], str(key[1])]
+            + [f"{t.calls:g}" if t else "0" for t in (p, m)]
+            + [units.metric(t.bytes if t else 0.0, "bytes") for t in (p, m)]
+        )
+    names = ("ranks", "calls predicted", "calls measured", "bytes predicted", "bytes measured")
+    return Table("sent per step and rank", [Column("collective", align="left"), *(Column(n) for n in names)], rows)
 
 
 def print_ablation(ablation: Ablation) -> None:

@@ -17,6 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Plan
@@ -73,7 +79,6 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     Raises :class:`UserError` when it belongs to another experiment or cannot be read.
     """
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     found = checkpoints(folder)
     if not found:
@@ -103,8 +108,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
             _quietly(lambda: dcp.load(tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
         except Exception as e:
             raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
-        options = StateDictOptions(**_FLAT)
-        set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=options)
+        set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=_by_name())
     if trainer.run.scaler and scaler:
         trainer.run.scaler.load_state_dict(scaler)
     trainer.steps_done = step
@@ -114,12 +118,13 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
 def read_model(place: Path) -> dict[str, torch.Tensor]:
     """The model's tensors of a checkpoint, whole, by name; read by one process, whatever layout wrote them."""
     from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    kept = dcp.FileSystemReader(str(place)).read_metadata().state_dict_metadata
+    kept = FileSystemReader(str(place)).read_metadata().state_dict_metadata
     tensors = {
         name.removeprefix("model."): torch.empty(about.size, dtype=about.properties.dtype)
         for name, about in kept.items()
-        if name.startswith("model.") and hasattr(about, "properties")
+        if name.startswith("model.") and isinstance(about, TensorStorageMetadata)
     }
     _quietly(lambda: dcp.load({"model": tensors}, checkpoint_id=str(place), no_dist=True))  # type: ignore[attr-defined]
     return {name.removeprefix("model."): t for name, t in tensors.items()}
@@ -131,8 +136,9 @@ def _quietly(run: Callable[[], Any]) -> None:
         run()
 
 
-_FLAT = {"flatten_optimizer_state_dict": True}
-"""Optimizer states by the names of parameters alone: parameter groups differ from layout to layout."""
+def _by_name() -> StateDictOptions:
+    """Optimizer states by the names of parameters alone: parameter groups differ from layout to layout."""
+    return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -141,10 +147,8 @@ def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     Names are those of the whole model in one process, so that any layout reads what any other wrote. A tied head is the
     embedding, also where a pipeline stage has a copy of its own.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
     root = trainer.run.root
-    optimizer = get_optimizer_state_dict(root, trainer.optimizer, options=StateDictOptions(**_FLAT))
+    optimizer = get_optimizer_state_dict(root, trainer.optimizer, options=_by_name())
     model = dict(root.state_dict())
     states = {k: v for k, v in optimizer.items() if k.startswith("state.")}
     if trainer.experiment.model.tie_embeddings:

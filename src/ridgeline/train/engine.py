@@ -203,12 +203,17 @@ class Trainer:
         step = self.steps_done
         loss, valid = self.forward_backward(step)
         norm = self.update(step)
+        value, stop = self.report(loss)
+        self.steps_done += 1
+        if not math.isfinite(value):
+            raise FloatingPointError(f"loss is {value} at step {step}")
+        return StepStats(step, value, valid, float(norm), time.perf_counter() - start, stop)
+
+    def report(self, loss: torch.Tensor) -> tuple[float, bool]:
+        """The loss over all ranks, and whether any of them was asked to stop."""
         report = torch.tensor([0.0, float(self.stop_requested)], dtype=torch.float64, device=self.device)
         report[0] = loss
         if self.world > 1:
             dist.all_reduce(report)
         value, stop = report.tolist()
-        self.steps_done += 1
-        if not math.isfinite(value):
-            raise FloatingPointError(f"loss is {value} at step {step}")
-        return StepStats(step, value, valid, float(norm), time.perf_counter() - start, stop > 0)
+        return value, stop > 0
