@@ -103,16 +103,17 @@ class Ring:
         ops += [dist.P2POp(dist.irecv, t, behind, self.group) for t in coming]
         return coming, dist.batch_isend_irecv(ops)
 
-    def parts(self, step: int, length: int) -> tuple[slice, slice]:
-        """Which local queries see which of the keys that arrive at ``step`` ≥ 1: halves, as dealt in zigzag.
 
-        Keys of a rank before this one: all queries see their first piece. Of one behind: the second piece of queries
-        sees both.
-        """
-        half = length // 2
-        if step <= self.rank:
-            return slice(0, length), slice(0, half)
-        return slice(half, length), slice(0, length)
+def parts(step: int, rank: int, length: int) -> tuple[slice, slice]:
+    """Which of ``length`` local queries see which of the keys that arrive at ``step`` ≥ 1: halves, as dealt in zigzag.
+
+    Keys of a rank before this one: all queries see their first piece. Of one behind: the second piece of queries sees
+    both.
+    """
+    half = length // 2
+    if step <= rank:
+        return slice(0, length), slice(0, half)
+    return slice(half, length), slice(0, length)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -131,7 +132,7 @@ class _RingAttention(torch.autograd.Function):
             pair = coming
             if step + 1 < ring.ranks:  # the next exchange runs while this block is computed
                 (coming,), works = ring.send_on(pair)
-            rows, keys = ring.parts(step, q.shape[2])
+            rows, keys = parts(step, ring.rank, q.shape[2])
             more, more_lse = block_forward(
                 q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(), pair[1, :, :, keys].contiguous(), False
             )
@@ -158,19 +159,19 @@ class _RingAttention(torch.autograd.Function):
             pair = coming
             if step + 1 < ring.ranks:
                 (coming,), works = ring.send_on(pair)
-            rows, keys = ring.parts(step, length)
-            parts = block_backward(
+            rows, keys = parts(step, ring.rank, length)
+            found = block_backward(
                 grad[:, :, rows].contiguous(), q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(),
                 pair[1, :, :, keys].contiguous(), out[:, :, rows].contiguous(), lse[:, :, rows].contiguous(), False,
             )  # fmt: skip
-            dq[:, :, rows] += parts[0]
+            dq[:, :, rows] += found[0]
             if travelling is None:
                 travelling = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
             else:  # they follow one step behind, with what the rank before added
                 (travelling,), moves = ring.send_on(travelling)
                 _wait(moves)
-            travelling[0, :, :, keys] += parts[1]
-            travelling[1, :, :, keys] += parts[2]
+            travelling[0, :, :, keys] += found[1]
+            travelling[1, :, :, keys] += found[2]
         if travelling is not None:
             (home,), moves = ring.send_on(travelling)
             _wait(moves)
