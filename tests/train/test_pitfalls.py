@@ -53,7 +53,7 @@ def test_sequence_parallelism_does_not_unfreeze_norms(corpus):
         assert all(n.endswith(("lora_a", "lora_b")) for n in trained)
 
 
-# ---- gradients are final when hooks see them, and whole when anything reads them ---------------------------------------
+# ---- gradients are final when hooks see them, and whole when anything reads them -------------------------------------
 
 
 def hooked_rank(rank, e):
@@ -102,7 +102,7 @@ def test_gradients_of_replicated_parameters_are_whole(corpus):
         assert not any(torch.allclose(got[n], plain[n], atol=1e-6) for n in norms)
 
 
-# ---- what a parity test can see ---------------------------------------------------------------------------------------
+# ---- what a parity test can see --------------------------------------------------------------------------------------
 
 
 def scaled(corpus, factor, **workload):
@@ -180,7 +180,7 @@ def test_codes_are_divided_along_whole_groups(plan, how, corpus):
             assert codes[1] * 2 == scales[1] * 16, "a group is never cut"
 
 
-# ---- layout changes nothing -------------------------------------------------------------------------------------------
+# ---- layout changes nothing ------------------------------------------------------------------------------------------
 
 
 def start_rank(rank, e):
@@ -214,7 +214,7 @@ def test_a_tied_head_on_another_stage_stays_the_embedding(corpus):
     assert train(e).losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-# ---- schedules --------------------------------------------------------------------------------------------------------
+# ---- schedules -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
