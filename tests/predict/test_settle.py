@@ -1,8 +1,11 @@
 """Options that the predictor settles, and sizes as people write them."""
 
+from itertools import product
+
 import pytest
 
 from ridgeline import experiments
+from ridgeline.predict import predict
 from ridgeline.predict.settle import ask, settle
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.sizes import parse_size, say_size
@@ -45,3 +48,33 @@ def test_asking_gives_what_predicting_gives():
     assert not brief.breakdown
     with pytest.raises(UserError):
         ask(plan("recompute:every=9"))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "layers", "degree", "schedule"),
+    [(2048, 8, 4, "1f1b"), (128000, 8, 4, "1f1b"), (128000, 8, 2, "1f1b"), (32000, 7, 3, "gpipe")],
+)
+def test_balanced_stages_are_the_best_cut_there_is(vocab, layers, degree, schedule):
+    """Against every way to cut the layers."""
+    spec = {"base": "llama2-7b", "num_layers": layers, "vocab_size": vocab, "hidden_size": 1024, "num_heads": 16,
+            "num_kv_heads": 16, "intermediate_size": 2816}  # fmt: skip
+    workload = {"kind": "pretrain", "seq_len": 1024, "batch_size": 16, "micro_batch_size": 1}
+    base = ["flash_attention", "mixed_precision"]
+
+    def made(extra):
+        return experiments.make(
+            spec, f"{degree}xa100", workload, [*base, f"pipeline:degree={degree},schedule={schedule},{extra}"]
+        )
+
+    def seconds(e):
+        return predict(e).metrics["step_time_s"].value
+
+    cuts = [c for c in product(range(1, layers + 1), repeat=degree) if sum(c) == layers]
+    best = min(seconds(made("layers=" + "+".join(str(n) for n in c))) for c in cuts)
+    auto = made("balance=auto")
+    chosen = auto.plan.option("pipeline", "layers")
+    assert sum(chosen) == layers
+    assert seconds(auto) == pytest.approx(best, rel=1e-6)
+    assert settle(auto) == auto
+    if vocab > 100_000:
+        assert seconds(auto) < 0.95 * seconds(made("balance=even")), "the head's stage takes fewer layers"

@@ -67,8 +67,8 @@ class PipelineParallel(Technique):
         return out
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
-        """Layers per stage: taken from the last stage, then from the first, as long as the predicted step gets faster
-        (or, while it does not fit, smaller)."""
+        """Layers of the last stage, of the first, and the rest evenly: the fastest predicted step (or, where none fits,
+        the smallest peak). Fewer are tried as long as that gains."""
         stages = self.degree * self.chunks
         total = e.model.num_layers + e.model.encoder_layers
         if self.balance == "even" or self.layers is not None or total < stages or not e.is_training:
@@ -83,18 +83,26 @@ class PipelineParallel(Technique):
             worth = found.metrics["step_time_s"].value if found.status == "ok" else sum(m.bytes for m in found.memory)
             return found.status != "ok", worth
 
-        base = even(total, stages)
-        first, last = base[0], base[-1]
         if stages == 2:  # what one does not take, the other does
             return cut(*min(((n, total - n) for n in range(1, total)), key=lambda pair: score(*pair)))
-        best = score(first, last)
-        for end in ("last", "first"):
-            while min(first, last) >= 1:
-                smaller = (first - (end == "first"), last - (end == "last"))
-                if min(smaller) < 1 or (found := score(*smaller)) >= best:
+        best: tuple[tuple[bool, float], int, int] | None = None
+        worse = 0
+        for last in range(-(-total // stages), 0, -1):
+            tried = []
+            for first in range(max(even(total - last, stages - 1)), 0, -1):
+                if total - first - last < stages - 2:
+                    continue
+                tried.append((score(first, last), first, last))
+                if len(tried) > 1 and tried[-1][0] >= tried[-2][0]:
                     break
-                best, (first, last) = found, smaller
-        return cut(first, last)
+            if tried and (best is None or min(tried) < best):
+                best, worse = min(tried), 0
+            else:
+                worse += 1
+            if worse == 2:
+                break
+        assert best is not None
+        return cut(best[1], best[2])
 
     def check(self, e: Experiment) -> None:
         """Layers must reach for all stages; chunks belong to the interleaved schedule."""
