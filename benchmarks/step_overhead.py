@@ -1,7 +1,8 @@
 """What the engine's hooks cost when every technique is off: its step against a loop that has none of them.
 
-Both train the same model from the same weights on the same batches with the same optimizer and clipping, in one process,
-one step of each in turn. Reported: median step time of each, their ratio with a bootstrap interval, and the losses.
+Both train the same model from the same weights on the same batches with the same optimizer and clipping, in one
+process, one step of each in turn. Reported: median step time of each, their ratio with a bootstrap interval, and the
+losses.
 
     python benchmarks/step_overhead.py [--steps 60] [--out benchmarks/results/step_overhead.json]
 """
@@ -30,7 +31,7 @@ def bare_step(root, optimizer, parameters, batch, workload, lr) -> float:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(loss)
+    return loss.item()
 
 
 def main() -> None:

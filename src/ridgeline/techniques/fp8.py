@@ -110,6 +110,8 @@ class FP8(Technique):
             compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
             return g.each_block(lambda b: _store(b, compute), layers_only=True)
         g.each_block(_lower, layers_only=True)
+        if "fp8" not in e.cluster.device.peak_flops:
+            g.each_block(_emulated, layers_only=True)
         if self.gradients:
             g.closing.append(_narrow_sums)
         if self.states:
@@ -151,6 +153,27 @@ def _lowered(op: Op) -> list[Op]:
     moved = 3.0 * new  # two bytes read, one written
     quantise = Op(f"{op.name}.quantise", op.module, "quantise", op.direction, 0, moved, "fp8", recompute=op.recompute)
     return [quantise, low]
+
+
+def _emulated(b: Block) -> None:
+    """Without fp8 units operands are coded, decoded again, and multiplied in fp32, operator by operator.
+
+    Coding moves some 29 bytes an element (largest magnitude, widening, scaling, clamping, rounding), decoding 13.
+    """
+
+    def spelled(op: Op) -> list[Op]:
+        if op.kind == "quantise":
+            return [changed(op, bytes=op.bytes * 29 / 3)]
+        if op.kind != "gemm" or op.dtype != "fp8":
+            return [op]
+        m, n, k = op.shape
+        operands = m * k + n * k * op.experts
+        decode = Op(f"{op.name}.decode", op.module, "cast", op.direction, 0, 13.0 * operands, "fp32",
+                    recompute=op.recompute)  # fmt: skip
+        return [decode, changed(op, dtype="fp32", bytes=4.0 * (operands + m * n))]
+
+    b.forward = [new for op in b.forward for new in spelled(op)]
+    b.backward = [new for op in b.backward for new in spelled(op)]
 
 
 def _narrow_sums(g: Graph) -> None:
