@@ -104,6 +104,14 @@ class Technique(BaseModel):
         experts); 1: none."""
         return 1
 
+    def lazy(self) -> bool:
+        """Whether ``build`` works on a model without memory.
+
+        If that of all techniques does, parameters get their memory after phase shard, and a rank never holds more than
+        its part of them.
+        """
+        return False
+
     def stored(self) -> dict[str, Any]:
         """Options that shape what a checkpoint holds; a run may be resumed with any other ones changed."""
         return self.model_dump(mode="json") if self.phase == "adapt" else {}

@@ -51,6 +51,10 @@ class ExpertParallel(Technique):
         """Powers of two that divide the experts; nothing without experts."""
         return [cls(degree=n) for n in degrees(e, e.model.num_experts, (e.model.num_experts,))]
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Needs experts that divide, and data-parallel ranks."""
         d, experts = self.degree, e.model.num_experts

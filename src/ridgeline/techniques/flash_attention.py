@@ -31,6 +31,10 @@ class FlashAttention(Technique):
     )
     phase: ClassVar[Phase] = "compile"
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Three operators become one; the score matrix and its gradient are never stored."""
         window, length = e.model.sliding_window, g.length

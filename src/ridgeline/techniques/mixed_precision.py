@@ -67,6 +67,10 @@ class MixedPrecision(Technique):
         dtype: Literal["bf16", "fp16"] = "bf16" if "bf16" in e.cluster.device.peak_flops else "fp16"
         return [cls(dtype=dtype, weights="fp32"), cls(dtype=dtype, weights="low")]
 
+    def lazy(self) -> bool:
+        """16-bit weights are views of one buffer."""
+        return self.weights == "fp32"
+
     def check(self, e: Experiment) -> None:
         """Needs fp32 master weights."""
         self.needs(e.dtype == "fp32", f"the weights are stored in {e.dtype}", 'set workload dtype = "fp32"')

@@ -104,6 +104,10 @@ class PipelineParallel(Technique):
         assert best is not None
         return cut(best[1], best[2])
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Layers must reach for all stages; chunks belong to the interleaved schedule."""
         stages = self.degree * self.chunks

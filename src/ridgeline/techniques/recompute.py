@@ -88,6 +88,10 @@ class Recompute(Technique):
     def _with(self, full: int, selective: int) -> Recompute:
         return self.model_copy(update={"full_blocks": full, "selective_blocks": selective})
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Selective recomputation has nothing to drop when attention is fused; each policy has its own options."""
         selective = self.policy == "selective" or bool(self.selective_blocks)

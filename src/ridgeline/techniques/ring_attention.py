@@ -51,6 +51,10 @@ class RingAttention(Technique):
         """Powers of two up to 16, where each rank keeps at least 1024 tokens."""
         return [cls(degree=n) for n in degrees(e, min(16, e.training.seq_len // 1024))]
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Zigzag halves must divide the sequence."""
         length = e.training.seq_len

@@ -36,6 +36,10 @@ class SequenceParallel(Technique):
     phase: ClassVar[Phase] = "tensor"
     order: ClassVar[int] = 1
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Needs tensor parallelism, and a sequence that divides."""
         self.needs(e.plan.has("tensor_parallel"), "it divides what tensor_parallel leaves whole, which is not on",

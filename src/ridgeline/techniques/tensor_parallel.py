@@ -54,6 +54,10 @@ class TensorParallel(Technique):
         sizes = (e.model.num_heads, e.model.intermediate_size)
         return [cls(degree=n) for n in degrees(e, e.cluster.devices_per_node, sizes)]
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Heads and MLP width must divide."""
         for what, size in (("attention heads", e.model.num_heads), ("MLP columns", e.model.intermediate_size)):

@@ -69,6 +69,10 @@ class Zero(Technique):
                 out.append(cls(stage=stage, degree=e.cluster.devices_per_node))
         return out
 
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
     def check(self, e: Experiment) -> None:
         """Needs several data-parallel ranks."""
         self.needs(

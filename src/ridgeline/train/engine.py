@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.init import build
+from ridgeline.nn.checkpoint import load_checkpoint, load_into
+from ridgeline.nn.init import allocate, build, init_weights
+from ridgeline.nn.transformer import Transformer
 from ridgeline.predict.settle import settle
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -21,7 +22,7 @@ from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
 from ridgeline.train.gradients import holders, sum_partial
-from ridgeline.train.mesh import Mesh, inner_ranks
+from ridgeline.train.mesh import Mesh
 from ridgeline.train.optimizer import parameter_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,32 +86,48 @@ class Trainer:
         return tokens
 
     def _build(self, made: list) -> TrainBuild:  # type: ignore[type-arg]
-        e, w = self.experiment, self.workload
-        # The whole model before anything is split, so that every layout starts from the same weights.
-        if w.checkpoint:
-            model = load_checkpoint(Path(w.checkpoint), dtype=DTYPES[e.dtype]).to(self.device)
-        else:
-            model = build(e.model, self.device, DTYPES[e.dtype], w.seed)
-        model.set_attention("naive")
-        run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
+        e = self.experiment
+        early = [t for t in made if PHASES.index(t.phase) < PHASES.index("offload")]
+        # A tied head must be one parameter with the embedding from the start.
+        lazy = self.world > 1 and not e.model.tie_embeddings and all(t.lazy() for t in early)
+        run = TrainBuild(e, self._whole(lazy), self.device, rank=self.rank, world=self.world)
+        run.model.set_attention("naive")
         if self.world > 1:
-            run.mesh = Mesh.make(e, self.device.type, inner_ranks(made))
+            run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in made), default=1))
         run.assert_trainable()
         completed = False
         for i, technique in enumerate(made):
-            if PHASES.index(technique.phase) >= PHASES.index("offload") and not completed:
-                completed = self._complete_gradients(run)
+            if technique not in early and not completed:
+                completed = self._complete(run, lazy)
             technique.build(run)
             if i + 1 == len(made) or made[i + 1].phase != technique.phase:
                 run.assert_trainable()
         if not completed:
-            self._complete_gradients(run)
+            self._complete(run, lazy)
         return run
 
-    @staticmethod
-    def _complete_gradients(run: TrainBuild) -> bool:
-        """After what reduces gradients over data-parallel ranks, and before anything takes them away: sum those that
-        are partial over tensor-parallel ranks, and those of a parameter that two stages hold."""
+    def _whole(self, lazy: bool) -> Transformer:
+        """The model before anything divides it, so that every layout starts from the same weights."""
+        e, w = self.experiment, self.workload
+        if lazy:
+            return build(e.model, "meta", DTYPES[e.dtype])
+        if w.checkpoint:
+            return load_checkpoint(Path(w.checkpoint), dtype=DTYPES[e.dtype]).to(self.device)
+        return build(e.model, self.device, DTYPES[e.dtype], w.seed)
+
+    def _complete(self, run: TrainBuild, lazy: bool) -> bool:
+        """After what divides parameters and reduces gradients, before anything takes them away.
+
+        Parameters without memory get their part's. Gradients that are partial over tensor-parallel ranks are summed
+        after backward, as are those of a parameter that two stages hold.
+        """
+        if lazy:
+            allocate(run.model, self.device, DTYPES[self.experiment.dtype])
+            if self.workload.checkpoint:
+                load_into(run.model, self.workload.checkpoint)
+            else:
+                init_weights(run.model, self.workload.seed)
+            run.assert_trainable()
 
         def complete() -> None:
             if run.partial and run.mesh:

@@ -6,15 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from ridgeline.spec.experiment import Experiment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from ridgeline.techniques.base import Technique
 
 AXES = ("pp", "outer", "inner", "cp", "tp")
 """Mesh axes, outermost first. Data parallelism is ``outer`` × ``inner``: inner is the group that shares one sharded
@@ -69,13 +65,3 @@ class Mesh:
     def group(self, *axes: str) -> ProcessGroup:
         """Process group over one axis, or over several taken together."""
         return self.sub(*axes).get_group()
-
-
-def inner_ranks(made: list[Technique]) -> int:
-    """Data-parallel ranks of an inner group that the techniques ask for; 1: no such groups."""
-    return max((t.inner() for t in made), default=1)
-
-
-def world_size() -> int:
-    """Ranks of the job; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
