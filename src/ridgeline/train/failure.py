@@ -25,7 +25,7 @@ _AWAITED = {"reducer.finish": "all_reduce"}
 """Functions that wait for collectives started earlier."""
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-_LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|remote process|unexpected eof|"
+_LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|remote process|unexpected eof|"
                    r"recv(value|bytes)|failed to (recv|send)", re.IGNORECASE)  # fmt: skip
 
 

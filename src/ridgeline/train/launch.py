@@ -96,7 +96,7 @@ def run_job(job: Job, progress: Progress | None = None, timeout: float | None = 
             ranks = [
                 subprocess.Popen(
                     [sys.executable, "-m", "ridgeline.train.worker", str(file)],
-                    env=rank_environment(rank, job.ranks, port),
+                    env={**rank_environment(rank, job.ranks, port), "RIDGELINE_MEET": str(Path(folder) / "meet")},
                     stdout=subprocess.PIPE if rank == 0 else sink,
                     stderr=sink,
                     text=True,

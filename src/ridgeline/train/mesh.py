@@ -35,8 +35,12 @@ class Mesh:
 
         sizes = {a: e.parallel.get(a, 1) for a in ("pp", "cp", "tp")}
         shape = (sizes["pp"], e.data_parallel // inner, inner, sizes["cp"], sizes["tp"])
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-        return cls(mesh)
+        # Process groups are never given back, and each of gloo's has a thread that wakes a hundred times a second: a
+        # process that trains several models must not make them anew for each.
+        key = (id(dist.group.WORLD), device_type, shape)
+        if key not in _MADE:
+            _MADE[key] = cls(init_device_mesh(device_type, shape, mesh_dim_names=AXES))
+        return _MADE[key]
 
     def size(self, *axes: str) -> int:
         """Ranks along one or several axes together."""
@@ -69,6 +73,10 @@ class Mesh:
     def group(self, *axes: str) -> ProcessGroup:
         """Process group over one axis, or over several taken together."""
         return self.sub(*axes).get_group()
+
+
+_MADE: dict[tuple[object, ...], Mesh] = {}
+"""Meshes of this process by process group, device and shape."""
 
 
 def inner_ranks(made: list[Technique]) -> int:

@@ -1,7 +1,7 @@
 """Starts the ranks of a job as actors on a Ray cluster: one bundle of a placement group and one process per rank.
 
 ``RAY_ADDRESS`` (or ``ray start`` on this machine) names the cluster; without one Ray starts a local one. Checkpoints
-must be on storage that all machines see. Source: Moritz et al. 2018 (arXiv:1712.05889); placement groups as in Ray's manual.
+must be on storage that all machines see. Source: Moritz et al. 2018 (arXiv:1712.05889).
 """
 
 from __future__ import annotations

@@ -49,7 +49,11 @@ def setup(ranks: int, timeout: float | None = None) -> torch.device:
     if ranks > 1:
         backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"
         wait = timedelta(seconds=timeout or TIMEOUT)
-        dist.init_process_group(backend, timeout=wait)
+        # On one machine the ranks meet through a file: a port that is free now may be taken when they start.
+        meet = os.environ.get("RIDGELINE_MEET")
+        dist.init_process_group(
+            backend, f"file://{meet}" if meet else None, timeout=wait, rank=int(os.environ["RANK"]), world_size=ranks
+        )
         # Groups made later (meshes, pipelines) would fall back to half an hour.
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             if hasattr(dist.distributed_c10d, name):

@@ -7,9 +7,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
@@ -34,12 +35,27 @@ class HuggingFace:
         self.device, self.rank, self.world = device, rank, world
         check(e)
         self.batches = global_batches(e, rank, world)
+        self.model = self._model()
+
+    def _model(self) -> Any:
+        """The library's own model with our weights; rank 0 hands them round."""
+        e, quiet = self.experiment, cast(Any, logging)
+        quiet.disable_progress_bar()
+        model: Any = None
         attention = "sdpa" if e.plan.has("flash_attention") else "eager"
-        with tempfile.TemporaryDirectory() as folder:
-            save_checkpoint(whole_model(e, torch.device("cpu")), Path(folder))
-            quiet: Any = logging
-            quiet.disable_progress_bar()
-            self.model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+        if self.rank == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                save_checkpoint(whole_model(e, torch.device("cpu")), Path(folder))
+                model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+        if self.world > 1:
+            shape = [model.config if model is not None else None]
+            dist.broadcast_object_list(shape, device=self.device)
+            if model is None:
+                model = AutoModelForCausalLM.from_config(shape[0], attn_implementation=attention)
+            model = model.to(device=self.device)
+            for p in model.parameters():
+                dist.broadcast(p.data, 0)
+        return model
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
