@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 from tests.training import MODEL, experiment, train
 
-from ridgeline import catalog
+from ridgeline import catalog, cli
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
 from ridgeline.train import launch
@@ -200,3 +200,66 @@ def test_torchrun_starts_the_ranks_too(file, corpus, tmp_path):
     wrong = torchrun("--json")
     assert wrong.returncode != 0
     assert "torchrun started 2 ranks, the experiment has 1" in wrong.stderr
+
+
+def test_torchrun_on_two_machines(file, corpus, tmp_path):
+    """Two agents that meet at a port, one process each: the same curve as two processes started here."""
+    port = str(launch.free_port())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+               "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
+               "-m", "ridgeline", "train", str(file), "on=2x1xlocal", "--out",
+               str(tmp_path / "out"), "--json"]  # fmt: skip
+    agents = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for _ in range(2)
+    ]  # fmt: skip
+    said = [agent.communicate(timeout=240) for agent in agents]
+    assert [a.returncode for a in agents] == [0, 0], said
+    results = [json.loads(out) for out, _ in said if out.strip()]
+    assert len(results) == 1, "rank 0 prints the result"
+    here = train(experiment(corpus, ranks=2, steps=6, lr=3e-4, warmup_steps=2), uneven=False)
+    assert results[0]["losses"] == here.losses
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+BAD = [
+    (["plan=tensor_parallel:degree=3+flash_attention"], 4, ["4 devices do not split into groups of 3", "use tp 4"]),
+    (["plan=tensor_parallel:degree=3+pipeline:degree=2"], 8, ["groups of 6", "(tp 3 × pp 2)", "use tp 4 × pp 2"]),
+    (["plan=tensor_parallel:degree=8+flash_attention"], 8, ["4 attention heads", "over 8 ranks", "use degree=4"]),
+    (["plan=pipeline:degree=4+flash_attention"], 4, ["2 layers do not fill 4 stages", "at most 2 stages"]),
+    (["workload.batch_size=6"], 4, ["batch_size 6 does not split over 4", "multiple of 4"]),
+    (["on=2x2xlocal"], 0, ["2x2xlocal is 2 machines", "torchrun --nnodes 2 --nproc-per-node 2", 'on = "4xlocal"']),
+    (["--backend", "hf", "plan=zero:stage=2+flash_attention"], 2, ["backend hf has no zero", "--backend native"]),
+    (["--backend", "megatron-core"], 0, ["backend megatron-core", "need CUDA"]),
+    (["--backend", "natve"], 0, ["unknown backend 'natve'", "'native'"]),
+    (["--launcher", "slurm"], 0, ["unknown launcher 'slurm'", "local, ray"]),
+    (["--max-restarts", "2"], 0, ["--max-restarts 2 needs checkpoints", "--save-every"]),
+    (["--timeout", "0"], 0, ["--timeout"]),
+]
+
+
+@pytest.mark.parametrize(("args", "procs", "says"), BAD, ids=[b[2][0] for b in BAD])
+def test_bad_input_is_one_clear_message(args, procs, says, file, monkeypatch, capsys):
+    more = ["--procs", str(procs)] if procs else []
+    monkeypatch.setattr(sys, "argv", ["ridgeline", "train", str(file), *more, *args])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    for text in says:
+        assert text in err
+    assert "Traceback" not in err
+    assert len(err) < 600
+    assert not workers()
+
+
+def test_a_missing_ray_names_the_extra(file, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["ridgeline", "train", str(file), "--launcher", "ray"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "pip install 'ridgeline[ray]'" in capsys.readouterr().err

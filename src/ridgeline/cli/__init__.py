@@ -17,7 +17,10 @@ def main() -> None:
     try:
         app()
     except UserError as e:
-        say(f"error: {e}")
+        from ridgeline.train.launchers import speaks
+
+        if speaks():
+            say(f"error: {e}")
         sys.exit(2)
     except KeyboardInterrupt:
         say("interrupted")

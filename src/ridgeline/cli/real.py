@@ -24,10 +24,11 @@ from ridgeline.cli.base import (
     say,
     store,
 )
-from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
+
+Backend = Annotated[str, typer.Option(help="The engine that trains: native, hf or deepspeed.")]
 
 
 # ---- run and measure ----------------------------------------------------------------------------------------------
@@ -47,28 +48,42 @@ def train(
     device_memory: Annotated[
         str | None, typer.Option(help="Most memory that each rank's device may use: 600MB, 1.5GiB, …")
     ] = None,
+    backend: Backend = "native",
+    launcher: Annotated[str, typer.Option(help="What starts the processes: local or ray.")] = "local",
+    timeout: Annotated[
+        float | None, typer.Option(min=1, help="Seconds that a rank waits for the others (default 300).")
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="Starts again from the last checkpoint when a rank is lost (default: 3 on Ray)."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
-    import os
-
     from ridgeline import catalog
     from ridgeline.measure.ablate import require_local
+    from ridgeline.measure.backends import require
     from ridgeline.report.console import StepBar
-    from ridgeline.train.launch import Job, JobFailed, run_job
+    from ridgeline.train.launch import Job, JobFailed
+    from ridgeline.train.launchers import launched, launcher_of
+    from ridgeline.train.restart import restarts, run_with_restarts
 
     catalog.allow_unprobed()
     extra = [f'on="{procs}xlocal"'] if procs else []
     e = load(file, plan, [*(overrides or []), *extra, *data_override(data)])
-    require_local(e)
+    start, default = launcher_of(launcher)
+    require_local(e, launched() or launcher != "local", backend)
     options = {"out": str(out) if out else None, "save_every": save_every, "resume": resume, "export": export,
-               "device_memory": number_of_bytes("--device-memory", device_memory)}  # fmt: skip
-    if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+               "device_memory": number_of_bytes("--device-memory", device_memory), "timeout": timeout,
+               "backend": backend}  # fmt: skip
+    require(backend, e, options)
+    most = restarts(max_restarts, options, default)
+    if launched():
         _train_under_torchrun(e, options, json)
         return
     with StepBar(f"training {e.model.name}", e.training.steps) as bar:
         try:
-            result = run_job(Job("train", e, options, ranks=e.world), bar.message)
+            result = run_with_restarts(start, Job("train", e, options, ranks=e.world), bar.message, most)
         except JobFailed as failure:
             raise _failed(failure) from None
     _print_training(result, json)
@@ -83,6 +98,7 @@ def bench(
     plan: PlanName = None,
     data: Data = None,
     repeats: Annotated[int, typer.Option(min=1, help="Processes to measure.")] = 3,
+    backend: Backend = "native",
     json: Json = False,
 ) -> None:
     """Measure one experiment, with its prediction beside it."""
@@ -91,7 +107,7 @@ def bench(
 
     e = probed(lambda: load(file, plan, [*(overrides or []), *data_override(data)]))
     with StepBar(f"measuring {e.name or e.model.name}", 0) as bar:
-        predicted, measured = run(e, repeats, bar.message)
+        predicted, measured = run(e, repeats, bar.message, backend)
     keep(predicted, measured)
     if json:
         print(measured.to_json())
@@ -189,25 +205,17 @@ def _dry_run(spec: Any, folder: Path, json: bool) -> None:
 def _train_under_torchrun(e: Experiment, options: dict[str, Any], json: bool) -> None:
     import os
 
-    from ridgeline.train.worker import run_rank, setup
-
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if e.world != ranks:
-        raise UserError(f"torchrun started {ranks} ranks, the experiment has {e.world}", f'set on="{ranks}xlocal"')
+    from ridgeline.train.launchers import run_launched_rank
 
     def progress(message: dict[str, Any]) -> None:
-        if rank == 0 and "loss" in message:
+        if "loss" in message:
             say(f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}")
 
-    code = 0
-    try:
-        result = run_rank("train", e, options, setup(ranks), rank, ranks, progress)
-        if rank == 0:
-            _print_training(result, json)
-        code = 130 if result["stopped"] else 0
-    except UserError as error:
-        say(f"rank {rank}: error: {error}")
-        code = 2
+    result, code, said = run_launched_rank(e, options, progress)
+    if said:
+        say(said)
+    if result is not None:
+        _print_training(result, json)
     sys.stdout.flush()
     os._exit(code)  # a rank whose peers are gone may hang in library destructors
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.experiments import AblationSpec, to_toml
+from ridgeline.measure.backends import NATIVE
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
 from ridgeline.measure.utilisation import add_utilisation
@@ -47,17 +48,28 @@ def order(plans: list[str], repeats: int) -> list[CellRef]:
     return cells
 
 
-def require_local(e: Experiment) -> None:
+def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) -> None:
     """Measuring needs the hardware (only ``local`` devices can run) and techniques with a real side.
+
+    ``launched``: a launcher starts the ranks, so that they may be on several machines like this one. ``backend``: the
+    engine that trains; others than the native one have their own say about techniques.
 
     Raises :class:`Incompatible` otherwise.
     """
-    if e.cluster.device.name != "local" or e.cluster.nodes > 1:
+    if e.cluster.device.name != "local":
         raise Incompatible(
             f"{e.cluster.label} is not this machine, so it cannot be measured here",
             'use on = "local" (or "2xlocal" for two processes); `ridgeline predict` answers for other hardware',
         )
-    require_runnable(e)
+    if e.cluster.nodes > 1 and not launched:
+        nodes, each = e.cluster.nodes, e.cluster.devices_per_node
+        raise Incompatible(
+            f"{e.cluster.label} is {nodes} machines, and this command starts processes on one",
+            f"use `torchrun --nnodes {nodes} --nproc-per-node {each} -m ridgeline train …` or `--launcher ray`, "
+            f'or on = "{e.world}xlocal" for all {e.world} processes here',
+        )
+    if backend == NATIVE:
+        require_runnable(e)
 
 
 def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None) -> Ablation:
@@ -129,9 +141,10 @@ def measure_plan(
     memory: bool = True,
     timeout: float | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
+    backend: str = NATIVE,
 ) -> Result:
     """Measure one plan once, in its own process(es). Out-of-memory, crash and time-out are results, not exceptions."""
-    job = Job("measure", e, {"repeat": repeat, "memory": memory}, ranks=e.world)
+    job = Job("measure", e, {"repeat": repeat, "memory": memory, "backend": backend}, ranks=e.world)
     try:
         return Result.model_validate(run_job(job, progress, timeout))
     except JobFailed as failure:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.measure.ablate import measure_plan, require_local
+from ridgeline.measure.backends import NATIVE, require
 from ridgeline.measure.merge import merge
 from ridgeline.measure.utilisation import add_utilisation
 from ridgeline.predict import predict
@@ -19,11 +20,12 @@ from ridgeline.train.launch import Job, JobFailed, run_job
 Progress = Callable[[Any], None]
 
 
-def bench(e: Experiment, repeats: int, progress: Progress) -> tuple[Result, Result]:
-    """(predicted, measured) of one experiment; each repeat runs in its own process."""
-    require_local(e)
+def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE) -> tuple[Result, Result]:
+    """(predicted, measured) of one experiment; each repeat runs in its own process. ``backend``: what trains it."""
+    require_local(e, backend=backend)
+    require(backend, e)
     predicted = predict(e)
-    parts = [measure_plan(e, repeat=r, memory=r == 0, progress=progress) for r in range(repeats)]
+    parts = [measure_plan(e, r, memory=r == 0, progress=progress, backend=backend) for r in range(repeats)]
     measured = merge(parts) if e.is_training else merge_generation(parts)
     return predicted, add_utilisation(measured, e)
 

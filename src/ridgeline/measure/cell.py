@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ridgeline.measure.backends import NATIVE, Engine, engine_versions, make_engine
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.wire import Wire
 from ridgeline.nn.meter import Meter, Usage, process_memory
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample, Traffic
-from ridgeline.train.engine import Trainer
+from ridgeline.train.engine import StepStats, Trainer
 
 
 def measure_cell(
@@ -23,35 +24,41 @@ def measure_cell(
 ) -> dict[str, Any]:
     """Run ``workload.steps`` steps and return a measured Result (as plain data) with one sample per step.
 
-    Options: ``memory`` (record categories in one more step), ``repeat`` (number of this process among the plan's).
+    Options: ``memory`` (record categories in one more step), ``repeat`` (number of this process among the plan's),
+    ``backend`` (the engine that trains; of foreign ones only the process's memory is known).
     """
     start = time.perf_counter()
     report({"stage": "set-up"})
-    trainer = Trainer(e, device, rank, ranks)
-    result = timed(trainer, time.perf_counter() - start, options, report)
-    if options.get("memory", True):
-        record_memory(result, trainer)
+    engine = make_engine(options.get("backend", NATIVE), e, device, rank, ranks)
+    result = timed(engine, time.perf_counter() - start, options, report)
+    result.environment |= engine_versions(options.get("backend", NATIVE))
+    if options.get("memory", True) and isinstance(engine, Trainer):
+        record_memory(result, engine)
     return result.model_dump(mode="json", by_alias=True)
 
 
-def timed(trainer: Trainer, setup: float, options: dict[str, Any], report: Any) -> Result:
-    """Run the trainer's steps bare; a measured Result with one sample per step. ``setup``: seconds before."""
+def timed(trainer: Engine, setup: float, options: dict[str, Any], report: Any) -> Result:
+    """Run the engine's steps bare; a measured Result with one sample per step. ``setup``: seconds before."""
     e, device, ranks = trainer.experiment, trainer.device, trainer.world
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start_loss = trainer.evaluate()
     samples: list[Sample] = []
     reporting = 0.0
-    began = time.perf_counter()
-    for _ in range(e.training.steps):
-        stats = trainer.step()
+
+    def watch(stats: StepStats) -> bool:
+        nonlocal reporting
+        done = time.perf_counter()
         samples.append(
             Sample(step=stats.step, seconds=stats.seconds, tokens=stats.tokens, loss=stats.loss,
                    repeat=options.get("repeat", 0))
         )  # fmt: skip
-        done = time.perf_counter()
         report({"step": stats.step + 1, "steps": e.training.steps, "loss": stats.loss, "seconds": stats.seconds})
         reporting += time.perf_counter() - done
+        return False
+
+    began = time.perf_counter()
+    trainer.drive(watch)
     wall = time.perf_counter() - began - reporting
     result = Result(
         source="measured",

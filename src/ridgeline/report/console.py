@@ -98,6 +98,8 @@ class StepBar(_Live):
         self.progress.update(
             self.task, note=_note(message), total=message.get("steps"), completed=message.get("step", 0)
         )
+        if message.get("restart"):
+            self.progress.console.print(f"{self.title}: {_note(message)}", markup=False)
         step, steps = message.get("step", 0), message.get("steps", 0)
         if step and (step == steps or step % max(1, steps // 10) == 0):
             self.line(f"{self.title}: {_note(message)}")

@@ -157,6 +157,11 @@ class Technique(BaseModel):
             raise Incompatible(f"{self.card.name}: {why}", fix)
 
 
+def nearest_divisor(size: int, degree: int) -> int:
+    """The divisor of ``size`` that is closest to ``degree``; of two, the smaller."""
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - degree), d))
+
+
 def degrees(e: Experiment, most: int, sizes: tuple[int, ...] = ()) -> list[int]:
     """Powers of two from 2 to ``most`` that divide the devices and every one of ``sizes``."""
     out, n = [], 2

@@ -6,6 +6,7 @@ import importlib
 import math
 import pkgutil
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -129,6 +130,19 @@ def require_runnable(e: Experiment) -> None:
             )
 
 
+def _nearest_degrees(axes: dict[str, int], world: int) -> str:
+    """The degrees closest to ``axes`` (by ratio, then the fewest changes) whose product divides ``world``."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+
+    def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
+        pairs = list(zip(degrees, axes.values(), strict=True))
+        return sum(abs(math.log(d / asked)) for d, asked in pairs), sum(d != asked for d, asked in pairs)
+
+    near = [{1, *sorted(divisors, key=lambda d: abs(math.log(d / asked)))[:6]} for asked in axes.values()]
+    best = min((d for d in product(*near) if world % math.prod(d) == 0), key=distance)
+    return " × ".join(f"{axis} {degree}" for axis, degree in zip(axes, best, strict=True))
+
+
 def _check_workload(e: Experiment) -> None:
     m, w = e.model, e.workload
     degree = math.prod(e.parallel.values())
@@ -136,7 +150,7 @@ def _check_workload(e: Experiment) -> None:
         axes = " × ".join(f"{k} {v}" for k, v in e.parallel.items())
         raise Incompatible(
             f"{e.world} devices do not split into groups of {degree} ({axes})",
-            f"use a multiple of {degree} devices, or smaller degrees",
+            f"use {_nearest_degrees(e.parallel, e.world)}, or a multiple of {degree} devices",
         )
     if e.task in ("generate", "serve") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")

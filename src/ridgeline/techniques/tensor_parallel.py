@@ -9,7 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique, degrees
+from ridgeline.techniques.base import Card, Phase, Technique, degrees, nearest_divisor
 from ridgeline.techniques.mesh import ATTENTION_CORE, COLUMN, ROW, split_bytes, split_gemm, split_saved
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TensorParallel(Technique):
             self.needs(
                 size % self.degree == 0,
                 f"{size} {what} of {e.model.name} do not divide over {self.degree} ranks",
-                f"use a degree that divides {size}",
+                f"use degree={nearest_divisor(size, self.degree)}, or another that divides {size}",
             )
         kv = e.model.num_kv_heads
         self.needs(

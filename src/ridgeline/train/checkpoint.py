@@ -1,7 +1,8 @@
 """Checkpoints of a training run: model, optimizer and position, through PyTorch's distributed checkpoint.
 
-A checkpoint is complete or absent: it is written beside its place and renamed. ``<dir>/step-000020`` holds the tensors,
-``state.json`` in it the step, the losses so far, and a checksum of every file.
+A checkpoint is complete or absent, whenever its writer dies: it is written beside its place and renamed, ``state.json``
+last; what is removed loses its name first. ``<dir>/step-000020`` holds the tensors, ``state.json`` in it the step, the
+losses so far, and a checksum of every file.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
     draft = folder / f".{place.name}.new"
     if trainer.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".step-*"):  # by a run that was killed while saving
-            shutil.rmtree(left, ignore_errors=True)
+        tidy(folder)
         draft.mkdir()
     _barrier()
     with trainer.run.resident(False):
@@ -56,16 +56,36 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
             "scaler": trainer.run.scaler.state_dict() if trainer.run.scaler else {},
             "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
         }
-        (draft / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        if place.exists():  # of an earlier run that was not resumed
+        _write(draft / "state.json", json.dumps(state))
+        if place.exists():  # of an earlier run that was not resumed; until the next line the draft stands for it
             os.replace(place, folder / f".{place.name}.old")
         os.replace(draft, place)
-        shutil.rmtree(folder / f".{place.name}.old", ignore_errors=True)
-        for old in checkpoints(folder):
+        for old in folder.glob("step-*"):
             if old != place:
-                shutil.rmtree(old, ignore_errors=True)
+                os.replace(old, folder / f".{old.name}.old")  # half removed, it must not pass for a checkpoint
+        tidy(folder)
     _barrier()
     return place
+
+
+def tidy(folder: Path) -> None:
+    """Put in place what a run that was killed had completed, and remove what it had not, or had begun to remove."""
+    for draft in folder.glob(".step-*.new"):
+        place = folder / draft.name.removeprefix(".").removesuffix(".new")
+        if (draft / "state.json").is_file() and not place.exists():
+            os.replace(draft, place)
+    for left in folder.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _write(file: Path, text: str) -> None:
+    """A whole file or none, on the disk and not only in memory."""
+    part = file.with_name(f".{file.name}.part")
+    with part.open("w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, file)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -80,6 +100,9 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     """
     from torch.distributed import checkpoint as dcp
 
+    if trainer.rank == 0 and folder.is_dir():
+        tidy(folder)
+    _barrier()
     found = checkpoints(folder)
     if not found:
         return []

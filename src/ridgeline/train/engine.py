@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ridgeline.spec.workload import Training
 from ridgeline.techniques.base import PHASES
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
-from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
+from ridgeline.train.data import IGNORE, Batches, load_tokens
 from ridgeline.train.gradients import holders, sum_partial
 from ridgeline.train.mesh import Mesh
 from ridgeline.train.optimizer import parameter_groups
@@ -50,6 +51,31 @@ def learning_rate(w: Training, step: int) -> float:
     return w.lr * (w.min_lr_ratio + (1 - w.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
+def global_batches(e: Experiment, rank: int, world: int) -> Batches:
+    """The batches of the experiment. Rank 0 tokenises, the others read what it kept."""
+    w = e.training
+    if rank > 0:
+        dist.barrier()
+    tokens = load_tokens(w.data, e.model.vocab_size, w.tokenizer)
+    if rank == 0 and world > 1:
+        dist.barrier()
+    return Batches(tokens, w.seq_len, e.batch_size, e.model.vocab_size, e.model.causal, w.seed)
+
+
+def whole_model(e: Experiment, device: torch.device) -> Transformer:
+    """The model before anything is split, so that every layout and every engine starts from the same weights.
+
+    On device "meta": its shapes only.
+    """
+    w = e.training
+    if w.checkpoint and device.type != "meta":
+        model = load_checkpoint(Path(w.checkpoint), dtype=DTYPES[e.dtype]).to(device)
+    else:
+        model = build(e.model, device, DTYPES[e.dtype], w.seed)
+    model.set_attention("naive")
+    return model
+
+
 class Trainer:
     """One rank's training state. ``step()`` runs one optimizer step on the next global batch."""
 
@@ -61,8 +87,7 @@ class Trainer:
         self.rank, self.world = rank, world
         made = check(e)
         w = self.workload
-        tokens = self._tokens()
-        self.batches = Batches(tokens, w.seq_len, e.batch_size, e.model.vocab_size, e.model.causal, w.seed)
+        self.batches = global_batches(e, rank, world)
         self.run = self._build(made)
         self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
         if not self.parameters:
@@ -76,22 +101,13 @@ class Trainer:
         self.steps_done = 0
         self.stop_requested = False
 
-    def _tokens(self) -> Tokens:
-        """Rank 0 tokenises, the others read what it kept."""
-        if self.rank > 0:
-            dist.barrier()
-        tokens = load_tokens(self.workload.data, self.experiment.model.vocab_size, self.workload.tokenizer)
-        if self.rank == 0 and self.world > 1:
-            dist.barrier()
-        return tokens
-
     def _build(self, made: list) -> TrainBuild:  # type: ignore[type-arg]
         e = self.experiment
         early = [t for t in made if PHASES.index(t.phase) < PHASES.index("offload")]
         # A tied head must be one parameter with the embedding from the start.
         lazy = self.world > 1 and not e.model.tie_embeddings and all(t.lazy() for t in early)
-        run = TrainBuild(e, self._whole(lazy), self.device, rank=self.rank, world=self.world)
-        run.model.set_attention("naive")
+        model = whole_model(e, torch.device("meta") if lazy else self.device)
+        run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in made), default=1))
         run.assert_trainable()
@@ -105,15 +121,6 @@ class Trainer:
         if not completed:
             self._complete(run, lazy)
         return run
-
-    def _whole(self, lazy: bool) -> Transformer:
-        """The model before anything divides it, so that every layout starts from the same weights."""
-        e, w = self.experiment, self.workload
-        if lazy:
-            return build(e.model, "meta", DTYPES[e.dtype])
-        if w.checkpoint:
-            return load_checkpoint(Path(w.checkpoint), dtype=DTYPES[e.dtype]).to(self.device)
-        return build(e.model, self.device, DTYPES[e.dtype], w.seed)
 
     def _complete(self, run: TrainBuild, lazy: bool) -> bool:
         """After what divides parameters and reduces gradients, before anything takes them away.
@@ -234,3 +241,9 @@ class Trainer:
             dist.all_reduce(report)
         value, stop = report.tolist()
         return value, stop > 0
+
+    def drive(self, watch: Callable[[StepStats], bool]) -> None:
+        """Steps to the end of the workload, each shown to ``watch``, which returns whether to stop."""
+        for _ in range(self.workload.steps):
+            if watch(self.step()):
+                break

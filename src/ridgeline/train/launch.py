@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,10 @@ from ridgeline.spec.experiment import Experiment
 
 Progress = Callable[[dict[str, Any]], None]
 LOG = "log.txt"
+_GRACE = 2.0
+"""Seconds for the other ranks to say what they saw of a failure."""
+_WATCHDOG = re.compile(r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(\w+).*?"
+                       r"Timeout\(ms\)=(\d+)")  # fmt: skip
 
 
 @dataclass
@@ -91,7 +96,7 @@ def run_job(job: Job, progress: Progress | None = None, timeout: float | None = 
             ranks = [
                 subprocess.Popen(
                     [sys.executable, "-m", "ridgeline.train.worker", str(file)],
-                    env=rank_environment(rank, job.ranks, port),
+                    env={**rank_environment(rank, job.ranks, port), "RIDGELINE_MEET": str(Path(folder) / "meet")},
                     stdout=subprocess.PIPE if rank == 0 else sink,
                     stderr=sink,
                     text=True,
@@ -128,6 +133,7 @@ def _follow(
     start = time.monotonic()
     interrupted = False
     first: tuple[int, int] | None = None  # the rank that failed first, and its exit code
+    stuck: list[int] = []
     while any(r.poll() is None for r in ranks):
         try:
             time.sleep(0.02)
@@ -142,8 +148,7 @@ def _follow(
             break
         first = first or _failed(ranks)
         if first:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                ranks[0].wait(timeout=1)  # let rank 0 say why
+            stuck = _grace(ranks)
             _stop(ranks)
         if timeout is not None and time.monotonic() - start > timeout:
             _stop(ranks)
@@ -161,30 +166,78 @@ def _follow(
         return result
     if interrupted:
         raise KeyboardInterrupt
-    rank, code = first or (0, 0)
+    step = max((m["step"] for m in messages if "step" in m), default=0)
+    raise _failure(first or (0, 0), _first_error(folder), stuck, step, folder)
+
+
+def _failure(
+    first: tuple[int, int], error: dict[str, Any] | None, stuck: list[int], step: int, folder: Path
+) -> Exception:
+    """The one message of a failed job: who was killed, else the first error of one that did not just lose a peer."""
+    rank, code = first
+    after = f" after step {step}" if step else " before the first step"
+    log = _tail(folder)
+    hung = watchdog(log)
+    if hung:
+        return JobFailed("timeout", hung, log)
     if code == -signal.SIGKILL:  # its peers' complaints about the lost connection are not the reason
-        raise JobFailed("oom", f"rank {rank} was killed (signal 9): most likely out of memory", _tail(folder))
-    error = _first_error(folder)
+        return JobFailed("oom", f"rank {rank} was killed (signal 9){after}: most likely out of memory", log)
+    if code < 0:
+        return JobFailed("error", f"rank {rank} was ended by signal {-code} ({_signal(-code)}){after}", log)
     if error:
-        if error["kind"] == "user":
-            raise (Incompatible if error["incompatible"] else UserError)(error["what"], error["fix"])
-        raise JobFailed(error["kind"], error["what"], error["trace"])
-    said = f"signal {-code}" if code < 0 else f"exit code {code}"
-    raise JobFailed("error", f"rank {rank} ended with {said}: {_last_line(folder)}", _tail(folder))
+        failure = error_of(error)
+        if isinstance(failure, JobFailed) and error["kind"] == "timeout" and stuck:
+            names = " and ".join(f"rank {r}" for r in stuck)
+            return JobFailed("timeout", f"{failure.reason}; {names} did not answer", failure.log)
+        return failure
+    return JobFailed("error", f"rank {rank} ended with exit code {code}{after}: {_last_line(folder)}", log)
+
+
+def error_of(error: dict[str, Any]) -> Exception:
+    """What a rank's own description of its error (:func:`ridgeline.train.failure.describe`) is for the caller."""
+    if error["kind"] == "user":
+        return (Incompatible if error["incompatible"] else UserError)(error["what"], error["fix"])
+    status = "error" if error["kind"] == "lost" else error["kind"]
+    return JobFailed(status, error["what"], error["trace"])
+
+
+def watchdog(log: str) -> str:
+    """What NCCL's watchdog wrote before it ended its process; empty when it wrote nothing."""
+    found = _WATCHDOG.search(log)
+    if not found:
+        return ""
+    return f"rank {found[1]} waited in vain in {found[2].lower()} for {int(found[3]) / 1e3:.0f} s"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _grace(ranks: list[subprocess.Popen[str]]) -> list[int]:
+    """Wait a little for the ranks to end by themselves; those that did not."""
+    end = time.monotonic() + _GRACE
+    while time.monotonic() < end and any(r.poll() is None for r in ranks):
+        time.sleep(0.02)
+    return [i for i, r in enumerate(ranks) if r.poll() is None]
 
 
 def _failed(ranks: list[subprocess.Popen[str]]) -> tuple[int, int] | None:
-    """A rank that has failed and its exit code; one that was killed before one that noticed."""
+    """A rank that has failed and its exit code; one that a signal ended before one that noticed."""
     dead = [(i, r.returncode) for i, r in enumerate(ranks) if r.poll() not in (None, 0)]
-    return min(dead, key=lambda d: (d[1] != -signal.SIGKILL, d[0]), default=None)
+    return min(dead, key=lambda d: (d[1] >= 0, d[0]), default=None)
 
 
 def _first_error(folder: Path) -> dict[str, Any] | None:
-    """What the rank that failed first wrote: the others fail because of it."""
+    """What the rank that failed first wrote, if it did not fail because of another: waiting and losing a peer are
+    consequences."""
     errors: list[dict[str, Any]] = [
         json.loads(f.read_text(encoding="utf-8")) for f in folder.glob("error-*.json")
     ]  # fmt: skip
-    return min(errors, key=lambda e: e["time"], default=None)
+    rest = {"timeout": 1, "lost": 2}
+    return min(errors, key=lambda e: (rest.get(e["kind"], 0), e["time"]), default=None)
 
 
 def _stop(ranks: list[subprocess.Popen[str]]) -> None:
@@ -192,9 +245,10 @@ def _stop(ranks: list[subprocess.Popen[str]]) -> None:
         if r.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 r.terminate()
+    end = time.monotonic() + 5  # for all of them together
     for r in ranks:
         try:
-            r.wait(timeout=5)
+            r.wait(timeout=max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             r.kill()
             r.wait()

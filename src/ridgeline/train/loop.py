@@ -11,7 +11,7 @@ import torch
 from ridgeline.nn.quantised import dequantise
 from ridgeline.nn.tiled import whole_weights
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import techniques
+from ridgeline.spec.plan import Plan
 from ridgeline.train.budget import Budget
 from ridgeline.train.engine import Trainer
 
@@ -83,14 +83,19 @@ def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
     if trainer.rank:
         return
-    lora = next((t for t in techniques(trainer.experiment.plan) if hasattr(t, "alpha") and hasattr(t, "rank")), None)
-    plain = plain_state(whole_weights(read_model(checkpoint)), lora.alpha / lora.rank if lora else 0.0)
+    plain = plain_state(whole_weights(read_model(checkpoint)), adapter_scale(trainer.experiment.plan))
     with torch.device("meta"):
         model = Transformer(trainer.experiment.model)
     model.load_state_dict(plain, assign=True, strict=not trainer.experiment.model.tie_embeddings)
     model.tie()
     save_checkpoint(model, folder)
     trainer.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def adapter_scale(plan: Plan) -> float:
+    """What low-rank updates are multiplied by, alpha / rank; 0 without adapters."""
+    alpha, rank = (plan.option("lora", name) for name in ("alpha", "rank"))
+    return alpha / rank if rank else 0.0
 
 
 def plain_state(state: dict[str, torch.Tensor], scale: float = 0.0) -> dict[str, torch.Tensor]:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from ridgeline.spec.experiment import Experiment
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ class Mesh:
 
     mesh: DeviceMesh
     _flat: dict[str, DeviceMesh] = field(default_factory=dict)
+    _groups: dict[str, ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def make(cls, e: Experiment, device_type: str, inner: int = 1) -> Mesh:
@@ -31,8 +34,12 @@ class Mesh:
 
         sizes = {a: e.parallel.get(a, 1) for a in ("pp", "cp", "tp")}
         shape = (sizes["pp"], e.data_parallel // inner, inner, sizes["cp"], sizes["tp"])
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-        return cls(mesh)
+        # Process groups are never given back, and each of gloo's has a thread that wakes a hundred times a second: a
+        # process that trains several models must not make them anew for each.
+        key = (id(dist.group.WORLD), device_type, shape)
+        if key not in _MADE:
+            _MADE[key] = cls(init_device_mesh(device_type, shape, mesh_dim_names=AXES))
+        return _MADE[key]
 
     def size(self, *axes: str) -> int:
         """Ranks along one or several axes together."""
@@ -65,3 +72,19 @@ class Mesh:
     def group(self, *axes: str) -> ProcessGroup:
         """Process group over one axis, or over several taken together."""
         return self.sub(*axes).get_group()
+
+    def ends(self) -> ProcessGroup | None:
+        """This rank's counterparts on the first and the last pipeline stage; None on stages between. All ranks call."""
+        if "ends" not in self._groups:
+            found = None
+            stages = self.mesh.mesh.reshape(self.size("pp"), -1)
+            for first, last in zip(stages[0].tolist(), stages[-1].tolist(), strict=True):
+                group = dist.new_group([first, last])
+                if dist.get_rank() in (first, last):
+                    found = group
+            self._groups["ends"] = found
+        return self._groups["ends"]
+
+
+_MADE: dict[tuple[object, ...], Mesh] = {}
+"""Meshes of this process by process group, device and shape."""

@@ -70,12 +70,9 @@ class Pipeline:
         """A tied head on the last stage is a copy of the embedding on the first: their gradients are summed."""
         mesh, model = self.run.mesh, self.run.model
         assert mesh is not None
-        ends: Any = None
-        everyone = mesh.mesh.mesh.reshape(self.ranks, -1)
-        for first, last in zip(everyone[0].tolist(), everyone[-1].tolist(), strict=True):
-            group = dist.new_group([first, last])
-            if dist.get_rank() in (first, last):
-                ends = group
+        ends = mesh.ends()
+        if ends is None:
+            return
         if model.embed is not None:
             self.run.tied = (model.embed.tokens, "weight", ends)
         elif model.head is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ridgeline.nn.meter import keep_freed_memory
-from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.train.failure import describe
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+TIMEOUT = 300.0
+"""Seconds that a rank waits for the others in a collective, unless the job says otherwise."""
 
 
 class Reporter:
@@ -35,8 +36,9 @@ class Reporter:
             self.out.flush()
 
 
-def setup(ranks: int) -> torch.device:
-    """Threads, allocator, process group; returns this rank's device."""
+def setup(ranks: int, timeout: float | None = None) -> torch.device:
+    """Threads, allocator, process group; returns this rank's device. ``timeout``: seconds of every collective."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -45,8 +47,17 @@ def setup(ranks: int) -> torch.device:
         keep_freed_memory()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if ranks > 1:
-        backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= ranks else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"
+        wait = timedelta(seconds=timeout or TIMEOUT)
+        # On one machine the ranks meet through a file: a port that is free now may be taken when they start.
+        meet = os.environ.get("RIDGELINE_MEET")
+        dist.init_process_group(
+            backend, f"file://{meet}" if meet else None, timeout=wait, rank=int(os.environ["RANK"]), world_size=ranks
+        )
+        # Groups made later (meshes, pipelines) would fall back to half an hour.
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            if hasattr(dist.distributed_c10d, name):
+                setattr(dist.distributed_c10d, name, wait)
     return device
 
 
@@ -59,13 +70,13 @@ def main(path: str) -> int:
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     code = 0
     try:
-        device = setup(ranks)
+        device = setup(ranks, job["options"].get("timeout"))
         e = Experiment.model_validate(job["experiment"]) if job["experiment"] else None
         report({"result": run_rank(job["mode"], e, job["options"], device, rank, ranks, report)})
     except BaseException as error:
         if not isinstance(error, (UserError, KeyboardInterrupt)):
             traceback.print_exc()
-        failure, code = describe(error)
+        failure, code = describe(error, rank)
         failure["trace"] = traceback.format_exc()
         draft = Path(path).with_name(f".error-{rank}.new")
         draft.write_text(json.dumps(failure), encoding="utf-8")
@@ -74,23 +85,6 @@ def main(path: str) -> int:
     sys.stderr.flush()
     # A rank whose peers died may hang in library destructors; everything that matters has been written.
     os._exit(code)
-
-
-def describe(error: BaseException) -> tuple[dict[str, Any], int]:
-    """An exception as data (kind: user, oom, interrupted or error; what; fix; time), and the exit code."""
-    text = str(error)
-    what = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-    said = {"kind": "error", "what": what, "fix": "", "incompatible": False, "time": time.time()}
-    if isinstance(error, UserError):
-        said.update(kind="user", what=error.what, fix=error.fix, incompatible=isinstance(error, Incompatible))
-        return said, 3
-    if isinstance(error, KeyboardInterrupt):
-        said.update(kind="interrupted", what="interrupted")
-        return said, 130
-    refused = isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
-    if refused or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        said.update(kind="oom", what=f"out of memory: {text.splitlines()[0] if text else ''}")
-    return said, 4
 
 
 def run_rank(
@@ -109,8 +103,10 @@ def run_rank(
         return probe_rank(device, rank, ranks, options, report)
     assert e is not None
     if mode == "train":
-        from ridgeline.train.loop import train
-
+        if options.get("backend", "native") != "native":
+            from ridgeline.measure.backends.train import train
+        else:
+            from ridgeline.train.loop import train
         return train(e, device, rank, ranks, options, report)
     if mode == "measure":
         from ridgeline.measure.cell import measure_cell

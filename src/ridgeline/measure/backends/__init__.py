@@ -1,0 +1,161 @@
+"""Other engines for the same Experiment, so that a comparison is fair: same model, weights, batches and schedule.
+
+Each backend declares the techniques that it can express; the rest is refused with the reason. Results have the one
+schema, and say in ``environment["backend"]`` who trained. No torch here until an engine is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.measure.backends.base import Backend, Engine, always, only
+from ridgeline.spec.errors import Incompatible, UserError, unknown
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import techniques
+
+if TYPE_CHECKING:
+    import torch
+
+    from ridgeline.techniques.base import Technique
+
+__all__ = ["BACKENDS", "NATIVE", "Engine", "engine_versions", "make_engine", "require"]
+
+NATIVE = "native"
+
+
+def _hf_low(t: Technique, e: Experiment) -> str:
+    if t.weights != "fp32":  # type: ignore[attr-defined]
+        return "the Trainer keeps fp32 weights under autocast; use weights=fp32, or --backend deepspeed"
+    if t.dtype == "fp16" and e.cluster.device.kind == "cpu":  # type: ignore[attr-defined]
+        return "fp16 needs a GPU there; use dtype=bf16"
+    return ""
+
+
+def _hf_model(e: Experiment) -> str:
+    if not e.model.causal or e.model.is_encoder_decoder:
+        return f"it is driven for causal decoders, and {e.model.name} is none; use a decoder, or --backend native"
+    if e.parallel:
+        return "it is driven with data parallelism only; drop the model-parallel techniques"
+    return ""
+
+
+def _deepspeed_low(t: Technique, e: Experiment) -> str:
+    if t.weights != "low":  # type: ignore[attr-defined]
+        return "DeepSpeed keeps low-precision weights beside fp32 masters; use weights=low, or --backend hf"
+    if t.dtype == "fp16" and e.cluster.device.kind == "cpu":  # type: ignore[attr-defined]
+        return "fp16 needs a GPU there; use dtype=bf16"
+    return ""
+
+
+def _deepspeed_model(e: Experiment) -> str:
+    if e.parallel:
+        return "it is driven with data parallelism and ZeRO only; drop the model-parallel techniques"
+    if e.dtype != "fp32":
+        return f'its weights are fp32 or under mixed_precision, not {e.dtype}; set workload dtype = "fp32"'
+    return ""
+
+
+BACKENDS = {
+    b.name: b
+    for b in (
+        Backend(NATIVE, "Ridgeline", "ridgeline.train.engine:Trainer"),
+        Backend(
+            "hf", "Hugging Face Trainer", "ridgeline.measure.backends.hf:HuggingFace",
+            ("transformers", "accelerate"), "hf",
+            expresses={
+                "data_parallel": always,
+                "flash_attention": always,
+                "mixed_precision": _hf_low,
+                "recompute": only("the Trainer checkpoints every block whole; use policy=full with every=1",
+                                  policy=("full",), every=(1,)),
+            },
+            model=_hf_model,
+        ),
+        Backend(
+            "deepspeed", "DeepSpeed", "ridgeline.measure.backends.deepspeed:DeepSpeed",
+            ("deepspeed",), "deepspeed",
+            expresses={
+                "data_parallel": always,
+                "zero": only("DeepSpeed shards over all data-parallel ranks and prefetches by itself; use only stage",
+                             degree=(None,), reshard=(None,), prefetch=(1,)),
+                "zero_offload": only("it is driven with an update in step; drop delayed", delayed=(False,)),
+                "mixed_precision": _deepspeed_low,
+                # These act on the model, which DeepSpeed takes as it is.
+                "flash_attention": always,
+                "recompute": always,
+                "lora": always,
+            },
+            model=_deepspeed_model,
+        ),
+        Backend("megatron-core", "Megatron-Core", refused=(
+            "its layers need CUDA (GPTModel and its random-number tracker assert it; tried: 0.16 on CPU), so a "
+            "comparison could not be tested here; use --backend deepspeed or native, or `ridgeline predict` with "
+            "--system megatron_ptdp")),
+        Backend("torchtitan", "TorchTitan", refused=(
+            "its wheel imports Triton without declaring it and its training needs CUDA (tried: 0.3), so a comparison "
+            "could not be tested here; the native engine stands on the same PyTorch parts: use --backend native")),
+    )
+}  # fmt: skip
+
+
+def require(name: str, e: Experiment, options: dict[str, Any] | None = None) -> None:
+    """Raise :class:`UserError` unless the backend is known, can express the experiment and is installed.
+
+    ``options``: those of a training job; a foreign engine keeps no checkpoints of ours and has no memory budget.
+    """
+    if name not in BACKENDS:
+        raise unknown("backend", name, BACKENDS, "--backend")
+    backend = BACKENDS[name]
+    if backend.refused:
+        why, _, mend = backend.refused.partition("; ")
+        raise Incompatible(f"backend {name}: {why}", mend)
+    if name == NATIVE:
+        return
+    if not e.is_training:
+        raise Incompatible(f"backend {name} trains, and this is task {e.task!r}", "drop --backend")
+    _say(name, "", backend.model(e))
+    for t in techniques(e.plan):
+        says = backend.expresses.get(t.card.name)
+        if says is None:
+            known = ", ".join(backend.expresses)
+            raise Incompatible(
+                f"backend {name} has no {t.card.name}",
+                f"drop it, or use --backend native; {name} has: {known}",
+            )
+        _say(name, t.card.name, says(t, e))
+    if (options or {}).get("save_every"):
+        raise Incompatible(f"backend {name} keeps no checkpoints of this run", "drop --save-every (--out exports)")
+    if (options or {}).get("device_memory"):
+        raise Incompatible(f"backend {name} has no device memory budget", "drop --device-memory")
+    missing = [p for p in backend.packages if find_spec(p) is None]
+    if missing:
+        raise UserError(
+            f"backend {name} needs {' and '.join(missing)}, not installed", f"pip install 'ridgeline[{backend.extra}]'"
+        )
+
+
+def _say(backend: str, technique: str, said: str) -> None:
+    if said:
+        why, _, mend = said.partition("; ")
+        raise Incompatible(f"backend {backend}: {technique + ': ' if technique else ''}{why}", mend)
+
+
+def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> Engine:
+    """One rank of the backend's engine, ready to train."""
+    module, _, attribute = BACKENDS[name].engine.partition(":")
+    engine: Engine = getattr(importlib.import_module(module), attribute)(e, device, rank, world)
+    return engine
+
+
+def engine_versions(name: str) -> dict[str, str]:
+    """For a result's environment: the backend and the versions of its packages."""
+    found = {"backend": name}
+    for package in BACKENDS[name].packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

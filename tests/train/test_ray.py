@@ -1,0 +1,73 @@
+"""A real local Ray cluster of two node processes: a worker killed mid-run changes nothing but the time it takes."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tests.training import experiment, train
+
+from ridgeline.spec.errors import UserError
+from ridgeline.train.launch import Job, JobFailed
+from ridgeline.train.launchers import launcher_of
+from ridgeline.train.restart import run_with_restarts
+
+ray = pytest.importorskip("ray")
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(SOURCE)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+    os.environ.pop("PYTHONPATH") if before is None else os.environ.__setitem__("PYTHONPATH", before)
+
+
+def test_a_worker_killed_mid_run_costs_a_restart_and_nothing_else(cluster, corpus, tmp_path):
+    e = experiment(corpus, "zero", ranks=2, steps=8)
+    straight = train(e, uneven=False).losses
+    launch, most = launcher_of("ray")
+    assert most == 3
+    restarts, pids, killed = [], set(), []
+
+    def watch(message):
+        if "pid" in message:
+            pids.add(message["pid"])
+        if message.get("restart"):
+            restarts.append(message["stage"])
+        if message.get("step") == 4 and not killed:
+            killed.append(message["pid"])
+            os.kill(message["pid"], signal.SIGKILL)
+
+    options = {"out": str(tmp_path / "out"), "save_every": 1, "resume": True, "export": False}
+    result = run_with_restarts(launch, Job("train", e, options, ranks=2), watch, most)
+    assert result["losses"] == straight
+    assert len(set(straight)) == 8
+    assert result["restarts"] == len(restarts) == 1
+    assert "rank 0 was killed or its machine was lost after step" in restarts[0]
+    assert "restart 1 of 3 from step-0000" in restarts[0]
+    assert len(pids) == 2, "a fresh process"
+
+    # ... a user's mistake is not tried again, and is still one;
+    wrong = e.model_copy(update={"workload": e.training.model_copy(update={"lr": 0.5})})
+    with pytest.raises(UserError, match="another experiment"):
+        run_with_restarts(launch, Job("train", wrong, options, ranks=2), None, most)
+    # ... and what does not fit on the cluster is refused.
+    with pytest.raises(UserError, match="3 ranks need 3 CPUs, the Ray cluster has 2") as error:
+        launch(Job("train", experiment(corpus, ranks=3, batch_size=3), {}, ranks=3))
+    assert 'on="2xlocal"' in error.value.fix
+
+
+def test_an_error_is_the_jobs(cluster, corpus, monkeypatch):
+    launch, _ = launcher_of("ray")
+    e = experiment(corpus, ranks=2)
+    with pytest.raises(JobFailed, match="unknown mode 'dance'"):
+        launch(Job("dance", e, {}, ranks=2))
