@@ -16,7 +16,7 @@ from ridgeline.predict.settle import settle
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
-from ridgeline.techniques.base import PHASES
+from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, Tokens, load_tokens
@@ -25,6 +25,36 @@ from ridgeline.train.mesh import Mesh, inner_ranks
 from ridgeline.train.optimizer import parameter_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def assemble(run: TrainBuild, made: list[Technique]) -> None:
+    """Build the techniques, given in canonical order, asserting after every phase what trains."""
+    run.assert_trainable()
+    completed = False
+    for i, technique in enumerate(made):
+        if PHASES.index(technique.phase) >= PHASES.index("offload") and not completed:
+            completed = _complete_gradients(run)
+        technique.build(run)
+        if i + 1 == len(made) or made[i + 1].phase != technique.phase:
+            run.assert_trainable()
+    if not completed:
+        _complete_gradients(run)
+
+
+def _complete_gradients(run: TrainBuild) -> bool:
+    """After what reduces gradients over data-parallel ranks, and before anything takes them away: sum those that are
+    partial over tensor-parallel ranks, and those of a parameter that two stages hold."""
+
+    def complete() -> None:
+        if run.partial and run.mesh:
+            sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
+        if run.tied:
+            module, name, ends = run.tied
+            sum_partial([getattr(module, name)], ends)
+
+    if run.partial or run.tied:
+        run.after_backward.append(complete)
+    return True
 
 
 @dataclass(frozen=True)
@@ -84,7 +114,7 @@ class Trainer:
             dist.barrier()
         return tokens
 
-    def _build(self, made: list) -> TrainBuild:  # type: ignore[type-arg]
+    def _build(self, made: list[Technique]) -> TrainBuild:
         e, w = self.experiment, self.workload
         # The whole model before anything is split, so that every layout starts from the same weights.
         if w.checkpoint:
@@ -95,33 +125,8 @@ class Trainer:
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, inner_ranks(made))
-        run.assert_trainable()
-        completed = False
-        for i, technique in enumerate(made):
-            if PHASES.index(technique.phase) >= PHASES.index("offload") and not completed:
-                completed = self._complete_gradients(run)
-            technique.build(run)
-            if i + 1 == len(made) or made[i + 1].phase != technique.phase:
-                run.assert_trainable()
-        if not completed:
-            self._complete_gradients(run)
+        assemble(run, made)
         return run
-
-    @staticmethod
-    def _complete_gradients(run: TrainBuild) -> bool:
-        """After what reduces gradients over data-parallel ranks, and before anything takes them away: sum those that
-        are partial over tensor-parallel ranks, and those of a parameter that two stages hold."""
-
-        def complete() -> None:
-            if run.partial and run.mesh:
-                sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
-            if run.tied:
-                module, name, ends = run.tied
-                sum_partial([getattr(module, name)], ends)
-
-        if run.partial or run.tied:
-            run.after_backward.append(complete)
-        return True
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
