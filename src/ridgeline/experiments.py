@@ -128,6 +128,17 @@ def plan_of(items: list[Any] | tuple[Any, ...], where: str = "plan") -> Plan:
     return merged(own, [(call, catalog.system(call.name).expand(call.options)) for call in named])
 
 
+def reported_workload(model: str, on: str, task: str, plan: list[str]) -> dict[str, Any]:
+    """The workload that a system in ``plan`` reports of this very model and cluster, without its kind; else none."""
+    for name in (item.partition(":")[0].strip() for item in plan):
+        if name in catalog.systems():
+            said = catalog.system(name).reported
+            same = catalog.model(model).name == said.model and catalog.cluster(on).label == catalog.cluster(said.on).label
+            if same and said.workload.get("kind", "pretrain") == task:
+                return {k: v for k, v in said.workload.items() if k != "kind"}
+    return {}
+
+
 def read(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:
     """The raw table of an experiment file after dotted ``key=value`` overrides."""
     file = Path(path)

@@ -127,14 +127,14 @@ def training_peak(g: Graph) -> Peak:
     return best
 
 
-def resting(g: Graph, rank: int = 0) -> dict[str, float]:
-    """Bytes that a rank on place ``rank`` of the pipeline holds between steps: parameters, gradients (whether or not
-    they outlive the step) and optimizer states. What uneven shards differ by is averaged."""
-    blocks = g.blocks
-    if g.pipeline:
+def resting(g: Graph, place: int | None = None) -> dict[str, float]:
+    """Bytes that a rank holds between steps: parameters, gradients (whether or not they outlive the step) and optimizer
+    states. ``place``: on which place of the pipeline; None: the mean. What uneven shards differ by is averaged."""
+    blocks, places = g.blocks, g.stages
+    if g.pipeline and place is not None:
         stages = g.cut(g.pipeline.degree * g.pipeline.chunks)
-        blocks = [b for stage in stages[rank :: g.pipeline.degree] for b in stage]
-    held = [(p, b.repeat) for b in blocks for p in b.params]
+        blocks, places = [b for stage in stages[place :: g.pipeline.degree] for b in stage], 1
+    held = [(p, b.repeat / places) for b in blocks for p in b.params]
     trained = [(p, n) for p, n in held if p.trainable]
     return {
         "parameters": sum(p.stored_bytes * n for p, n in held),

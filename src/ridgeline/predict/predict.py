@@ -41,7 +41,7 @@ def training_flops(e: Experiment) -> tuple[float, float, str]:
     return g.model_flops * each, g.flops * each, g.dtype
 
 
-def resting_bytes(e: Experiment, rank: int = 0) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer states of a training rank on place ``rank`` of the pipeline."""
+def resting_bytes(e: Experiment, place: int | None = None) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer states of a training rank, on a place of the pipeline or on average."""
     e = settle(e)
-    return resting(rewritten(training_graph(e), e, check(e)), rank)
+    return resting(rewritten(training_graph(e), e, check(e)), place)
