@@ -5,7 +5,7 @@
     name = "quickstart"
     model = "llama-tiny"            # a catalogue name, a config.json, a checkpoint directory, or a table
     on = "local"                    # a cluster: NAME, 8xNAME or 4x8xNAME
-    plan = ["flash_attention", "zero:stage=2"]
+    plan = ["flash_attention", "zero:stage=2"]  # techniques, or a system of the literature: ["megatron_ptdp"]
 
     [workload]
     kind = "pretrain"               # and its fields; see ridgeline.spec.workload
@@ -34,8 +34,9 @@ from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan, scalar
+from ridgeline.spec.system import merged
 from ridgeline.spec.workload import WORKLOADS
-from ridgeline.techniques.registry import check, techniques
+from ridgeline.techniques.registry import check, registry, techniques
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,7 +97,7 @@ def make(
             raise UserError(f"{where}: {key} = {value!r} is not a string", f'put it in quotes: {key} = "{value}"')
     if not isinstance(plan, (list, tuple)):
         raise UserError(f"{where}: plan = {plan!r} is not a list of techniques", f'write plan = ["{plan}"]')
-    parsed = Plan.parse(plan, where)
+    parsed = plan_of(plan, where)
     techniques(parsed)  # misspelt names come before anything that depends on the machine
     e = Experiment(
         model=_model(model, where),
@@ -108,6 +109,34 @@ def make(
     e = settle(e)
     check(e)
     return e
+
+
+def plan_of(items: list[Any] | tuple[Any, ...], where: str = "plan") -> Plan:
+    """The plan of technique calls and of names of systems, which stand for their techniques.
+
+    A technique that is named beside a system overrides that system's options of it, one by one. Raises
+    :class:`UserError` for a name that is neither (with the nearest ones), and for systems that disagree.
+    """
+    own = Plan.parse(items, where)
+    known = registry()
+    for call in own.calls:
+        if call.name not in known and call.name not in catalog.systems():
+            raise unknown("technique", call.name, [*known, *catalog.systems()], "plan")
+    named = [call for call in own.calls if call.name not in known]
+    if not named:
+        return own
+    return merged(own, [(call, catalog.system(call.name).expand(call.options)) for call in named])
+
+
+def reported_workload(model: str, on: str, task: str, plan: list[str]) -> dict[str, Any]:
+    """The workload that a system in ``plan`` reports of this very model and cluster, without its kind; else none."""
+    for name in (item.partition(":")[0].strip() for item in plan):
+        if name in catalog.systems():
+            said = catalog.system(name).reported
+            same = catalog.model(model).name == said.model and catalog.cluster(on).label == catalog.cluster(said.on).label
+            if same and said.workload.get("kind", "pretrain") == task:
+                return {k: v for k, v in said.workload.items() if k != "kind"}
+    return {}
 
 
 def read(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The catalogue: models and devices by name, from one TOML file per model family and one per device.
+"""The catalogue: models, devices and systems by name, from one TOML file per model family, device and system.
 
 =================================  ====================================================================
 ``model("llama2-7b")``             a catalogue name, a hub id, a ``config.json`` or a checkpoint directory
 ``device("a100-80g-sxm")``         a catalogue name, an alias, a device TOML file, or ``local``
 ``cluster("4x8xa100-80g-sxm")``    ``[nodes x] [devices per node x] device``
+``system("megatron_ptdp")``        a system of the literature: a named plan
 =================================  ====================================================================
 
 ``local`` is the machine at hand, as ``ridgeline probe`` measured it. Importing this module reads no file; looking up a
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ridgeline.spec.device import Cluster, Device
     from ridgeline.spec.efficiency import Efficiency
     from ridgeline.spec.model import ModelSpec
+    from ridgeline.spec.system import System
 
 DEVICE_ALIASES = {
     "a100": "a100-80g-sxm",
@@ -270,6 +272,31 @@ def _read_device(path: Path) -> Device:
     except OSError as e:
         raise UserError(f"cannot read device file {path}: {e.strerror}", "give a device TOML file") from None
     return device_from({"name": path.stem, **parse(data, str(path))}, str(path))
+
+
+# ---- systems ----------------------------------------------------------------------------------------------------
+
+
+def systems() -> list[str]:
+    """The names of all systems of the literature, sorted."""
+    return list(_system_names())
+
+
+@cache
+def _system_names() -> tuple[str, ...]:
+    return tuple(file.name.removesuffix(".toml") for file in _data_files("systems"))
+
+
+@cache
+def system(name: str) -> System:
+    """The system called ``name``. Raises :class:`UserError` for an unknown one, with the nearest names."""
+    from ridgeline.catalog.toml import parse, validate
+    from ridgeline.spec.system import System
+
+    if name not in systems():
+        raise unknown("system", name, systems())
+    file = files(__name__) / "systems" / f"{name}.toml"
+    return validate(System, {"name": name, **parse(file.read_bytes(), file.name)}, file.name)
 
 
 # ---- efficiency -------------------------------------------------------------------------------------------------

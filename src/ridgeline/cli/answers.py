@@ -39,7 +39,7 @@ def predict(
     """What will this plan give on that hardware? Exit code 1 when it does not fit."""
     from ridgeline.predict import predict as run
 
-    e = _experiment(model, on, with_, plan, _workload(model, task, given))
+    e = _experiment(model, on, with_, plan, _workload(model, task, given, on, with_))
     result = run(e)
     if trace:
         predicted_trace(e, trace)
@@ -66,7 +66,7 @@ def explain(
     from ridgeline.predict.explain import explain as run
     from ridgeline.report.explanation import as_dict, print_explanation
 
-    found = run(_experiment(model, on, with_, plan, _workload(model, task, given)))
+    found = run(_experiment(model, on, with_, plan, _workload(model, task, given, on, with_)))
     print(js.dumps(as_dict(found))) if json else print_explanation(found)
 
 
@@ -79,9 +79,16 @@ def _experiment(model: str, on: str, with_: list[str] | None, plan: str | None, 
     return experiments.make(model, on, workload, with_ or [])
 
 
-def _workload(model: str, task: str, given: Given) -> Given:
-    """The workload's fields among a command's options; training defaults to 2048 tokens where the model has them."""
+def _workload(model: str, task: str, given: Given, on: str = "", with_: list[str] | None = None) -> Given:
+    """The workload's fields among a command's options; training defaults to 2048 tokens where the model has them.
+
+    A system on its paper's own model and cluster defaults to the paper's workload.
+    """
+    from ridgeline import experiments
+
     fields = {k: v for k, v in given.items() if v is not None}
+    if not model.endswith(".toml"):
+        fields = {**experiments.reported_workload(model, on, task, with_ or []), **fields}
     if task in ("pretrain", "finetune") and "seq_len" not in fields and not model.endswith(".toml"):
         from ridgeline import catalog
 

@@ -78,27 +78,37 @@ def report(
 
 @app.command()
 def techniques(
-    name: Annotated[str | None, typer.Argument(help="Show one technique's card and options.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show one technique's card and options, or one system's.")] = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="Which pairs work together, and why others do not.")] = False,
     json: Json = False,
 ) -> None:
-    """List the techniques, show a card, or the support matrix."""
+    """List the techniques and the systems made of them, show a card, or the support matrix."""
     import json as js
 
+    from ridgeline import catalog
     from ridgeline.report import console
-    from ridgeline.techniques.cards import card_table, cards
+    from ridgeline.techniques.cards import card_table, cards, system_card, system_table
     from ridgeline.techniques.matrix import support_matrix
 
     if matrix:
         pairs = support_matrix()
         print(js.dumps([p.model_dump() for p in pairs], indent=2)) if json else console.print_matrix(pairs)
-    elif name:
-        found = {c["name"]: c for c in cards()}
-        if name not in found:
-            raise unknown("technique", name, found)
+        return
+    found = {c["name"]: c for c in cards()}
+    if name is None:
+        systems = [catalog.system(s) for s in catalog.systems()]
+        if json:
+            print(js.dumps([*found.values(), *map(system_card, systems)], indent=2))
+        else:
+            console.print_cards(list(found.values()))
+            console.print_systems(systems)
+    elif name in found:
         print(js.dumps(found[name], indent=2)) if json else print(card_table(found[name]))
+    elif name in catalog.systems():
+        system = catalog.system(name)
+        print(js.dumps(system_card(system), indent=2)) if json else print(system_table(system))
     else:
-        print(js.dumps(cards(), indent=2)) if json else console.print_cards(cards())
+        raise unknown("technique", name, [*found, *catalog.systems()])
 
 
 @app.command()

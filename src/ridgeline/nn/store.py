@@ -119,7 +119,8 @@ class Store:
     """Entries in host memory or on disk for one rank.
 
     ``folder`` is where the disk tier's file goes and ``capacity`` the bytes it may need; both are checked at once.
-    Raises :class:`UserError` when the folder cannot be written or has too little space.
+    Raises :class:`UserError` when the folder cannot be written or has too little space. On the meta device entries are
+    shapes only, and the disk is left alone.
     """
 
     device: torch.device
@@ -135,7 +136,7 @@ class Store:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        if self.folder is not None:
+        if self.folder is not None and self.device.type != "meta":
             check_folder(self.folder, self.capacity)
             self._file, self.direct = _open(self.folder)
             if self.capacity:
@@ -149,6 +150,8 @@ class Store:
     def put(self, key: str, tensors: Sequence[Tensor], tier: Tier) -> list[Tensor]:
         """Make an entry from copies of ``tensors``; returns its host tensors (without memory if on disk)."""
         self.drop(key)
+        if self.device.type == "meta":
+            tier = "cpu"
         with on_host(), torch.no_grad():
             host = [self._like(t) for t in tensors]
         offsets, at = [], 0
@@ -167,7 +170,8 @@ class Store:
 
     def _like(self, t: Tensor) -> Tensor:
         pin = self._stream is not None
-        return mark_host(torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pin))
+        place = "meta" if self.device.type == "meta" else "cpu"
+        return mark_host(torch.empty(t.shape, dtype=t.dtype, device=place, pin_memory=pin))
 
     def drop(self, key: str) -> None:
         """Forget an entry; what it had on disk is reused by nothing."""

@@ -127,6 +127,22 @@ def training_peak(g: Graph) -> Peak:
     return best
 
 
+def resting(g: Graph, place: int | None = None) -> dict[str, float]:
+    """Bytes that a rank holds between steps: parameters, gradients (whether or not they outlive the step) and optimizer
+    states. ``place``: on which place of the pipeline; None: the mean. What uneven shards differ by is averaged."""
+    blocks, places = g.blocks, g.stages
+    if g.pipeline and place is not None:
+        stages = g.cut(g.pipeline.degree * g.pipeline.chunks)
+        blocks, places = [b for stage in stages[place :: g.pipeline.degree] for b in stage], 1
+    held = [(p, b.repeat / places) for b in blocks for p in b.params]
+    trained = [(p, n) for p, n in held if p.trainable]
+    return {
+        "parameters": sum(p.stored_bytes * n for p, n in held),
+        "gradients": sum(p.numel * p.grad_bytes / p.grad_shards * n for p, n in trained),
+        "optimizer": sum(p.numel / p.state_shards * n for p, n in trained) * g.optimizer_bytes,
+    }
+
+
 def _output_gradients(b: Block) -> float:
     """Gradients of the outputs of linear layers and norms, which wait for the weights' turn (schedule zero_bubble)."""
     size = 0.0

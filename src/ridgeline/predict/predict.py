@@ -6,6 +6,7 @@ from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.inference import predict_generation
 from ridgeline.predict.interval import add_intervals
+from ridgeline.predict.memory import resting
 from ridgeline.predict.serving import predict_serving
 from ridgeline.predict.settle import settle
 from ridgeline.predict.step import Event
@@ -38,3 +39,9 @@ def training_flops(e: Experiment) -> tuple[float, float, str]:
     g = rewritten(training_graph(e), e, check(e))
     each = g.accumulation / g.stages
     return g.model_flops * each, g.flops * each, g.dtype
+
+
+def resting_bytes(e: Experiment, place: int | None = None) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer states of a training rank, on a place of the pipeline or on average."""
+    e = settle(e)
+    return resting(rewritten(training_graph(e), e, check(e)), place)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ridgeline.spec.ablation import Ablation
     from ridgeline.spec.device import Device
     from ridgeline.spec.result import Result
+    from ridgeline.spec.system import System
     from ridgeline.store import Run
     from ridgeline.techniques.matrix import Pair
 
@@ -271,6 +272,14 @@ def print_cards(cards: Sequence[dict[str, Any]]) -> None:
     names = ("technique", "what", "phase", "tasks", "contract", "paper", "options")
     print_tables(Table("techniques", [Column(n, align="left") for n in names], cells,
                  notes=["`ridgeline techniques NAME` shows a card; `--matrix` what works together"]))  # fmt: skip
+
+
+def print_systems(systems: Sequence[System]) -> None:
+    """All systems of the literature, one a line."""
+    cells = [[s.name, s.title, s.paper, " ".join(call.partition(":")[0] for call in s.plan)] for s in systems]
+    names = ("system", "what", "paper", "techniques")
+    print_tables(Table("systems: named plans, for --with as techniques are", [Column(n, align="left") for n in names],
+                       cells))  # fmt: skip
 
 
 def print_matrix(pairs: Sequence[Pair]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ridgeline.spec.system import System
 from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import registry
 
@@ -67,6 +68,47 @@ def card_table(c: dict[str, Any]) -> str:
     example = c["options"][0] if c["options"] else None
     use = f"{c['name']}:{example['name']}={_value(example['default'])}" if example else c["name"]
     return "\n".join([*lines, "", f"  use       --with {use}"])
+
+
+def system_card(s: System) -> dict[str, Any]:
+    """One system of the literature as plain data."""
+    return {**s.model_dump(), "kind": "system"}
+
+
+def system_table(s: System) -> str:
+    """A system's card as readable text."""
+    said, small = s.reported, s.shrunk
+    workload = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in said.workload.items() if k != "kind")
+    task = f" --task {said.workload['kind']}" if "kind" in said.workload else ""
+    lines = [
+        f"{s.name}: {s.title} (a system: a named plan)",
+        "",
+        f"  {s.summary}",
+        "",
+        f"  paper     {s.paper}",
+        f"  claim     {s.claim}",
+        f"  place     {s.taxonomy}",
+        f"  reported  {_reported(s)}",
+        "",
+        "  plan",
+        *(f"    {call}" for call in s.plan),
+        "",
+        f"  on {small.ranks} ranks ({s.name}:ranks={small.ranks}){': ' if small.note else ''}{small.note}",
+        *(f"    {call}" for call in small.plan),
+        "",
+        f"  use       --with {s.name}, and --with TECHNIQUE:option=value to override an option or add a technique",
+        f"  paper's   ridgeline predict {said.model} --on {said.on}{task} --with {s.name} {workload}",
+    ]
+    return "\n".join(lines)
+
+
+def _reported(s: System) -> str:
+    said = s.reported
+    if not said.quantity:
+        return said.says
+    value = {"hfu": f"{said.value:.1%} of peak", "states_bytes": f"{said.value / 1e9:.2f} GB of states per rank",
+             "speedup": f"{said.value:g}x against {' '.join(said.against)}"}[said.quantity]  # fmt: skip
+    return f"{value} ({said.says})"
 
 
 def _contract(c: dict[str, Any]) -> str:

@@ -135,7 +135,8 @@ class Recompute(Technique):
         order += [first + i for i in sorted(range(model.num_layers), key=model.is_moe_layer)]
 
         def close(graph: Graph) -> None:
-            _drop(graph, [self.kinds(len(order))[i] for i in order], in_order=self.policy == "budget")
+            kinds = self.kinds(len(order))
+            _drop(graph, [kinds[i] for i in order], in_order=self.policy == "budget")
 
         g.closing.append(close)
         return g

@@ -18,7 +18,7 @@ from ridgeline.predict.settle import settle
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
-from ridgeline.techniques.base import PHASES
+from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, load_tokens
@@ -27,6 +27,35 @@ from ridgeline.train.mesh import Mesh
 from ridgeline.train.optimizer import parameter_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def assemble(run: TrainBuild, made: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
+    """Build the techniques, given in canonical order, asserting after every phase what trains.
+
+    Between what divides parameters and what takes them or their gradients away, ``fill`` may give them memory, and
+    gradients that are parts are made whole after each backward: those partial over tensor-parallel ranks, and those of
+    a parameter that two stages hold.
+    """
+    run.assert_trainable()
+    divided = False
+
+    def complete() -> None:
+        if run.partial and run.mesh:
+            sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
+        if run.tied:
+            module, name, ends = run.tied
+            sum_partial([getattr(module, name)], ends)
+
+    for technique in (*made, None):
+        if not divided and (technique is None or PHASES.index(technique.phase) >= PHASES.index("offload")):
+            divided = True
+            if fill:
+                fill(run)
+            if run.partial or run.tied:
+                run.after_backward.append(complete)
+        if technique is not None:
+            technique.build(run)
+        run.assert_trainable()
 
 
 @dataclass(frozen=True)
@@ -101,7 +130,7 @@ class Trainer:
         self.steps_done = 0
         self.stop_requested = False
 
-    def _build(self, made: list) -> TrainBuild:  # type: ignore[type-arg]
+    def _build(self, made: list[Technique]) -> TrainBuild:
         e = self.experiment
         early = [t for t in made if PHASES.index(t.phase) < PHASES.index("offload")]
         # A tied head must be one parameter with the embedding from the start.
@@ -110,42 +139,16 @@ class Trainer:
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in made), default=1))
-        run.assert_trainable()
-        completed = False
-        for i, technique in enumerate(made):
-            if technique not in early and not completed:
-                completed = self._complete(run, lazy)
-            technique.build(run)
-            if i + 1 == len(made) or made[i + 1].phase != technique.phase:
-                run.assert_trainable()
-        if not completed:
-            self._complete(run, lazy)
+        assemble(run, made, self._fill if lazy else None)
         return run
 
-    def _complete(self, run: TrainBuild, lazy: bool) -> bool:
-        """After what divides parameters and reduces gradients, before anything takes them away.
-
-        Parameters without memory get their part's. Gradients that are partial over tensor-parallel ranks are summed
-        after backward, as are those of a parameter that two stages hold.
-        """
-        if lazy:
-            allocate(run.model, self.device, DTYPES[self.experiment.dtype])
-            if self.workload.checkpoint:
-                load_into(run.model, self.workload.checkpoint)
-            else:
-                init_weights(run.model, self.workload.seed)
-            run.assert_trainable()
-
-        def complete() -> None:
-            if run.partial and run.mesh:
-                sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
-            if run.tied:
-                module, name, ends = run.tied
-                sum_partial([getattr(module, name)], ends)
-
-        if run.partial or run.tied:
-            run.after_backward.append(complete)
-        return True
+    def _fill(self, run: TrainBuild) -> None:
+        """Give parameters that are shapes only the memory and the values of this rank's part."""
+        allocate(run.model, self.device, DTYPES[self.experiment.dtype])
+        if self.workload.checkpoint:
+            load_into(run.model, self.workload.checkpoint)
+        else:
+            init_weights(run.model, self.workload.seed)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 

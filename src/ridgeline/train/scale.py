@@ -1,0 +1,65 @@
+"""A plan of any size without its hardware: fake process groups, and parameters that are shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ridgeline.nn.collectives import local
+from ridgeline.nn.init import build
+from ridgeline.predict.settle import settle
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import check
+from ridgeline.train.build import TrainBuild
+from ridgeline.train.engine import DTYPES, assemble
+from ridgeline.train.mesh import Mesh
+
+
+@contextmanager
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """This process as rank ``rank`` of ``ranks`` that do not exist: collectives return at once, without effect.
+
+    Raises :class:`UserError` where the process already belongs to a group, or PyTorch has no fake ones.
+    """
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
+    except ImportError:
+        raise UserError(
+            f"PyTorch {torch.__version__} has no fake process groups", "use a PyTorch that has, such as 2.13"
+        ) from None
+    if dist.is_initialized():
+        raise UserError("this process already belongs to a process group", "use a process of its own for a fake world")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def assemble_rank(e: Experiment, rank: int) -> TrainBuild:
+    """What rank ``rank`` of the experiment builds, on the meta device: every technique's own ``build``, no memory.
+
+    To be called in the :func:`fake_world` of the experiment's size. Raises :class:`UserError` as training would.
+    """
+    e = settle(e)
+    made = check(e)
+    run = TrainBuild(e, build(e.model, "meta", DTYPES[e.dtype]), torch.device("meta"), rank=rank, world=e.world)
+    run.model.set_attention("naive")
+    if e.world > 1:
+        run.mesh = Mesh.make(e, "cpu", max((t.inner() for t in made), default=1))
+    assemble(run, made)
+    return run
+
+
+def local_shapes(run: TrainBuild) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """This rank's part of every parameter that it holds: name → shape and dtype."""
+    return {name: (local(p).shape, p.dtype) for name, p in run.root.named_parameters()}
+
+
+def parameter_bytes(run: TrainBuild) -> int:
+    """Bytes of this rank's parameters at rest; shared ones once."""
+    return sum(local(p.detach()).nbytes for p in run.root.parameters())

@@ -1,0 +1,50 @@
+"""Systems of the literature against their own papers: our prediction of the paper's model and cluster."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ridgeline import experiments
+from ridgeline.predict import predict
+from ridgeline.predict.predict import resting_bytes
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.spec.system import System
+
+
+class Reproduction(NamedTuple):
+    """A system's prediction beside what its paper reports."""
+
+    system: System
+    experiment: Experiment
+    result: Result
+    predicted: float | None
+    """The quantity that the paper reports; None: it reports none that can be compared."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over reported."""
+        return None if self.predicted is None else self.predicted / self.system.reported.value
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan fits the paper's cluster, and the prediction lies within the stated factor."""
+        r = self.ratio
+        near = r is None or 1 / self.system.reported.within <= r <= self.system.reported.within
+        return self.result.status == "ok" and near
+
+
+def reproduce(system: System) -> Reproduction:
+    """Predict the paper's own experiment."""
+    said = system.reported
+    e = experiments.make(said.model, said.on, said.workload, [system.name], system.name, f"system {system.name}")
+    result = predict(e)
+    predicted: float | None = None
+    if said.quantity == "states_bytes":
+        predicted = sum(resting_bytes(e).values())
+    elif said.quantity == "speedup":
+        base = predict(experiments.make(said.model, said.on, said.workload, said.against, where=system.name))
+        predicted = result.metrics["tokens_per_s"].value / base.metrics["tokens_per_s"].value
+    elif said.quantity:
+        predicted = result.metrics[said.quantity].value
+    return Reproduction(system, e, result, predicted)
