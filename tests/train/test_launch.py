@@ -226,7 +226,7 @@ def test_torchrun_on_two_machines(file, corpus, tmp_path):
 
 BAD = [
     (["plan=tensor_parallel:degree=3+flash_attention"], 4, ["4 devices do not split into groups of 3", "use tp 4"]),
-    (["plan=tensor_parallel:degree=3+pipeline:degree=2"], 8, ["groups of 6", "(tp 3 × pp 2)", "use tp 4 × pp 2"]),
+    (["plan=tensor_parallel:degree=3+pipeline:degree=2"], 8, ["groups of 6", "(pp 2 × tp 3)", "use pp 2 × tp 4"]),
     (["plan=tensor_parallel:degree=8+flash_attention"], 8, ["4 attention heads", "over 8 ranks", "use degree=4"]),
     (["plan=pipeline:degree=4+flash_attention"], 4, ["2 layers do not fill 4 stages", "at most 2 stages"]),
     (["workload.batch_size=6"], 4, ["batch_size 6 does not split over 4", "multiple of 4"]),

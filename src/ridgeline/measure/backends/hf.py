@@ -89,7 +89,8 @@ class HuggingFace:
                 dataloader_pin_memory=self.device.type == "cuda", train_sampling_strategy="sequential", seed=w.seed,
                 bf16=low == "bf16", fp16=low == "fp16", gradient_checkpointing=e.plan.has("recompute"),
                 gradient_checkpointing_kwargs={"use_reentrant": False},
-                ddp_find_unused_parameters=False, ddp_backend="gloo" if self.device.type == "cpu" else None,
+                ddp_find_unused_parameters=False,
+                ddp_backend="gloo" if self.device.type == "cpu" and self.world > 1 else None,
             )  # fmt: skip
             trainer = HfTrainer(
                 model=self.model, args=arguments, train_dataset=_Rows(self.batches, w.steps), data_collator=_collate,
