@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ridgeline.spec.ablation import Ablation
     from ridgeline.spec.device import Device
     from ridgeline.spec.result import Result
-    from ridgeline.store import Run
     from ridgeline.spec.system import System
+    from ridgeline.store import Run
     from ridgeline.techniques.matrix import Pair
 
 PLAIN_WIDTH = 160
