@@ -99,7 +99,8 @@ def test_what_does_not_fit_exits_with_1_and_says_why(ridgeline):
 
 @pytest.mark.parametrize(
     "args",
-    [("techniques",), ("techniques", "zero"), ("techniques", "--matrix"), ("models",), ("models", "llama2-7b"),
+    [("techniques",), ("techniques", "zero"), ("techniques", "megatron_ptdp"), ("techniques", "--matrix"), ("models",),
+     ("models", "llama2-7b"),
      ("devices",), ("devices", "h200"), ("runs",), PREDICT],
     ids=" ".join,
 )  # fmt: skip
@@ -111,7 +112,7 @@ def test_json_is_alone_on_standard_output(ridgeline, args):
     code, text, _ = ridgeline(*args)
     assert text.strip() or args == ("runs",)
     if args == ("techniques",):
-        assert {"zero", "lora", "rtn"} <= {c["name"] for c in found}
+        assert {"zero", "lora", "rtn", "zero_3", "megatron_ptdp"} <= {c["name"] for c in found}
     if args == ("models",):
         assert len(found) >= 25
     if args == ("devices",):

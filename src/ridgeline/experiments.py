@@ -133,7 +133,8 @@ def reported_workload(model: str, on: str, task: str, plan: list[str]) -> dict[s
     for name in (item.partition(":")[0].strip() for item in plan):
         if name in catalog.systems():
             said = catalog.system(name).reported
-            same = catalog.model(model).name == said.model and catalog.cluster(on).label == catalog.cluster(said.on).label
+            theirs = (said.model, catalog.cluster(said.on).label)
+            same = (catalog.model(model).name, catalog.cluster(on).label) == theirs
             if same and said.workload.get("kind", "pretrain") == task:
                 return {k: v for k, v in said.workload.items() if k != "kind"}
     return {}

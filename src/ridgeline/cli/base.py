@@ -26,7 +26,9 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-With = Annotated[list[str] | None, typer.Option("--with", help="Switch a technique (or a system) on: NAME or NAME:option=value,…")]
+With = Annotated[
+    list[str] | None, typer.Option("--with", help="Switch a technique (or a system) on: NAME or NAME:option=value,…")
+]
 On = Annotated[str, typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME; `local` is this machine.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: workload.steps=40 model.num_layers=2")]
 File = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).")]

@@ -42,6 +42,7 @@ def training_flops(e: Experiment) -> tuple[float, float, str]:
 
 
 def resting_bytes(e: Experiment, place: int | None = None) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer states of a training rank, on a place of the pipeline or on average."""
+    """Bytes of parameters, gradients and optimizer states of a training rank: on a place of the pipeline, or the
+    mean."""
     e = settle(e)
     return resting(rewritten(training_graph(e), e, check(e)), place)
