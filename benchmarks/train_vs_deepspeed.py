@@ -60,7 +60,9 @@ def main() -> None:
             if result.status != "ok":
                 sys.exit(f"{name} failed: {result.reason}\n" + "\n".join(result.notes))
             runs[name].append(result)
-            versions |= {k: v for k, v in result.environment.items() if k in ("deepspeed", "transformers", "accelerate")}
+            versions |= {
+                k: v for k, v in result.environment.items() if k in ("deepspeed", "transformers", "accelerate")
+            }
             print(f"{name} ({repeat + 1} of {args.repeats})", file=sys.stderr, flush=True)
     seconds = {name: [[s.seconds for s in r.samples] for r in rs] for name, rs in runs.items()}
     blocks = {name: [block[warmup_steps(block) :] for block in found] for name, found in seconds.items()}

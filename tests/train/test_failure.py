@@ -145,9 +145,7 @@ def test_random_kills_and_restarts_end_with_the_undisturbed_losses(corpus, tmp_p
                 worker(rank).kill()
 
     out = tmp_path / "out"
-    result = run_with_restarts(
-        run_job, Job("train", e, {"out": str(out), "save_every": 1}, ranks=2), watch, len(plans)
-    )
+    result = run_with_restarts(run_job, Job("train", e, {"out": str(out), "save_every": 1}, ranks=2), watch, len(plans))
     assert result["restarts"] == len(plans)
     assert result["losses"] == straight
     assert len(set(straight)) == 30
