@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -61,10 +62,13 @@ class TensorParallel(Technique):
     def check(self, e: Experiment) -> None:
         """Heads and MLP width must divide."""
         for what, size in (("attention heads", e.model.num_heads), ("MLP columns", e.model.intermediate_size)):
+            near = nearest_divisor(gcd(size, e.world), self.degree)
             self.needs(
                 size % self.degree == 0,
                 f"{size} {what} of {e.model.name} do not divide over {self.degree} ranks",
-                f"use degree={nearest_divisor(size, self.degree)}, or another that divides {size}",
+                f"use degree={near}, or another that divides {size}"
+                if near > 1
+                else f"use a degree that divides {size}, and a multiple of as many devices",
             )
         kv = e.model.num_kv_heads
         self.needs(
