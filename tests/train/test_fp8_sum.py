@@ -75,7 +75,8 @@ def counted(rank, e):
 
     def watch(name, inner):
         def call(tensor, *args, **kwargs):
-            calls.append((name.split("_single")[0].split("_into")[0], tensor.numel() * tensor.element_size()))
+            kind = name.split("_single")[0].split("_into")[0].replace("all_to_all", "alltoall")
+            calls.append((kind, tensor.numel() * tensor.element_size()))
             return inner(tensor, *args, **kwargs)
 
         return call
@@ -106,7 +107,7 @@ def test_bytes_on_the_wire_are_those_predicted(ranks, corpus):
         assert got == predicted
     elements = e.model.num_parameters
     assert elements % ranks == 0
-    assert predicted["all_to_all"] == predicted["all_gather"] == elements
+    assert predicted["alltoall"] == predicted["all_gather"] == elements
 
 
 def test_training_with_narrow_sums_follows_the_wide_ones(corpus):

@@ -60,6 +60,7 @@ PAIRS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = 
     ),
     "pipeline x tensor": (4, ("pipeline:degree=2", TP, SP), {}, {"micro_batch_size": 2}),
     "pipeline x data": (4, ("pipeline:degree=2", "data_parallel:bucket_mb=0.2"), {}, {"micro_batch_size": 2}),
+    "fp8 sums": (2, ("data_parallel:bucket_mb=1", "mixed_precision", "fp8:gradients=true"), {}, {}),
     "experts with capacity": (2, ("expert_parallel:degree=2,capacity=1.5",), EXPERTS, {}),
     "experts x tensor": (4, ("expert_parallel:degree=2", TP), EXPERTS, {}),
 }  # fmt: skip

@@ -226,6 +226,8 @@ class Graph:
     """Whether gradient buffers stay allocated from step to step (bucketed reduction)."""
     bucket_bytes: float = 0.0
     """Gradients are reduced in buckets of this size; 0: by block."""
+    byte_sums: bool = False
+    """Whether buckets travel as codes of one byte, with a scale for each tensor."""
     layer_gathers: float | None = None
     """Times that a layer is gathered in a step of a pipeline, where what lies outside the layers is gathered once;
     None: once for every forward and every backward pass that has gathers."""

@@ -67,19 +67,18 @@ def traffic(g: Graph) -> dict[tuple[str, int], tuple[float, float]]:
             add("p2p", g.stages, n, n * op.link_bytes)
         elif op.kind in COLLECTIVES and not (g.bucket_bytes and op.axis == "dp"):
             add(op.kind, op.ranks, n, n * op.link_bytes)
-    for ranks, calls, size in _bucketed(g):
-        add("all_reduce", ranks, calls, size)
+    for kind, ranks, calls, size in _bucketed(g):
+        add(kind, ranks, calls, size)
     return sums
 
 
-def _bucketed(g: Graph) -> Iterator[tuple[int, float, float]]:
-    """(ranks, calls, bytes) of gradients that travel in buckets, once per step; per stage, then their mean."""
+def _bucketed(g: Graph) -> Iterator[tuple[str, int, float, float]]:
+    """(kind, ranks, calls, bytes) of gradients that travel in buckets, once per step; the mean over stages."""
     if not g.bucket_bytes:
         return
-    whole = {op.ranks * p_spread for b in g.blocks for op in b.reduce for p_spread in (1,) if op.axis == "dp"}
-    if not whole:
+    ranks = max((op.ranks for b in g.blocks for op in b.reduce if op.axis == "dp"), default=1)
+    if ranks < 2:
         return
-    ranks = max(whole)
     pipe = g.pipeline
     stages = g.cut(pipe.degree * pipe.chunks) if pipe else [g.blocks]
     degree = pipe.degree if pipe else 1
@@ -89,5 +88,11 @@ def _bucketed(g: Graph) -> Iterator[tuple[int, float, float]]:
         tensors = [(p.spread, p.numel * p.grad_bytes) for b in order for p in b.params if p.trainable]
         tensors.reverse()
         for members in buckets(tensors, g.bucket_bytes):
-            spread = tensors[members[0]][0]
-            yield ranks // spread, 1 / degree, sum(tensors[i][1] for i in members) / degree
+            among, size = ranks // tensors[members[0]][0], sum(tensors[i][1] for i in members)
+            if not g.byte_sums:
+                yield "all_reduce", among, 1 / degree, size / degree
+            else:  # scales, codes to those who sum them, scales of the sums, their codes (arXiv:2310.18313)
+                codes = -(-size / 4 // among) * among
+                yield "all_reduce", among, 2 / degree, 2 * 4.0 * len(members) / degree
+                yield "alltoall", among, 1 / degree, codes / degree
+                yield "all_gather", among, 1 / degree, codes / degree

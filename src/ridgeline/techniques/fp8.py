@@ -113,6 +113,7 @@ class FP8(Technique):
         if "fp8" not in e.cluster.device.peak_flops:
             g.each_block(_emulated, layers_only=True)
         if self.gradients:
+            g.byte_sums = True
             g.closing.append(_narrow_sums)
         if self.states:
             g.optimizer_bytes = COMPACT_BYTES if e.training.optimizer == "adamw" else 2.0
@@ -190,7 +191,7 @@ def _narrow_sum(op: Op, tensors: int) -> list[Op]:
         return changed(op, name=f"{op.name}.{kind}", kind=kind, bytes=size, link_bytes=size, dtype="int8")
 
     scales = changed(op, name=f"{op.name}.scales", bytes=4.0 * tensors, link_bytes=4.0 * tensors)
-    return [scales, part("all_to_all", codes), scales, part("all_gather", codes)]
+    return [scales, part("alltoall", codes), scales, part("all_gather", codes)]
 
 
 def _store(b: Block, compute: str) -> None:
