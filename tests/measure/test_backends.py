@@ -35,7 +35,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan", "ranks", "options", "says"), REFUSED, ids=[f"{r[0]} {r[4][0]}" for r in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "plan", "ranks", "options", "says"), REFUSED, ids=[f"{r[0]} {r[4][0]}" for r in REFUSED]
+)
 def test_what_a_backend_lacks_is_refused_with_the_reason(name, plan, ranks, options, says, corpus, monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda package: object())
     with pytest.raises(UserError) as error:

@@ -137,7 +137,7 @@ def _nearest_degrees(axes: dict[str, int], world: int) -> str:
         pairs = list(zip(degrees, axes.values(), strict=True))
         return sum(abs(math.log(d / asked)) for d, asked in pairs), sum(d != asked for d, asked in pairs)
 
-    near = [{1, *sorted(divisors, key=lambda d: abs(math.log(d / asked)))[:6]} for asked in axes.values()]  # noqa: B023
+    near = [{1, *sorted(divisors, key=lambda d: abs(math.log(d / asked)))[:6]} for asked in axes.values()]
     best = min((d for d in product(*near) if world % math.prod(d) == 0), key=distance)
     return " × ".join(f"{axis} {degree}" for axis, degree in zip(axes, best, strict=True))
 
