@@ -1,11 +1,11 @@
 """Training throughput on two processes: our ZeRO-2 against DeepSpeed's, and Hugging Face ``Trainer`` (DDP) beside them.
 
-Every contender trains the same Experiment through ``--backend``: the same weights, batches, AdamW, clipping and schedule,
+Every contender trains the same Experiment through ``--backend``: same weights, batches, AdamW, clipping and schedule,
 in fresh processes, in ABBA order within one run. Reported: median step time of each with its block bootstrap interval,
 ratios with theirs, and the losses (which must agree, or the comparison is void). Needs ``pip install
 'ridgeline[deepspeed,hf]'``; what is missing is left out.
 
-    python benchmarks/train_vs_deepspeed.py [--repeats 2] [--steps 12] [--out benchmarks/results/train_vs_deepspeed.json]
+    python benchmarks/train_vs_deepspeed.py [--repeats 2] [--steps 12] [--out FILE]
 """
 
 from __future__ import annotations

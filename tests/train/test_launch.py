@@ -207,8 +207,8 @@ def test_torchrun_on_two_machines(file, corpus, tmp_path):
     port = str(launch.free_port())
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
-               "-m", "ridgeline", "train", str(file), "on=2x1xlocal", "--out",
-               str(tmp_path / "out"), "--json"]  # fmt: skip
+               "-m", "ridgeline", "train", str(file), "on=2x1xlocal", "--out", str(tmp_path / "out"),
+               "--json"]  # fmt: skip
     agents = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                          env={**os.environ, "OMP_NUM_THREADS": "1"})
