@@ -51,13 +51,7 @@ class HuggingFace:
             shape = [model.config if model is not None else None]
             dist.broadcast_object_list(shape, device=self.device)
             if model is None:
-<<<<<<< HEAD
-                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    shape[0], attn_implementation=attention
-                )
-=======
                 model = cast(Any, AutoModelForCausalLM).from_config(shape[0], attn_implementation=attention)
->>>>>>> backends
             model = model.to(device=self.device)
             for p in model.parameters():
                 dist.broadcast(p.data, 0)
