@@ -26,7 +26,8 @@ def usage_of(rank, e):
         trainer.step()
     usage = metered_step(trainer)
     local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.run.root.parameters()]
-    return usage, sum(p.nbytes for p in local)
+    storages = {s._cdata: s.nbytes() for s in (p.untyped_storage() for p in local)}  # some share one
+    return usage, sum(storages.values())
 
 
 def measured(e):
