@@ -33,11 +33,13 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         ) from None
     if dist.is_initialized():
         raise UserError("this process already belongs to a process group", "use a process of its own for a fake world")
+    forget()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget()
 
 
 def assemble_rank(e: Experiment, rank: int) -> TrainBuild:
