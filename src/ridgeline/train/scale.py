@@ -16,7 +16,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import TrainBuild
 from ridgeline.train.engine import DTYPES, assemble
-from ridgeline.train.mesh import Mesh
+from ridgeline.train.mesh import Mesh, forget, inner_ranks
 
 
 @contextmanager
@@ -33,11 +33,13 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         ) from None
     if dist.is_initialized():
         raise UserError("this process already belongs to a process group", "use a process of its own for a fake world")
+    forget()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget()
 
 
 def assemble_rank(e: Experiment, rank: int) -> TrainBuild:
