@@ -88,3 +88,8 @@ class Mesh:
 
 _MADE: dict[tuple[object, ...], Mesh] = {}
 """Meshes of this process by process group, device and shape."""
+
+
+def forget() -> None:
+    """Drop the meshes of a process group that is about to go: another may get its identity."""
+    _MADE.clear()

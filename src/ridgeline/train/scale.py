@@ -16,7 +16,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
 from ridgeline.train.build import TrainBuild
 from ridgeline.train.engine import DTYPES, assemble
-from ridgeline.train.mesh import Mesh, forget, inner_ranks
+from ridgeline.train.mesh import Mesh, forget
 
 
 @contextmanager
