@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -58,18 +59,15 @@ def load(file: str, plan: str | None, overrides: list[str]) -> Experiment:
 
 def number_of_bytes(option: str, text: str | None) -> int | None:
     """``600MB``, ``1.5GiB`` or a plain number of bytes. Raises :class:`UserError` for anything else, or for none."""
-    import re
-
     from ridgeline.spec.errors import UserError
+    from ridgeline.spec.sizes import parse_size
 
     if text is None:
         return None
-    powers = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** powers[match[2]]) if match else 0
-    if not size:
-        raise UserError(f"{option} {text!r} is no amount of memory", "write 600MB, 1.5GiB or a number of bytes")
-    return size
+    with contextlib.suppress(ValueError):
+        if size := parse_size(text):
+            return size
+    raise UserError(f"{option} {text!r} is no amount of memory", "write 600MB, 1.5GiB or a number of bytes")
 
 
 def data_override(data: str | None) -> list[str]:
