@@ -10,8 +10,11 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory, monkeypatch):
-    """Nothing touches the user's profile, cache or store."""
+    """Nothing touches the user's profile, cache or store, and no test leaves a stand-in for this machine behind."""
+    from ridgeline import catalog
+
     monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setattr(catalog, "_unprobed", [])
 
 
 @pytest.fixture(autouse=True)
