@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ _PHASES = {
 _AWAITED = {"reducer.finish": "all_reduce"}
 """Functions that wait for collectives started earlier."""
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+_PACKAGE = Path(__file__).parents[1].as_posix() + "/"
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|remote process|unexpected eof|"
                    r"recv(value|bytes)|failed to (recv|send)", re.IGNORECASE)  # fmt: skip
@@ -75,6 +77,6 @@ def where(trace: TracebackType | None) -> tuple[int | None, str, str]:
             phase = _PHASES[name]
         if file.endswith(_COLLECTIVES):
             return step, phase, name
-        if "/ridgeline/" in file:
+        if file.startswith(_PACKAGE):
             operation = f"{file.rpartition('/')[2].removesuffix('.py')}.{name}"
     return step, phase, _AWAITED.get(operation, operation)
