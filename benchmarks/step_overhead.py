@@ -42,8 +42,8 @@ def main() -> None:
 
     from ridgeline.experiments import make
     from ridgeline.measure.environment import fingerprint
+    from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
     from ridgeline.train.engine import Trainer, learning_rate
-    from ridgeline.train.optimizer import make_optimizer, parameter_groups
     from ridgeline.train.worker import setup
 
     workload = {"kind": "pretrain", "seq_len": 128, "batch_size": 2, "steps": args.steps, "lr": 1e-3}

@@ -6,9 +6,9 @@ import torch
 from ridgeline import experiments, nn
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rewritten
+from ridgeline.runtime.build import TrainBuild
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import check
-from ridgeline.train.build import TrainBuild
 
 _LLAMA = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

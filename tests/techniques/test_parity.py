@@ -16,13 +16,13 @@ from tests.training import Curve, curve_of, make_trainer, train
 from tests.world import world
 
 from ridgeline.nn.init import build
+from ridgeline.runtime.build import Build
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.base import Technique
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
 from ridgeline.techniques.registry import check, normalise, registry, techniques
-from ridgeline.train.build import Build
 
 MATRIX = support_matrix()
 TRAINING = {"pretrain", "finetune"}

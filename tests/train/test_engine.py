@@ -195,7 +195,7 @@ def test_what_cannot_work_is_refused_before_data_is_read(plan, workload, said):
 
 
 def test_nothing_to_train_is_said(corpus, monkeypatch):
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
     monkeypatch.setattr(TrainBuild, "assert_trainable", lambda run: run.root.requires_grad_(False))
     with pytest.raises(UserError, match="no parameter to train"):

@@ -10,8 +10,8 @@ from tests.world import world
 
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rewritten
+from ridgeline.runtime.fp8_sum import sum_fp8
 from ridgeline.techniques.registry import techniques
-from ridgeline.train.fp8_sum import sum_fp8
 
 SIZES = [60, 7, 200, 1, 33]  # 301 elements: shares are padded, and tensors lie across them
 

@@ -20,6 +20,8 @@ from ridgeline.measure.cell import metered_step
 from ridgeline.nn import load_checkpoint
 from ridgeline.nn.tiled import whole_weights
 from ridgeline.predict import predict
+from ridgeline.runtime.gradients import clear, clip, global_norm
+from ridgeline.runtime.host import HostStates
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import check
@@ -27,8 +29,6 @@ from ridgeline.train import launchers
 from ridgeline.train.budget import Budget
 from ridgeline.train.checkpoint import save
 from ridgeline.train.engine import learning_rate
-from ridgeline.train.gradients import clear, clip, global_norm
-from ridgeline.train.host import HostStates
 from ridgeline.train.loop import export
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from torch import nn
 from ridgeline.graph.schedule import actions, run
 from ridgeline.nn.collectives import local
 from ridgeline.nn.quantised import QuantisedLinear
-from ridgeline.train.gradients import global_norm
+from ridgeline.runtime.gradients import global_norm
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 5.0, "grad_clip": 0.05, "batch_size": 8}
 TP = ("tensor_parallel:degree=2", "sequence_parallel")

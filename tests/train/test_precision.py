@@ -9,12 +9,12 @@ from tests.world import world
 
 from ridgeline.nn.collectives import local
 from ridgeline.nn.kernels import native
+from ridgeline.runtime.flat import FlatWeights
+from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
+from ridgeline.runtime.scaler import DynamicScale
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Pretrain
 from ridgeline.train.checkpoint import resume, save
-from ridgeline.train.flat import FlatWeights
-from ridgeline.train.optimizer import make_optimizer, parameter_groups
-from ridgeline.train.scaler import DynamicScale
 
 FP16 = "mixed_precision:dtype=fp16,loss_scale=1024,growth_interval=2"
 LOW = "mixed_precision:weights=low"
@@ -124,7 +124,7 @@ def test_the_flat_update_in_fp32_is_the_update_per_tensor(kernel, together, monk
     if kernel and native.library() is None:
         pytest.skip("no C++ compiler")
     if not kernel:
-        monkeypatch.setattr("ridgeline.train.flat.usable", lambda *t: False)
+        monkeypatch.setattr("ridgeline.runtime.flat.usable", lambda *t: False)
     ours, theirs = small_parameters(), small_parameters()
     flat = FlatWeights.make(ours, torch.float32)
     optimizer = flat.optimizer(parameter_groups(ours, WORKLOAD), WORKLOAD)

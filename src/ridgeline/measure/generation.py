@@ -15,11 +15,11 @@ from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.generate import decode, make_cache, prefill
 from ridgeline.nn.init import build
 from ridgeline.nn.meter import Meter, process_memory
+from ridgeline.runtime.build import Build
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import check, normalise
-from ridgeline.train.build import Build
 from ridgeline.train.engine import DTYPES
 
 ROUNDS = 3

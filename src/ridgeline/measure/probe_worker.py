@@ -366,7 +366,7 @@ def _linears_step(
 def _reference_step(timer: _Timer, device: torch.device) -> float:
     """Seconds of one plain training step of the reference model, without communication."""
     from ridgeline.nn.init import build
-    from ridgeline.train.build import LossModel
+    from ridgeline.runtime.build import LossModel
 
     w = reference_experiment().training
     assert w.batch_size is not None

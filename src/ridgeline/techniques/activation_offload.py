@@ -10,7 +10,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import host_copy
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class ActivationOffload(Technique):
@@ -50,7 +50,7 @@ class ActivationOffload(Technique):
     def build(self, run: TrainBuild) -> None:
         """Wrap each layer's forward."""
         from ridgeline.nn.store import Store
-        from ridgeline.train.activations import offload_layers
+        from ridgeline.runtime.activations import offload_layers
 
         run.store = run.store or Store(run.device)
         offload_layers(run, run.store)

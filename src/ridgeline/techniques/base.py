@@ -20,7 +20,7 @@ from ridgeline.spec.result import Result
 
 if TYPE_CHECKING:
     from ridgeline.graph.graph import Graph
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
 PHASES: tuple[Phase, ...] = (

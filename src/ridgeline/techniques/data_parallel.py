@@ -12,7 +12,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import reductions
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class DataParallel(Technique):
@@ -68,7 +68,7 @@ class DataParallel(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Put the gradients into buckets that are summed while the last micro-batch's backward runs."""
-        from ridgeline.train.reducer import Reducer
+        from ridgeline.runtime.reducer import Reducer
 
         assert run.mesh is not None
         mesh = run.mesh

@@ -13,7 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class ExpertParallel(Technique):

@@ -11,7 +11,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import Build
+    from ridgeline.runtime.build import Build
 
 COMPACT_BYTES = 5.0
 """Optimizer bytes per element with fp8 states: fp16 master, fp8 first moment, fp16 second moment."""
@@ -81,7 +81,7 @@ class FP8(Technique):
     def build(self, run: Build) -> None:
         """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
         from ridgeline.nn.fp8 import store_fp8, use_fp8
-        from ridgeline.train.build import TrainBuild
+        from ridgeline.runtime.build import TrainBuild
 
         if not run.experiment.is_training:
             if run.model.spec.num_experts:
@@ -92,11 +92,11 @@ class FP8(Technique):
         if not isinstance(run, TrainBuild):
             return
         if self.gradients:
-            from ridgeline.train.fp8_sum import sum_bucket
+            from ridgeline.runtime.fp8_sum import sum_bucket
 
             run.send_bucket = sum_bucket
         if self.states:
-            from ridgeline.train.flat import FlatWeights
+            from ridgeline.runtime.flat import FlatWeights
 
             owner = getattr(run.make_optimizer, "__self__", None)
             if not isinstance(owner, FlatWeights):

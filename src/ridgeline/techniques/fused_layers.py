@@ -11,7 +11,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 CHUNK = 256

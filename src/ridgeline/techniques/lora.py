@@ -13,7 +13,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class LoRA(Technique):

@@ -15,7 +15,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 if TYPE_CHECKING:
     import torch
 
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 _MATMUL = {"gemm", "bmm", "attention"}
 _FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", "embed.sum")
@@ -88,7 +88,7 @@ class MixedPrecision(Technique):
         """Run the forward pass under ``torch.autocast``, or make the parameters themselves low; scale an fp16 loss."""
         import torch
 
-        from ridgeline.train.scaler import DynamicScale
+        from ridgeline.runtime.scaler import DynamicScale
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
         if self.dtype == "fp16":
@@ -101,8 +101,8 @@ class MixedPrecision(Technique):
     def _make_low(self, run: TrainBuild, dtype: torch.dtype) -> None:
         import torch
 
-        from ridgeline.train.flat import FlatWeights
-        from ridgeline.train.optimizer import make_optimizer
+        from ridgeline.runtime.flat import FlatWeights
+        from ridgeline.runtime.optimizer import make_optimizer
 
         sharded = run.experiment.plan.has("zero")
         divided = any(type(p) is not torch.nn.Parameter for p in run.root.parameters())

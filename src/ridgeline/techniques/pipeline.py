@@ -13,7 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Ask, Card, Phase, Technique, degrees
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class PipelineParallel(Technique):
@@ -154,7 +154,7 @@ class PipelineParallel(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Keep this rank's stages; PyTorch's runtime works off the schedule's action list."""
-        from ridgeline.train.pipeline import Pipeline
+        from ridgeline.runtime.pipeline import Pipeline
 
         total = run.experiment.model.num_layers
         counts = self.layers or even(total, self.degree * self.chunks)

@@ -15,7 +15,7 @@ from ridgeline.spec.sizes import Size, say_size
 from ridgeline.techniques.base import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class Recompute(Technique):

@@ -13,7 +13,7 @@ from ridgeline.techniques.base import Card, Phase, Technique, degrees
 from ridgeline.techniques.mesh import split_bytes, split_gemm, split_saved
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 _QUERY_SIDE = {"scores": 1, "values": 1, "values.dprobs": 1, "values.dv": 3, "scores.dq": 1, "scores.dk": 3}
 """Where the query length stands in a batched product's (batch, m, n, k)."""
@@ -94,7 +94,7 @@ class RingAttention(Technique):
     def build(self, run: TrainBuild) -> None:
         """Deal every sequence out in zigzag, positions with it, and compute attention round the ring."""
         from ridgeline.nn.ring import Ring, backend, zigzag
-        from ridgeline.train.build import Micro
+        from ridgeline.runtime.build import Micro
 
         assert run.mesh is not None
         ring = Ring(run.mesh.group("cp"))

@@ -10,7 +10,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import split_bytes
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 _STREAM = ("input", "attention_input", "cross_input", "cross_normed", "mlp_sum", "mlp_input", "attention_sum",
            "final_sum", "head.normed", "head.input", "embed.sum")  # fmt: skip

@@ -15,7 +15,7 @@ from ridgeline.techniques.base import Ask, Card, Phase, Technique
 from ridgeline.techniques.mesh import host_copy
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class SwapAdvisor(Technique):
@@ -98,7 +98,7 @@ class SwapAdvisor(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Put the swapper around the step's execution."""
-        from ridgeline.train.swap import Swapper
+        from ridgeline.runtime.swap import Swapper
 
         run.execute = Swapper(run.execute, run.root, run.device, int(self.limit(run.experiment)), lambda: run.optimizer)
 

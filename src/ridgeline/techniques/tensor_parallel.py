@@ -14,7 +14,7 @@ from ridgeline.techniques.base import Card, Phase, Technique, degrees, nearest_d
 from ridgeline.techniques.mesh import ATTENTION_CORE, COLUMN, ROW, split_bytes, split_gemm, split_saved
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 _DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
             "k_norm.stats")  # fmt: skip

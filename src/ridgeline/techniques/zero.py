@@ -15,7 +15,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import reductions
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class Zero(Technique):

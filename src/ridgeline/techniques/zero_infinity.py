@@ -15,7 +15,7 @@ from ridgeline.techniques.zero_offload import moved_together, offload_states
 
 if TYPE_CHECKING:
     from ridgeline.nn.store import Tier
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 _TIER: dict[str, Tier] = {"cpu": "cpu", "nvme": "disk"}
 
@@ -126,8 +126,8 @@ class ZeroInfinity(Technique):
         from ridgeline.nn.store import Store
         from ridgeline.nn.tiled import tile_linears
         from ridgeline.paths import cache_dir
-        from ridgeline.train.host import HostStates, disk_bytes, parts_of
-        from ridgeline.train.resident import Residency
+        from ridgeline.runtime.host import HostStates, disk_bytes, parts_of
+        from ridgeline.runtime.resident import Residency
 
         states = _TIER[self.optimizer]
         rest = self.parameters != "device"

@@ -10,7 +10,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import host_copy
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import TrainBuild
+    from ridgeline.runtime.build import TrainBuild
 
 
 class ZeroOffload(Technique):
@@ -52,7 +52,7 @@ class ZeroOffload(Technique):
     def build(self, run: TrainBuild) -> None:
         """Hand gradients, norm, clipping and update to the host's side."""
         from ridgeline.nn.store import Store
-        from ridgeline.train.host import HostStates
+        from ridgeline.runtime.host import HostStates
 
         run.store = Store(run.device)
         HostStates(run, run.store, delayed=self.delayed)

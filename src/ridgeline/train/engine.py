@@ -15,16 +15,16 @@ from ridgeline.nn.checkpoint import load_checkpoint, load_into
 from ridgeline.nn.init import allocate, build, init_weights
 from ridgeline.nn.transformer import Transformer
 from ridgeline.predict.settle import settle
+from ridgeline.runtime.build import Micro, TrainBuild
+from ridgeline.runtime.gradients import holders, sum_partial
+from ridgeline.runtime.mesh import Mesh
+from ridgeline.runtime.optimizer import parameter_groups
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Training
 from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import check
-from ridgeline.train.build import Micro, TrainBuild
 from ridgeline.train.data import IGNORE, Batches, load_tokens
-from ridgeline.train.gradients import holders, sum_partial
-from ridgeline.train.mesh import Mesh
-from ridgeline.train.optimizer import parameter_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ridgeline.nn.collectives import local
 from ridgeline.nn.init import build
 from ridgeline.predict.settle import settle
+from ridgeline.runtime.build import TrainBuild
+from ridgeline.runtime.mesh import Mesh, forget
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
-from ridgeline.train.build import TrainBuild
 from ridgeline.train.engine import DTYPES, assemble
-from ridgeline.train.mesh import Mesh, forget
 
 
 @contextmanager

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from ridgeline.nn.checkpoint import save_checkpoint
 from ridgeline.predict.settle import settle
+from ridgeline.runtime.build import TrainBuild
+from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
-from ridgeline.train.build import TrainBuild
 from ridgeline.train.data import IGNORE
 from ridgeline.train.engine import StepStats, global_batches, learning_rate, whole_model
 from ridgeline.train.loop import adapter_scale, plain_state
-from ridgeline.train.optimizer import make_optimizer, parameter_groups
 
 _OF_THE_MODEL = ("flash_attention", "recompute", "lora")
 """Techniques that act on the model, which DeepSpeed takes as it is; the others are options of its engine."""

@@ -19,11 +19,11 @@ from transformers.utils import logging
 
 from ridgeline.nn.checkpoint import save_checkpoint
 from ridgeline.predict.settle import settle
+from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
 from ridgeline.train.data import Batches
 from ridgeline.train.engine import StepStats, global_batches, learning_rate, whole_model
-from ridgeline.train.optimizer import make_optimizer, parameter_groups
 
 
 class HuggingFace:

@@ -19,8 +19,8 @@ from ridgeline.nn.collectives import local
 from ridgeline.nn.meter import return_freed_memory
 from ridgeline.nn.store import Store
 from ridgeline.nn.tiled import TiledLinear
-from ridgeline.train.build import TrainBuild
-from ridgeline.train.host import HostStates, Part
+from ridgeline.runtime.build import TrainBuild
+from ridgeline.runtime.host import HostStates, Part
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ridgeline.nn.codec import E4M3, encode, scale_for
 from ridgeline.nn.collectives import local
-from ridgeline.train.reducer import Bucket
+from ridgeline.runtime.reducer import Bucket
 
 
 class Done:
@@ -26,7 +26,7 @@ class Done:
 
 
 def sum_bucket(b: Bucket) -> Done:
-    """:data:`~ridgeline.train.build.TrainBuild.send_bucket` in float8."""
+    """:data:`~ridgeline.runtime.build.TrainBuild.send_bucket` in float8."""
     sum_fp8(b.flat, [local(p).numel() for p in b.parameters], b.group)
     return Done()
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.timeline import Recorder
+from ridgeline.runtime.swap_plan import Choice, Gap, Problem, Simulated, deadlines, genetic, simulate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.sizes import say_size
-from ridgeline.train.swap_plan import Choice, Gap, Problem, Simulated, deadlines, genetic, simulate
 
 LEAST_BYTES = 1024
 """Smaller storages stay: a copy costs more than they hold."""

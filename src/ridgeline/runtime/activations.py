@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.store import Store, making, mark_host, on_host
-from ridgeline.train.build import TrainBuild
+from ridgeline.runtime.build import TrainBuild
 
 
 class Held:

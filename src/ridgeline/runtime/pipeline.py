@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from ridgeline.graph.schedule import actions
 
 if TYPE_CHECKING:
-    from ridgeline.train.build import Micro, TrainBuild
+    from ridgeline.runtime.build import Micro, TrainBuild
 
 _BACKWARD = {True: _ComputationType.BACKWARD_INPUT, False: _ComputationType.FULL_BACKWARD}
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ridgeline.nn.loss import token_loss
 from ridgeline.nn.store import Store
+from ridgeline.runtime.gradients import clear, clip, global_norm
+from ridgeline.runtime.mesh import Mesh
+from ridgeline.runtime.optimizer import MakeOptimizer, make_optimizer
 from ridgeline.spec.experiment import Experiment
-from ridgeline.train.gradients import clear, clip, global_norm
-from ridgeline.train.mesh import Mesh
-from ridgeline.train.optimizer import MakeOptimizer, make_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ridgeline.nn.attention import Backend
     from ridgeline.nn.tensor_parallel import Divider
     from ridgeline.nn.transformer import Transformer
-    from ridgeline.train.reducer import Bucket, Waitable
+    from ridgeline.runtime.reducer import Bucket, Waitable
 
 
 class Micro(NamedTuple):

@@ -62,7 +62,7 @@ class FlatWeights:
         yield
 
     def optimizer(self, groups: list[dict[str, Any]], w: Training) -> torch.optim.Optimizer:
-        """The one batched update, as :data:`~ridgeline.train.optimizer.MakeOptimizer`."""
+        """The one batched update, as :data:`~ridgeline.runtime.optimizer.MakeOptimizer`."""
         return FlatOptimizer(self, groups, w)
 
 

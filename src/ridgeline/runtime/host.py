@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.collectives import local
 from ridgeline.nn.store import Store, Tier, mark_host, on_host
+from ridgeline.runtime.build import TrainBuild
+from ridgeline.runtime.gradients import clear, clip_factor
+from ridgeline.runtime.optimizer import MakeOptimizer
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Training
-from ridgeline.train.build import TrainBuild
-from ridgeline.train.gradients import clear, clip_factor
-from ridgeline.train.optimizer import MakeOptimizer
 
 _LAYER = re.compile(r"(?:^|\.)(layers\.\w+)\.")
 _TILE = re.compile(r"(?:^|\.)(layers\..+\.tiles\.\d+)$")
@@ -189,7 +189,7 @@ class HostStates:
 
     @torch.no_grad()
     def norm(self, parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
-        """As :func:`ridgeline.train.gradients.global_norm`, of the gradients in the store."""
+        """As :func:`ridgeline.runtime.gradients.global_norm`, of the gradients in the store."""
         total = torch.zeros((), dtype=torch.float64)
         self.store.sync()
         for part in self.parts:
@@ -204,7 +204,7 @@ class HostStates:
         return total.sqrt().float()
 
     def clip(self, parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
-        """As :func:`ridgeline.train.gradients.clip`; the gradients are multiplied when they are applied."""
+        """As :func:`ridgeline.runtime.gradients.clip`; the gradients are multiplied when they are applied."""
         factor = clip_factor(norm, limit, scale)
         self.factor = None if factor is None else factor.cpu()
 
