@@ -24,7 +24,7 @@ from ridgeline.nn.collectives import local
 from ridgeline.nn.store import Store, Tier, mark_host, on_host
 from ridgeline.runtime.build import TrainBuild
 from ridgeline.runtime.gradients import clear, clip_factor
-from ridgeline.runtime.optimizer import MakeOptimizer
+from ridgeline.runtime.optimizer import MakeOptimizer, make_optimizer
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Training
 
@@ -124,7 +124,7 @@ class HostStates:
 
     def __post_init__(self) -> None:
         run = self.run
-        if run.experiment.plan.option("mixed_precision", "weights") == "low":
+        if run.make_optimizer is not make_optimizer:  # a technique's own: it keeps states that do not lie here
             raise Incompatible(
                 "host optimizer states beside mixed_precision:weights=low can be predicted, not yet run",
                 "use mixed_precision with weights=fp32",

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Technique):
-    """All-reduce gradients in buckets while the backward pass still runs (PyTorch DDP)."""
+    """All-reduce gradients in buckets while the backward pass still runs, as PyTorch's DDP does.
+
+    Buckets are filled in the reverse order of the parameters and sent in that order on every rank. In a pipeline they
+    are sent after the last micro-batch.
+    """
 
     card: ClassVar[Card] = Card(
         name="data_parallel",

@@ -93,7 +93,7 @@ BACKENDS = {
         Backend("megatron-core", "Megatron-Core", refused=(
             "its layers need CUDA (GPTModel and its random-number tracker assert it; tried: 0.16 on CPU), so a "
             "comparison could not be tested here; use --backend deepspeed or native, or `ridgeline predict` with "
-            "--system megatron_ptdp")),
+            "--with megatron_ptdp")),
         Backend("torchtitan", "TorchTitan", refused=(
             "its wheel imports Triton without declaring it and its training needs CUDA (tried: 0.3), so a comparison "
             "could not be tested here; the native engine stands on the same PyTorch parts: use --backend native")),
