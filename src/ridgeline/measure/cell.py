@@ -101,6 +101,8 @@ def record_memory(result: Result, trainer: Trainer) -> None:
     if usage.host:
         result.metrics["host_bytes"] = Metric(value=usage.host, unit="bytes", better="lower", source="tiered store")
     result.metrics["peak_bytes"] = Metric(value=usage.total, unit="bytes", better="lower", source=usage.instant)
+    if wire.unknown:
+        result.notes.append(f"sent, but not counted: {', '.join(sorted(wire.unknown))}")
     for key in sorted({k for _, sent in ranks for k in sent}):
         calls, size = (sum(sent.get(key, (0.0, 0.0))[i] for _, sent in ranks) / len(ranks) for i in (0, 1))
         result.traffic.append(Traffic(kind=key[0], ranks=key[1], calls=calls, bytes=size))

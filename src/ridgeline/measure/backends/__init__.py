@@ -17,6 +17,8 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import techniques
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from ridgeline.techniques.base import Technique
@@ -26,12 +28,17 @@ __all__ = ["BACKENDS", "NATIVE", "Engine", "engine_versions", "make_engine", "re
 NATIVE = "native"
 
 
-def _hf_low(t: Technique, e: Experiment) -> str:
-    if t.weights != "fp32":  # type: ignore[attr-defined]
-        return "the Trainer keeps fp32 weights under autocast; use weights=fp32, or --backend deepspeed"
-    if t.dtype == "fp16" and e.cluster.device.kind == "cpu":  # type: ignore[attr-defined]
-        return "fp16 needs a GPU there; use dtype=bf16"
-    return ""
+def _precision(weights: str, otherwise: str) -> Callable[[Technique, Experiment], str]:
+    """mixed_precision with these ``weights`` only; ``otherwise``: the reason and the mend."""
+
+    def says(t: Technique, e: Experiment) -> str:
+        if t.weights != weights:  # type: ignore[attr-defined]
+            return otherwise
+        if t.dtype == "fp16" and e.cluster.device.kind == "cpu":  # type: ignore[attr-defined]
+            return "fp16 needs a GPU there; use dtype=bf16"
+        return ""
+
+    return says
 
 
 def _hf_model(e: Experiment) -> str:
@@ -39,14 +46,6 @@ def _hf_model(e: Experiment) -> str:
         return f"it is driven for causal decoders, and {e.model.name} is none; use a decoder, or --backend native"
     if e.parallel:
         return "it is driven with data parallelism only; drop the model-parallel techniques"
-    return ""
-
-
-def _deepspeed_low(t: Technique, e: Experiment) -> str:
-    if t.weights != "low":  # type: ignore[attr-defined]
-        return "DeepSpeed keeps low-precision weights beside fp32 masters; use weights=low, or --backend hf"
-    if t.dtype == "fp16" and e.cluster.device.kind == "cpu":  # type: ignore[attr-defined]
-        return "fp16 needs a GPU there; use dtype=bf16"
     return ""
 
 
@@ -68,7 +67,8 @@ BACKENDS = {
             expresses={
                 "data_parallel": always,
                 "flash_attention": always,
-                "mixed_precision": _hf_low,
+                "mixed_precision": _precision("fp32", "the Trainer keeps fp32 weights under autocast; use weights=fp32,"
+                                              " or --backend deepspeed"),
                 "recompute": only("the Trainer checkpoints every block whole; use policy=full with every=1",
                                   policy=("full",), every=(1,)),
             },
@@ -82,7 +82,8 @@ BACKENDS = {
                 "zero": only("DeepSpeed shards over all data-parallel ranks and prefetches by itself; use only stage",
                              degree=(None,), reshard=(None,), prefetch=(1,)),
                 "zero_offload": only("it is driven with an update in step; drop delayed", delayed=(False,)),
-                "mixed_precision": _deepspeed_low,
+                "mixed_precision": _precision("low", "DeepSpeed keeps low-precision weights beside fp32 masters; use"
+                                              " weights=low, or --backend hf"),
                 # These act on the model, which DeepSpeed takes as it is.
                 "flash_attention": always,
                 "recompute": always,
