@@ -17,6 +17,7 @@ from torch import nn
 
 from ridgeline.graph.schedule import actions, run
 from ridgeline.nn.collectives import local
+from ridgeline.nn.moe import MoE
 from ridgeline.nn.quantised import QuantisedLinear
 from ridgeline.runtime.gradients import global_norm
 
@@ -267,3 +268,29 @@ def test_evaluation_between_steps_changes_nothing(corpus):
     for plan in (("pipeline:degree=2", "zero:stage=3"), (*TP, "zero:stage=3"), ("pipeline:degree=2", *TP)):
         for got in world(4).run(evaluate_rank, experiment(corpus, *plan, ranks=4, micro_batch_size=2, **SGD)):
             assert got == pytest.approx(want, rel=1e-5)
+
+
+def idle_rank(rank, e):
+    """Every weight's gradient where the first half of the batch goes to expert 0, the second to expert 1."""
+    trainer = make_trainer(e, rank)
+
+    def route(x):
+        chosen = torch.arange(len(x)) * 2 // len(x) if e.world == 1 else torch.full((len(x),), rank // 2)
+        return torch.ones(len(x), 1), chosen.unsqueeze(1)
+
+    for module in trainer.run.root.modules():
+        if isinstance(module, MoE):
+            module.route = route
+    trainer.forward_backward(0)
+    return {n: full(p.grad) for n, p in trainer.run.root.named_parameters() if "router" not in n}
+
+
+@pytest.mark.parametrize("plan", [("zero:stage=3",), ("zero:stage=2",), ("data_parallel",)], ids=" ".join)
+def test_experts_without_a_token_still_take_part_in_the_sums(plan, corpus):
+    """A rank whose experts no token chose has no gradient of them: those it shares them with would wait for it."""
+    experts = MODEL.model_copy(update={"num_experts": 2, "experts_per_token": 1})
+    want = idle_rank(0, experiment(corpus, model=experts, **SGD))
+    e = experiment(corpus, "expert_parallel:degree=2", *plan, ranks=4, model=experts, **SGD)
+    for got in world(4).run(idle_rank, e):
+        for name, grad in want.items():
+            assert torch.allclose(got[name], grad, atol=1e-6), name
