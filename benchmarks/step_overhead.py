@@ -42,8 +42,8 @@ def main() -> None:
 
     from ridgeline.experiments import make
     from ridgeline.measure.environment import fingerprint
-    from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
-    from ridgeline.train.engine import Trainer, learning_rate
+    from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
+    from ridgeline.train.engine import Trainer
     from ridgeline.train.worker import setup
 
     workload = {"kind": "pretrain", "seq_len": 128, "batch_size": 2, "steps": args.steps, "lr": 1e-3}
@@ -61,7 +61,7 @@ def main() -> None:
             if name == "engine":
                 losses[name] = trainer.step().loss
             else:
-                batch = trainer.batches.batch(step)
+                batch = trainer.run.batches.batch(step)
                 lr = learning_rate(e.training, step)
                 losses[name] = bare_step(root, optimizer, parameters, batch, e.training, lr)
             times[name].append(time.perf_counter() - start)

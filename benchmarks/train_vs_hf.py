@@ -57,14 +57,14 @@ def run_hf(steps: int, attention: str) -> dict:
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     from ridgeline.nn.checkpoint import save_checkpoint
+    from ridgeline.runtime.optimizer import learning_rate
     from ridgeline.train.engine import Trainer as Ours
-    from ridgeline.train.engine import learning_rate
 
     e = experiment(steps, [])
     ours = Ours(e)
     rows = []
     for step in range(steps):
-        ids, labels = ours.batches.batch(step)
+        ids, labels, *_ = ours.run.batches.batch(step)
         # Trainer shifts labels itself: give it the ids and the one token beyond.
         rows += [{"input_ids": torch.cat((i, lab[-1:]))} for i, lab in zip(ids, labels, strict=True)]
     folder = tempfile.mkdtemp()

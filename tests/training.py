@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tests.world import world
 
+from ridgeline.runtime.build import Batch, Batches
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -17,7 +18,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import normalise
-from ridgeline.train.data import IGNORE, Batches
+from ridgeline.train.data import IGNORE
 from ridgeline.train.engine import Trainer
 
 MODEL = ModelSpec(
@@ -47,22 +48,31 @@ def experiment(data: Path | str, *plan: str, ranks: int = 1, model: ModelSpec = 
     return normalise(e)
 
 
-@dataclass(frozen=True)
-class UnevenBatches(Batches):
+@dataclass
+class UnevenBatches:
     """Every row has another number of valid labels, so that means over parts are not the mean over all."""
 
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, labels = super().batch(step)
-        labels = labels.clone()
+    inner: Batches
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inner.tokenizer
+
+    def batch(self, step: int) -> Batch:
+        batch = self.inner.batch(step)
+        labels = batch.labels.clone()
         for row in range(len(labels)):
-            labels[row, : (4 * row + 3 * step) % (self.seq_len - 1)] = IGNORE
-        return ids, labels
+            labels[row, : (4 * row + 3 * step) % (labels.shape[1] - 1)] = IGNORE
+        return batch._replace(labels=labels)
+
+    def held_out_batch(self) -> Batch | None:
+        return self.inner.held_out_batch()
 
 
 def make_trainer(e: Experiment, rank: int = 0, uneven: bool = True) -> Trainer:
     trainer = Trainer(e, torch.device("cpu"), rank, e.world)
     if uneven:
-        trainer.batches = UnevenBatches(**vars(trainer.batches))
+        trainer.run.batches = UnevenBatches(trainer.run.batches)
     return trainer
 
 

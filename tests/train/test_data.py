@@ -11,7 +11,7 @@ from tests.world import world
 
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
-from ridgeline.train.data import END, IGNORE, MASK, Batches, documents, load_tokenizer, load_tokens, train_tokenizer
+from ridgeline.train.data import END, IGNORE, MASK, TextBatches, documents, load_tokenizer, load_tokens, train_tokenizer
 
 
 @pytest.fixture
@@ -20,23 +20,23 @@ def tokens(corpus):
 
 
 def test_batches_are_a_function_of_seed_and_step(tokens):
-    a, b = Batches(tokens, 16, 4, 300), Batches(tokens, 16, 4, 300)
+    a, b = TextBatches(tokens, 16, 4, 300), TextBatches(tokens, 16, 4, 300)
     b.batch(7)  # order of asking does not matter
     for step in (3, 0, 11):
         assert torch.equal(a.batch(step)[0], b.batch(step)[0])
     assert not torch.equal(a.batch(0)[0], a.batch(1)[0])
-    assert not torch.equal(a.batch(0)[0], Batches(tokens, 16, 4, 300, seed=1).batch(0)[0])
+    assert not torch.equal(a.batch(0)[0], TextBatches(tokens, 16, 4, 300, seed=1).batch(0)[0])
 
 
 def test_labels_are_the_next_tokens(tokens):
-    ids, labels = Batches(tokens, 16, 4, 300).batch(0)
+    ids, labels, *_ = TextBatches(tokens, 16, 4, 300).batch(0)
     assert ids.shape == labels.shape == (4, 16)
     assert ids.dtype == torch.int64
     assert torch.equal(ids[:, 1:], labels[:, :-1])
 
 
 def test_an_epoch_shows_each_sequence_once_and_the_next_in_another_order(tokens):
-    batches = Batches(tokens, 16, 1, 300)
+    batches = TextBatches(tokens, 16, 1, 300)
     n = batches.sequences
     rows = [batches.batch(i)[0][0].numpy() for i in range(2 * n)]
     windows = tokens.ids[: n * 16].reshape(n, 16)
@@ -48,8 +48,8 @@ def test_an_epoch_shows_each_sequence_once_and_the_next_in_another_order(tokens)
     assert sort(rows[n:]) == sort(windows)
     assert any(not np.array_equal(a, b) for a, b in zip(rows[:n], rows[n:], strict=True))
     # A batch may reach over the end of an epoch: its first rows end one, the others begin the next.
-    size = next(k for k in range(2, n) if Batches(tokens, 16, k, 300).sequences % k)
-    wide = Batches(tokens, 16, size, 300)
+    size = next(k for k in range(2, n) if TextBatches(tokens, 16, k, 300).sequences % k)
+    wide = TextBatches(tokens, 16, size, 300)
     last = wide.sequences // size
     seen = [row.numpy() for i in range(last + 1) for row in wide.batch(i)[0]]
     assert sort(seen[: wide.sequences]) == sort(windows[: wide.sequences])
@@ -57,22 +57,22 @@ def test_an_epoch_shows_each_sequence_once_and_the_next_in_another_order(tokens)
 
 
 def test_held_out_windows_are_never_trained_on(tokens):
-    batches = Batches(tokens, 16, 2, 300)
-    held, _ = batches.held_out_batch()
+    batches = TextBatches(tokens, 16, 2, 300)
+    held, *_ = batches.held_out_batch()
     steps = -(-batches.sequences // 2)
     trained = {tuple(row.numpy()) for i in range(steps) for row in batches.batch(i)[0]}
     assert held.shape == (2, 16)
     assert not trained & {tuple(row.numpy()) for row in held}
-    assert Batches(tokens, 16, batches.windows, 300).held_out_batch() is None
+    assert TextBatches(tokens, 16, batches.windows, 300).held_out_batch() is None
 
 
 def test_masking_has_its_published_shares(tokens):
-    batches = Batches(tokens, 64, 16, 300, causal=False)
-    plain = Batches(tokens, 64, 16, 300)
+    batches = TextBatches(tokens, 64, 16, 300, causal=False)
+    plain = TextBatches(tokens, 64, 16, 300)
     mask = tokens.tokenizer.token_to_id(MASK)
     counts = np.zeros(4)
     for step in range(20):
-        ids, labels = batches.batch(step)
+        ids, labels, *_ = batches.batch(step)
         original = plain.batch(step)[0]
         chosen = labels != IGNORE
         assert torch.equal(labels[chosen], original[chosen])
@@ -84,7 +84,7 @@ def test_masking_has_its_published_shares(tokens):
     assert chosen / total == pytest.approx(0.15, abs=0.01)
     assert masked / chosen == pytest.approx(0.8, abs=0.03)
     assert kept / chosen == pytest.approx(0.1, abs=0.025)
-    assert torch.equal(batches.batch(3)[0], Batches(tokens, 64, 16, 300, causal=False).batch(3)[0])
+    assert torch.equal(batches.batch(3)[0], TextBatches(tokens, 64, 16, 300, causal=False).batch(3)[0])
 
 
 @pytest.mark.parametrize("text", ["the ridge", "naïve café\n\n\ttab", "日本語 🏔️ \x00\x7f", "  two  spaces  "])
@@ -184,7 +184,7 @@ def test_text_shorter_than_a_sequence_is_said(tmp_path):
     file = write_corpus(tmp_path / "text.txt", lines=30)
     tokens = load_tokens(str(file), 300)
     with pytest.raises(UserError, match="less than one sequence of 100000"):
-        Batches(tokens, 100_000, 1, 300).batch(0)
+        TextBatches(tokens, 100_000, 1, 300).batch(0)
 
 
 def test_a_tokenizer_larger_than_the_model_is_said(tmp_path, corpus):

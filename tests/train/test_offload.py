@@ -22,13 +22,13 @@ from ridgeline.nn.tiled import whole_weights
 from ridgeline.predict import predict
 from ridgeline.runtime.gradients import clear, clip, global_norm
 from ridgeline.runtime.host import HostStates
+from ridgeline.runtime.optimizer import learning_rate
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import check
 from ridgeline.train import launchers
 from ridgeline.train.budget import Budget
 from ridgeline.train.checkpoint import save
-from ridgeline.train.engine import learning_rate
 from ridgeline.train.loop import export
 
 ROOT = Path(__file__).parents[2]

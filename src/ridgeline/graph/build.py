@@ -16,8 +16,8 @@ def training_graph(e: Experiment) -> Graph:
     g = _graph(e.model, batch, length, length, e.dtype, training=True)
     g.accumulation = e.accumulation
     g.residual = float(batch * length * e.model.hidden_size * DTYPE_BYTES[e.dtype])
-    if e.world > 1:  # the global gradient norm (fp64), and what a step reports: its loss, and whether to stop
-        for name, size in (("norm.reduce", 8.0), ("report.reduce", 16.0)):
+    if e.world > 1:  # the global gradient norm (fp64), and what a step reports: its loss, and whether to end
+        for name, size in (("norm.reduce", 8.0), ("report.reduce", 24.0)):
             g.before_update.append(Op(name, "communication", "all_reduce", "update", bytes=size, link_bytes=size,
                                       ranks=e.world, axis="all"))  # fmt: skip
     g.optimizer_bytes = 8.0 if e.training.optimizer == "adamw" else 0.0

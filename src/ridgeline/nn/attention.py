@@ -63,15 +63,17 @@ def make_mask(
     wants_bias: bool,
     device: torch.device,
     dtype: torch.dtype,
+    documents: Tensor | None = None,
 ) -> Mask:
     """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
 
-    ``padding`` [B, T] bool: True = real token. No tensor is made where a flag says it all.
+    ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number. No
+    tensor is made where a flag says it all.
     """
     total = start + length
     window = spec.sliding_window if spec.sliding_window and total > spec.sliding_window else None
     causal = spec.causal and length > 1  # a single, last query sees every key anyway
-    if padding is None and window is None:
+    if padding is None and window is None and documents is None:
         if not causal:
             return Mask(None, False)
         if start == 0 and not wants_bias:
@@ -83,6 +85,8 @@ def make_mask(
         allowed = allowed & (key > query - window)
     if padding is not None:
         allowed = allowed & padding[:, None, None, :]
+    if documents is not None:
+        allowed = allowed & (documents[:, None, start:, None] == documents[:, None, None, :])
     # Half the lowest number, not -inf: a query that may see nothing (padding) then gets a finite, unused average
     # instead of NaN, and adding a negative score to it cannot overflow.
     bias = torch.zeros(allowed.shape, dtype=dtype, device=device)

@@ -42,6 +42,22 @@ class LoRALinear(nn.Module):
         return torch.add(self.base(x), update, alpha=self.scale)
 
 
+def merged(state: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """A model's state with the updates, times ``scale`` = alpha / rank, added to the weights under them."""
+    out: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf in ("lora_a", "lora_b"):
+            continue
+        adapted = prefix.removesuffix(".base")
+        if f"{adapted}.lora_a" in state:
+            name = f"{adapted}.{leaf}"
+            if leaf == "weight":
+                value = value + scale * (state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"])
+        out[name] = value
+    return out
+
+
 def wrap_linears(model: nn.Module, targets: tuple[str, ...], rank: int, alpha: float, seed: int = 0) -> list[str]:
     """Wrap every linear whose last name is in ``targets``; returns the wrapped names."""
     generator = torch.Generator().manual_seed(seed)

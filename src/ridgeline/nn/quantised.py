@@ -82,6 +82,18 @@ class QuantisedLinear(nn.Module):
         return y if self.bias is None else y + local(self.bias).to(y.dtype)
 
 
+def expanded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's state with weights in the place of codes and scales."""
+    out: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf == "codes":
+            out[f"{prefix}.weight"] = dequantise(value, state[f"{prefix}.scales"])
+        elif leaf != "scales":
+            out[name] = value
+    return out
+
+
 def quantise_linears(model: nn.Module, bits: int, group_size: int = 0) -> list[str]:
     """Replace the ``*_proj`` linears inside the model's layers; returns their names."""
     replaced: list[str] = []

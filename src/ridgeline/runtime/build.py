@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from ridgeline.nn.loss import token_loss
 from ridgeline.nn.store import Store
 from ridgeline.runtime.gradients import clear, clip, global_norm
 from ridgeline.runtime.mesh import Mesh
-from ridgeline.runtime.optimizer import MakeOptimizer, make_optimizer
+from ridgeline.runtime.optimizer import MakeOptimizer, learning_rate, make_optimizer
 from ridgeline.spec.experiment import Experiment
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch.distributed import ProcessGroup
 
     from ridgeline.nn.attention import Backend
@@ -35,7 +37,32 @@ class Micro(NamedTuple):
     labels: Tensor
     """[batch, seq] the token that each position should predict, or -100."""
     positions: Tensor | None = None
-    """[seq] place of each token in its sequence; None: 0, 1, …"""
+    """[seq] or [batch, seq] place of each token in its sequence; None: 0, 1, …"""
+    documents: Tensor | None = None
+    """[batch, seq] number of the document that each token belongs to; it sees no other one. None: one per row."""
+
+
+class Batch(NamedTuple):
+    """One global batch, as every rank derives it from the step; fields as in :class:`Micro`."""
+
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+
+
+class Batches(Protocol):
+    """Where global batches come from. A technique may put another source, or a layer over this one, in its place."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the token ids."""
+
+    def batch(self, step: int) -> Batch:
+        """The batch of ``step``: the same on every rank, whatever was asked for before."""
+
+    def held_out_batch(self) -> Batch | None:
+        """A batch that no step trains on; None when there is none to spare."""
 
 
 class LossModel(nn.Module):
@@ -51,14 +78,21 @@ class LossModel(nn.Module):
         self.autocast: torch.dtype | None = None
         """Compute dtype of matrix products; None: that of the weights."""
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Sum of token losses (fp32 scalar) from ids [batch, seq], or from hidden states where there is no embedding.
 
         Without a head the result is the hidden states [batch, seq, hidden] for the next stage.
         """
         low = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
+        places = self.positions if positions is None else positions
         with low:
-            hidden: Tensor = self.model(x, self.positions if positions is None else positions, return_hidden=True)
+            hidden: Tensor = self.model(x, places, documents=documents, return_hidden=True)
             if self.model.head is None:
                 return hidden.contiguous()  # it will be sent
             assert labels is not None
@@ -79,19 +113,23 @@ class LossModel(nn.Module):
         return part
 
 
-class Scaler(Protocol):
+class Stateful(Protocol):
+    """What a checkpoint keeps beside model and optimizer: small, the same on every rank, and writable as JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a checkpoint."""
+
+
+class Scaler(Stateful, Protocol):
     """Dynamic loss scaling: a factor on the loss, and what becomes of it after each step."""
 
     scale: float
 
     def update(self, finite: bool) -> None:
         """After a step, whose gradients were ``finite`` or not (the latter is skipped)."""
-
-    def state_dict(self) -> dict[str, float]:
-        """For checkpoints."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """From a checkpoint."""
 
 
 @dataclass
@@ -141,6 +179,18 @@ class TrainBuild(Build):
     """Tensors that the engine holds from step to step beside the model (what messages are received into)."""
     after_evaluation: Callable[[], None] = lambda: None
     """What to undo after a forward pass that no backward follows."""
+    batches: Batches = field(init=False)
+    """Where batches come from; set by the engine before it builds."""
+    schedule: Callable[[int], float] = field(init=False)
+    """Learning rate of a step."""
+    lr: float = 0.0
+    """Learning rate of the step under way, known before its forward pass (for updates within the backward)."""
+    before_step: list[Callable[[int], None]] = field(default_factory=list)
+    """Before each step, with its number."""
+    finished: Callable[[], bool] = lambda: False
+    """Whether training should end after this step though steps are left (a budget is spent); asked of rank 0."""
+    states: dict[str, Stateful] = field(default_factory=dict)
+    """What checkpoints keep for techniques, by name."""
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Replicated parameters, as (module, name), whose gradients are summed over the tensor-parallel ranks."""
     norm: Callable[[list[nn.Parameter], dict[nn.Parameter, int], int], Tensor] = global_norm
@@ -174,6 +224,7 @@ class TrainBuild(Build):
         self.call = self.root
         self.execute = self._execute
         self.score = self._score
+        self.schedule = functools.partial(learning_rate, self.experiment.training)
 
     def _execute(self, micros: list[Micro], factor: float) -> Tensor:
         total = torch.zeros((), device=self.device)

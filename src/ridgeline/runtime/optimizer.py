@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,3 +30,12 @@ def make_optimizer(groups: list[dict[str, Any]], w: Training) -> torch.optim.Opt
     if w.optimizer == "sgd":
         return torch.optim.SGD([{"params": g["params"]} for g in groups], lr=w.lr)
     return torch.optim.AdamW(groups, lr=w.lr, betas=(w.beta1, w.beta2), fused=True)
+
+
+def learning_rate(w: Training, step: int) -> float:
+    """Linear warm-up, then cosine to ``min_lr_ratio`` of the peak."""
+    if step < w.warmup_steps:
+        return w.lr * (step + 1) / w.warmup_steps
+    span = max(1, w.steps - w.warmup_steps)
+    share = min(1.0, (step - w.warmup_steps) / span)
+    return w.lr * (w.min_lr_ratio + (1 - w.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * share)))

@@ -125,12 +125,12 @@ class Pipeline:
         runtime.factor = factor
         self._place(micros[0])
         losses: list[Tensor] = []
-        labels = torch.cat([m.labels for m in micros])
+        given = self._cut_by_rows(micros)
         ids = (torch.cat([m.ids for m in micros]),) if 0 in self.mine else ()
-        last: dict[str, Any] = {"target": labels, "losses": losses} if self.total - 1 in self.mine else {}
+        last: dict[str, Any] = {"target": given["labels"], "losses": losses} if self.total - 1 in self.mine else {}
         with self.run.sync(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            runtime.step(*ids, labels=labels, return_outputs=False, **last)
+            runtime.step(*ids, **given, return_outputs=False, **last)
         total = torch.zeros((), device=self.run.device)
         return total + sum(x.detach() for x in losses) if losses else total
 
@@ -147,13 +147,24 @@ class Pipeline:
                 if v:
                     x = self.hidden(micro, self.run.device)
                     dist.recv(x, peers[(v - 1) % self.ranks], group=group)
-                out = chunks[v](x, micro.labels)
+                out = chunks[v](x, **self._cut_by_rows([micro]))
                 if v == self.total - 1:
                     total += out.double()
                 else:
                     dist.send(out.contiguous(), peers[(v + 1) % self.ranks], group=group)
         return total
 
+    def _cut_by_rows(self, micros: list[Micro]) -> dict[str, Any]:
+        """What goes with the ids of several micro-batches to every stage, [all rows, seq] each."""
+        columns = {"labels": [m.labels for m in micros]}
+        for name in ("positions", "documents"):
+            of_each = [getattr(m, name) for m in micros]
+            if of_each[0] is not None and of_each[0].dim() == 2:
+                columns[name] = of_each
+        return {name: torch.cat(parts) for name, parts in columns.items()}
+
     def _place(self, micro: Micro) -> None:
+        """Places that all rows share cannot travel with them."""
+        shared = None if micro.positions is None or micro.positions.dim() == 2 else micro.positions
         for chunk in self.run.chunks:
-            chunk.positions = micro.positions
+            chunk.positions = shared

@@ -19,6 +19,8 @@ from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Result
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ridgeline.graph.graph import Graph
     from ridgeline.runtime.build import TrainBuild
 
@@ -150,6 +152,14 @@ class Technique(BaseModel):
     def build(self, run: TrainBuild) -> None:
         """The real side: act on the engine's builder."""
         raise NotImplementedError
+
+    def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A model's state as it trains with this technique → the state without it: merged, expanded, renamed.
+
+        For exports and evaluation elsewhere. Called in the order in which techniques are built: a base is expanded
+        before what lies around it is merged into it.
+        """
+        return state
 
     def needs(self, condition: bool, why: str, fix: str) -> None:
         """Raise :class:`Incompatible` naming this technique unless ``condition`` holds."""

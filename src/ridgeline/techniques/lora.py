@@ -13,6 +13,8 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ridgeline.runtime.build import TrainBuild
 
 
@@ -113,6 +115,12 @@ class LoRA(Technique):
 
         wrap_linears(run.model, self.targets, self.rank, self.alpha, seed=run.experiment.training.seed)
         run.trainable = lambda name: name.rpartition(".")[2] in ("lora_a", "lora_b")
+
+    def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Updates merged into the weights."""
+        from ridgeline.nn.lora import merged
+
+        return merged(state, self.alpha / self.rank)
 
 
 def _linears(m: ModelSpec) -> dict[str, tuple[int, ...]]:

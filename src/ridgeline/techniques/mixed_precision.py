@@ -92,7 +92,7 @@ class MixedPrecision(Technique):
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
         if self.dtype == "fp16":
-            run.scaler = DynamicScale(self.loss_scale, self.growth_interval)
+            run.scaler = run.states["scaler"] = DynamicScale(self.loss_scale, self.growth_interval)
         if self.weights == "fp32":
             run.compute_dtype = dtype
         else:

@@ -11,6 +11,8 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ridgeline.runtime.build import Build
 
 
@@ -86,3 +88,9 @@ class RTN(Technique):
         from ridgeline.nn.quantised import quantise_linears
 
         quantise_linears(run.model, self.bits, self.group_size)
+
+    def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Codes expanded."""
+        from ridgeline.nn.quantised import expanded
+
+        return expanded(state)

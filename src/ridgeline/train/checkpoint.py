@@ -53,7 +53,7 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
             "step": trainer.steps_done,
             "losses": losses,
             "experiment": experiment,
-            "scaler": trainer.run.scaler.state_dict() if trainer.run.scaler else {},
+            "states": {name: kept.state_dict() for name, kept in trainer.run.states.items()},
             "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
         }
         _write(draft / "state.json", json.dumps(state))
@@ -112,7 +112,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         other = _differences(state["experiment"], trainer)
         step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
-        scaler = {k: float(v) for k, v in state.get("scaler", {}).items()}
+        states = dict(state.get("states", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{newest}/state.json is damaged: {type(e).__name__}: {e}", mend) from None
     if other:
@@ -132,8 +132,9 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         except Exception as e:
             raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
         set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=_by_name())
-    if trainer.run.scaler and scaler:
-        trainer.run.scaler.load_state_dict(scaler)
+    for name, kept in trainer.run.states.items():
+        if name in states:
+            kept.load_state_dict(states[name])
     trainer.steps_done = step
     return losses
 

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ridgeline.paths import cache_dir
+from ridgeline.runtime.build import Batch
 from ridgeline.spec.errors import UserError
 
 END, MASK = "<|endoftext|>", "<|mask|>"
@@ -167,8 +168,8 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> T
 
 
 @dataclass(frozen=True)
-class Batches:
-    """Packed batches: ``batch(step)`` is a pure function of the seed and the step.
+class TextBatches:
+    """Packed batches of text: ``batch(step)`` is a pure function of the seed and the step.
 
     Causal: labels are the inputs shifted by one. Masked (encoders): 15 % of positions are replaced and predicted, 80 %
     by the mask token, 10 % by a random one, 10 % kept (Devlin et al. 2019, section 3.1).
@@ -180,6 +181,11 @@ class Batches:
     vocab_size: int
     causal: bool = True
     seed: int = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the token ids."""
+        return self.tokens.tokenizer
 
     @property
     def windows(self) -> int:
@@ -196,8 +202,8 @@ class Batches:
         """Windows to train on."""
         return self.windows - self.held_out
 
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input_ids, labels), both int64 [batch_size, seq_len], of the global batch of ``step``."""
+    def batch(self, step: int) -> Batch:
+        """Ids and labels, both int64 [batch_size, seq_len], of the global batch of ``step``."""
         n = self.sequences
         if n < 1:
             have = f"data {self.tokens.source!r} has {len(self.tokens.ids)} tokens"
@@ -209,21 +215,21 @@ class Batches:
             rows.append(_permutation(n, self.seed, epoch)[at])
         return self._pack(np.asarray(rows), step)
 
-    def held_out_batch(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(input_ids, labels) that no step trains on; None when the corpus is too small to spare them."""
+    def held_out_batch(self) -> Batch | None:
+        """A batch that no step trains on; None when the corpus is too small to spare one."""
         if not self.held_out:
             return None
         return self._pack(np.arange(self.sequences, self.windows), -1)
 
-    def _pack(self, rows: np.ndarray, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pack(self, rows: np.ndarray, step: int) -> Batch:
         starts = rows * self.seq_len
         ids = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
         windows = torch.from_numpy(ids.astype(np.int64))
         if self.causal:
-            return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+            return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
         return self._masked(windows[:, :-1].contiguous(), step)
 
-    def _masked(self, ids: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _masked(self, ids: torch.Tensor, step: int) -> Batch:
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 1)
         chosen = torch.rand(ids.shape, generator=g) < 0.15
         kind = torch.rand(ids.shape, generator=g)
@@ -231,7 +237,7 @@ class Batches:
         mask = self.tokens.tokenizer.token_to_id(MASK) or 1
         labels = torch.where(chosen, ids, IGNORE)
         ids = torch.where(chosen & (kind < 0.8), mask, ids)
-        return torch.where(chosen & (kind >= 0.9), random, ids), labels
+        return Batch(torch.where(chosen & (kind >= 0.9), random, ids), labels)
 
 
 _PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}

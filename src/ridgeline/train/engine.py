@@ -15,16 +15,15 @@ from ridgeline.nn.checkpoint import load_checkpoint, load_into
 from ridgeline.nn.init import allocate, build, init_weights
 from ridgeline.nn.transformer import Transformer
 from ridgeline.predict.settle import settle
-from ridgeline.runtime.build import Micro, TrainBuild
+from ridgeline.runtime.build import Batch, Micro, TrainBuild
 from ridgeline.runtime.gradients import holders, sum_partial
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.optimizer import parameter_groups
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.workload import Training
 from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import check
-from ridgeline.train.data import IGNORE, Batches, load_tokens
+from ridgeline.train.data import IGNORE, TextBatches, load_tokens
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,18 +68,11 @@ class StepStats:
     seconds: float
     stop: bool = False
     """Whether any rank was asked to stop."""
+    finished: bool = False
+    """Whether the plan ends training here (its budget is spent)."""
 
 
-def learning_rate(w: Training, step: int) -> float:
-    """Linear warm-up, then cosine to ``min_lr_ratio`` of the peak."""
-    if step < w.warmup_steps:
-        return w.lr * (step + 1) / w.warmup_steps
-    span = max(1, w.steps - w.warmup_steps)
-    share = min(1.0, (step - w.warmup_steps) / span)
-    return w.lr * (w.min_lr_ratio + (1 - w.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def global_batches(e: Experiment, rank: int, world: int) -> Batches:
+def global_batches(e: Experiment, rank: int, world: int) -> TextBatches:
     """The batches of the experiment. Rank 0 tokenises, the others read what it kept."""
     w = e.training
     if rank > 0:
@@ -88,7 +80,7 @@ def global_batches(e: Experiment, rank: int, world: int) -> Batches:
     tokens = load_tokens(w.data, e.model.vocab_size, w.tokenizer)
     if rank == 0 and world > 1:
         dist.barrier()
-    return Batches(tokens, w.seq_len, e.batch_size, e.model.vocab_size, e.model.causal, w.seed)
+    return TextBatches(tokens, w.seq_len, e.batch_size, e.model.vocab_size, e.model.causal, w.seed)
 
 
 def whole_model(e: Experiment, device: torch.device) -> Transformer:
@@ -116,7 +108,6 @@ class Trainer:
         self.rank, self.world = rank, world
         made = check(e)
         w = self.workload
-        self.batches = global_batches(e, rank, world)
         self.run = self._build(made)
         self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
         if not self.parameters:
@@ -137,6 +128,7 @@ class Trainer:
         lazy = self.world > 1 and not e.model.tie_embeddings and all(t.lazy() for t in early)
         model = whole_model(e, torch.device("meta") if lazy else self.device)
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
+        run.batches = global_batches(e, self.rank, self.world)
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in made), default=1))
         assemble(run, made, self._fill if lazy else None)
@@ -157,16 +149,16 @@ class Trainer:
 
         Every rank derives the global batch from the step, so counting needs no communication.
         """
-        return self._mine(*self.batches.batch(step))
+        return self._mine(self.run.batches.batch(step))
 
-    def _mine(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[list[Micro], int]:
-        valid = max(1, int((labels != IGNORE).sum()))
-        share = len(ids) // self.experiment.data_parallel
+    def _mine(self, batch: Batch) -> tuple[list[Micro], int]:
+        valid = max(1, int((batch.labels != IGNORE).sum()))
+        share = len(batch.ids) // self.experiment.data_parallel
         place = self.run.mesh.data_rank if self.run.mesh else 0
         mine = slice(place * share, (place + 1) * share)
         size = self.experiment.micro_batch_size
-        ids, labels = ids[mine].to(self.device), labels[mine].to(self.device)
-        micros = [Micro(i, t) for i, t in zip(ids.split(size), labels.split(size), strict=True)]
+        parts = [None if t is None else t[mine].to(self.device).split(size) for t in batch]
+        micros = [Micro._make(None if p is None else p[i] for p in parts) for i in range(-(-share // size))]
         for take in self.run.cut:
             micros = [take(m) for m in micros]
         return micros, valid
@@ -176,8 +168,11 @@ class Trainer:
 
         Returns this rank's part of the mean loss, and the global count of valid tokens.
         """
-        micros, valid = self.local_batch(step)
         run = self.run
+        run.lr = run.schedule(step)
+        for prepare in run.before_step:
+            prepare(step)
+        micros, valid = self.local_batch(step)
         scale = run.scaler.scale if run.scaler else 1.0
         total = run.execute(micros, scale / valid) / scale
         for finish in run.after_backward:
@@ -191,10 +186,10 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss over one held-out batch, the same for every plan; None when the corpus has none to spare."""
-        batch = self.batches.held_out_batch()
+        batch = self.run.batches.held_out_batch()
         if batch is None:
             return None
-        micros, valid = self._mine(*batch)
+        micros, valid = self._mine(batch)
         total = self._counted_once(self.run.score(micros)) / valid
         self.run.after_evaluation()
         if self.world > 1:
@@ -213,9 +208,8 @@ class Trainer:
         finite = run.scaler is None or bool(torch.isfinite(norm))
         if finite:
             run.clip(self.parameters, norm, limit, scale)
-            lr = learning_rate(self.workload, step)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = run.lr
             self.optimizer.step()
         run.clear(self.parameters, run.keep_gradients)
         for finish in run.after_update:
@@ -230,23 +224,27 @@ class Trainer:
         step = self.steps_done
         loss, valid = self.forward_backward(step)
         norm = self.update(step)
-        value, stop = self.report(loss)
+        value, stop, finished = self.report(loss)
         self.steps_done += 1
         if not math.isfinite(value):
             raise FloatingPointError(f"loss is {value} at step {step}")
-        return StepStats(step, value, valid, float(norm), time.perf_counter() - start, stop)
+        return StepStats(step, value, valid, float(norm), time.perf_counter() - start, stop, finished)
 
-    def report(self, loss: torch.Tensor) -> tuple[float, bool]:
-        """The loss over all ranks, and whether any of them was asked to stop."""
-        report = torch.tensor([0.0, float(self.stop_requested)], dtype=torch.float64, device=self.device)
+    def report(self, loss: torch.Tensor) -> tuple[float, bool, bool]:
+        """The loss over all ranks, whether any of them was asked to stop, and whether rank 0 finds training done."""
+        finished = self.rank == 0 and self.run.finished()
+        report = torch.tensor(
+            [0.0, float(self.stop_requested), float(finished)], dtype=torch.float64, device=self.device
+        )
         report[0] = loss
         if self.world > 1:
             dist.all_reduce(report)
-        value, stop = report.tolist()
-        return value, stop > 0
+        value, stop, done = report.tolist()
+        return value, stop > 0, done > 0
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
         """Steps to the end of the workload, each shown to ``watch``, which returns whether to stop."""
         for _ in range(self.workload.steps):
-            if watch(self.step()):
+            stats = self.step()
+            if watch(stats) or stats.finished:
                 break

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ridgeline.nn.quantised import dequantise
 from ridgeline.nn.tiled import whole_weights
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.plan import Plan
+from ridgeline.techniques.registry import techniques
 from ridgeline.train.budget import Budget
 from ridgeline.train.engine import Trainer
 
@@ -83,35 +82,17 @@ def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
     if trainer.rank:
         return
-    plain = plain_state(whole_weights(read_model(checkpoint)), adapter_scale(trainer.experiment.plan))
+    plain = plain_state(trainer.experiment, whole_weights(read_model(checkpoint)))
     with torch.device("meta"):
         model = Transformer(trainer.experiment.model)
     model.load_state_dict(plain, assign=True, strict=not trainer.experiment.model.tie_embeddings)
     model.tie()
     save_checkpoint(model, folder)
-    trainer.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
+    trainer.run.batches.tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def adapter_scale(plan: Plan) -> float:
-    """What low-rank updates are multiplied by, alpha / rank; 0 without adapters."""
-    alpha, rank = (plan.option("lora", name) for name in ("alpha", "rank"))
-    return alpha / rank if rank else 0.0
-
-
-def plain_state(state: dict[str, torch.Tensor], scale: float = 0.0) -> dict[str, torch.Tensor]:
-    """State of an adapted or quantised model → the state of the plain one: codes expanded, adapters merged at
-    ``scale`` (alpha / rank)."""
-    out: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        prefix, _, leaf = name.rpartition(".")
-        if leaf in ("scales", "lora_a", "lora_b"):
-            continue
-        if leaf == "codes":
-            name, value = f"{prefix}.weight", dequantise(value, state[f"{prefix}.scales"])
-        adapted = prefix.removesuffix(".base")
-        if f"{adapted}.lora_a" in state:
-            name = f"{adapted}.{name.rpartition('.')[2]}"
-            if name.endswith(".weight"):
-                value = value + scale * (state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"])
-        out[name] = value
-    return out
+def plain_state(e: Experiment, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """State of the model as the plan trains it → the state of the plain one: codes expanded, adapters merged."""
+    for technique in techniques(e.plan):
+        state = technique.plain(state)
+    return state

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from ridgeline.nn.checkpoint import save_checkpoint
 from ridgeline.predict.settle import settle
 from ridgeline.runtime.build import TrainBuild
-from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
+from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
 from ridgeline.train.data import IGNORE
-from ridgeline.train.engine import StepStats, global_batches, learning_rate, whole_model
-from ridgeline.train.loop import adapter_scale, plain_state
+from ridgeline.train.engine import StepStats, global_batches, whole_model
+from ridgeline.train.loop import plain_state
 
 _OF_THE_MODEL = ("flash_attention", "recompute", "lora")
 """Techniques that act on the model, which DeepSpeed takes as it is; the others are options of its engine."""
@@ -72,11 +72,12 @@ class DeepSpeed:
         batch = self.batches.held_out_batch()
         if batch is None:
             return None
-        ids, labels = (t.to(self.device).split(self.experiment.micro_batch_size) for t in batch)
+        size = self.experiment.micro_batch_size
+        ids, labels = (t.to(self.device).split(size) for t in (batch.ids, batch.labels))
         self.engine.eval()
         total = sum(float(self.engine(i, t)) for i, t in zip(ids, labels, strict=True))
         self.engine.train()
-        return total / max(1, int((batch[1] != IGNORE).sum()))
+        return total / max(1, int((batch.labels != IGNORE).sum()))
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
         """Steps to the end of the workload, each shown to ``watch``."""
@@ -87,7 +88,7 @@ class DeepSpeed:
     def _step(self, step: int) -> StepStats:
         e, engine = self.experiment, self.engine
         start = time.perf_counter()
-        ids, labels = self.batches.batch(step)
+        ids, labels, *_ = self.batches.batch(step)
         valid = max(1, int((labels != IGNORE).sum()))
         share = len(ids) // self.world
         mine = slice(self.rank * share, (self.rank + 1) * share)
@@ -125,10 +126,10 @@ class DeepSpeed:
             state = {name.removeprefix("model."): t.detach().clone() for name, t in root.state_dict().items()}
         with torch.device("meta"):
             model = Transformer(self.experiment.model)
-        model.load_state_dict(plain_state(state, adapter_scale(self.experiment.plan)), assign=True)
+        model.load_state_dict(plain_state(self.experiment, state), assign=True)
         model.tie()
         save_checkpoint(model, folder)
-        self.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
+        self.batches.tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def configuration(e: Experiment, cpu: bool) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from transformers.utils import logging
 
 from ridgeline.nn.checkpoint import save_checkpoint
 from ridgeline.predict.settle import settle
-from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
+from ridgeline.runtime.build import Batch
+from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
-from ridgeline.train.data import Batches
-from ridgeline.train.engine import StepStats, global_batches, learning_rate, whole_model
+from ridgeline.train.data import TextBatches
+from ridgeline.train.engine import StepStats, global_batches, whole_model
 
 
 class HuggingFace:
@@ -65,11 +66,12 @@ class HuggingFace:
             return None
         self.model.to(self.device).eval()
         total = 0.0
-        for ids, labels in zip(*(t.to(self.device).split(self.experiment.micro_batch_size) for t in batch),
-                               strict=True):  # fmt: skip
+        size = self.experiment.micro_batch_size
+        parts = (t.to(self.device).split(size) for t in (batch.ids, batch.labels))
+        for ids, labels in zip(*parts, strict=True):
             total += float(self.model(input_ids=ids, labels=labels, shift_labels=labels).loss) * len(ids)
         self.model.train()
-        return total / len(batch[0])
+        return total / len(batch.ids)
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
         """``Trainer.train()``, each step shown to ``watch``."""
@@ -101,16 +103,16 @@ class HuggingFace:
         """Write the model and its tokenizer."""
         if self.rank == 0:
             self.model.save_pretrained(folder)
-            self.batches.tokens.tokenizer.save(str(folder / "tokenizer.json"))
+            self.batches.tokenizer.save(str(folder / "tokenizer.json"))
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
     """The rows of every step's batch, one after the other; made when asked for."""
 
-    def __init__(self, batches: Batches, steps: int) -> None:
+    def __init__(self, batches: TextBatches, steps: int) -> None:
         self.batches, self.steps = batches, steps
         self._step = -1
-        self._batch: tuple[Tensor, Tensor] | None = None
+        self._batch: Batch | None = None
 
     def __len__(self) -> int:
         return self.steps * self.batches.batch_size
@@ -119,7 +121,7 @@ class _Rows(Dataset[dict[str, Tensor]]):
         step, row = divmod(i, self.batches.batch_size)
         if step != self._step or self._batch is None:
             self._step, self._batch = step, self.batches.batch(step)
-        ids, labels = self._batch
+        ids, labels, *_ = self._batch
         return {"input_ids": ids[row], "labels": labels[row]}
 
 
