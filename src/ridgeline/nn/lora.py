@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.adapters.base import Adapter, dense, put
+from ridgeline.nn.adapters.base import Adapter, dense
 from ridgeline.nn.adapters.dropout import Dropout
 from ridgeline.nn.collectives import linear, local
 from ridgeline.nn.quantised import QuantisedLinear
@@ -23,7 +22,7 @@ class LoRALinear(Adapter):
 
     def __init__(
         self,
-        base: nn.Linear | QuantisedLinear,
+        base: Any,
         rank: int,
         scale: float,
         generator: torch.Generator | None = None,
@@ -77,13 +76,3 @@ def merged(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
                 value = value + scale * (state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"])
         out[name] = value
     return out
-
-
-def wrap_linears(
-    model: nn.Module, names: Iterable[str], rank: int, scale: float, seed: int = 0, dropout: Dropout | None = None
-) -> None:
-    """Put an adapter around each of the linears called ``names``."""
-    generator = torch.Generator().manual_seed(seed)
-    for i, name in enumerate(names):
-        base = model.get_submodule(name)
-        put(model, name, LoRALinear(base, rank, scale, generator, dropout, i))  # type: ignore[arg-type]

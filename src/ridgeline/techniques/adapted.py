@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.targets import chosen, linears, matching, shortest
 from ridgeline.techniques.base import Technique
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ridgeline.nn.adapters.base import Adapter
+
 Adapt = Callable[[Block, Op, str], None]
 """Adds to a block what adapts one of its linear layers: block, the layer's forward operator, the saved activation that
 is its input."""
+
+
+class Adapting(Technique):
+    """A technique that puts an adapter around linear layers and trains it alone."""
+
+    leaves: ClassVar[tuple[str, ...]]
+    """Names of the adapter's tensors at each layer."""
+
+    def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
+        """The adapter around one linear layer, at its start: as if it were not there."""
+        raise NotImplementedError
+
+    def compact(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A model's whole state as trained → the tensors that a folder keeps."""
+        return {n: t for n, t in state.items() if n.rpartition(".")[2] in self.leaves}
+
+    def expand(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`compact`: the adapter's tensors as trained."""
+        return state
 
 
 def check_targets(technique: Technique, e: Experiment, targets: Iterable[str]) -> None:

@@ -11,16 +11,17 @@ from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.targets import chosen
-from ridgeline.techniques.adapted import adapt, check_targets
+from ridgeline.techniques.adapted import Adapting, adapt, check_targets
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from ridgeline.nn.adapters.base import Adapter
     from ridgeline.runtime.build import TrainBuild
 
 
-class LoRA(Technique):
+class LoRA(Adapting):
     """y = W x + (alpha / rank) · B A x with W frozen; A is random, B starts at zero (Hu et al. 2021, eq. 3)."""
 
     card: ClassVar[Card] = Card(
@@ -36,6 +37,7 @@ class LoRA(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
+    leaves: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
 
     rank: int = Field(default=8, ge=1)
     """Rank of the update."""
@@ -97,8 +99,11 @@ class LoRA(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Wrap each target linear, freeze the rest."""
+        import torch
+
+        from ridgeline.nn.adapters.base import put
         from ridgeline.nn.adapters.dropout import Dropout
-        from ridgeline.nn.lora import wrap_linears
+        from ridgeline.nn.lora import LoRALinear
 
         seed = run.experiment.training.seed
         dropout = None
@@ -106,9 +111,19 @@ class LoRA(Technique):
             place = run.mesh.data_rank * run.mesh.size("cp") + run.mesh.at("cp") if run.mesh else 0
             dropout = Dropout(self.dropout, seed, place)
             run.before_step.append(dropout.at)
-        names = list(chosen(run.model.spec, self.targets))
-        wrap_linears(run.model, names, self.rank, self.scale, seed=seed, dropout=dropout)
-        run.trainable = lambda name: name.rpartition(".")[2] in ("lora_a", "lora_b")
+        generator = torch.Generator().manual_seed(seed)
+        for i, name in enumerate(chosen(run.model.spec, self.targets)):
+            base = run.model.get_submodule(name)
+            put(run.model, name, LoRALinear(base, self.rank, self.scale, generator, dropout, i))
+        run.trainable = lambda name: name.rpartition(".")[2] in self.leaves
+
+    def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
+        """A low-rank update that is zero."""
+        import torch
+
+        from ridgeline.nn.lora import LoRALinear
+
+        return LoRALinear(base, self.rank, self.scale, torch.Generator().manual_seed(seed + layer), layer=layer)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Updates merged into the weights."""
