@@ -31,6 +31,9 @@ TRAINED = [(n,) for n, t in RUNS.items() if t.card.tasks & TRAINING]
 TRAINED += [(p.a, p.b) for p in MATRIX if p.status == "works" and p.runs and p.task in TRAINING]
 GENERATED = [(n,) for n, t in RUNS.items() if "generate" in (t.card.runs_in or t.card.tasks)]
 GENERATED += [(p.a, p.b) for p in MATRIX if p.status == "works" and {(p.a,), (p.b,)} <= set(GENERATED)]
+CLIPPED = {"mask_tuning": (0.003, 80.0)}
+"""(grad_clip, lr) where the usual clip would not act: the gradient of a mask's scores is that of the weights times the
+weights, which are small."""
 MARGIN = 50
 """The signal must be this many times the residual."""
 
@@ -74,7 +77,8 @@ def prepared(names: tuple[str, ...], corpus) -> Experiment:
     """The matrix's own experiment, clipped below every gradient norm, with a step that moves the loss."""
     e = pair_experiment(*names)
     assert e.training.optimizer == "sgd"
-    workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": 0.05, "lr": 10.0})
+    clip, lr = next((CLIPPED[n] for n in names if n in CLIPPED), (0.05, 10.0))
+    workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": clip, "lr": lr})
     e = normalise(e.model_copy(update={"workload": workload}))
     check(e)
     return e

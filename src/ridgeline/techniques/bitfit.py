@@ -31,7 +31,7 @@ class BitFit(Adapting):
         taxonomy="training/finetune/bitfit",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=False,
-        claim="competitive with fine-tuning the entire model on small to medium data, with 0.1 % of its parameters trained",
+        claim="on small to medium data competitive with fine-tuning all of BERT, training 0.1 % of it",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
     )

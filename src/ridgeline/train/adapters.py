@@ -107,8 +107,7 @@ def adapters(model: Transformer, loaded: Loaded) -> dict[str, Adapter]:
     for name in dict.fromkeys(n.rpartition(".")[0] for n in loaded.state):
         base = model.get_submodule(name)
         adapter = loaded.technique.around(base)
-        for leaf in adapter.leaves:
-            parameter = getattr(adapter, leaf)
+        for leaf, parameter in adapter.state().items():
             parameter.data = loaded.state[f"{name}.{leaf}"].to(parameter)
             parameter.requires_grad_(False)
         out[name] = adapter

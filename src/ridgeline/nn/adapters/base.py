@@ -94,7 +94,8 @@ def dense(base: nn.Module) -> Tensor:
     if isinstance(base, nn.Linear):
         return local(base.weight)
     other: Any = base
-    found: Tensor = other.product(torch.eye(other.in_features)).t()
+    device = next(iter([*base.parameters(), *base.buffers()])).device
+    found: Tensor = other.product(torch.eye(other.in_features, dtype=other.dtype, device=device)).t()
     return found
 
 
