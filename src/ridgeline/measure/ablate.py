@@ -125,7 +125,7 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
         )
         progress = (lambda m: watch(CellRef("warm start", 0), m)) if watch else None
         try:
-            run_job(Job("train", plain, {"out": str(folder / "base"), "export": True}), progress)
+            run_job(Job("train", plain, {"out": str(folder / "base"), "export": str(place)}), progress)
         except JobFailed as failure:
             raise UserError(f"the warm start failed ({failure.status}): {failure.reason}", failure.log) from None
     plans = {}

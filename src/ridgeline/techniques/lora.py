@@ -34,6 +34,7 @@ class LoRA(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
+    adapts: ClassVar[bool] = True
 
     rank: int = Field(default=8, ge=1)
     """Rank of the update."""

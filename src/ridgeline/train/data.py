@@ -133,6 +133,11 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"{file} is not a tokenizer: {str(e).splitlines()[0]}") from None
 
 
+def own_tokenizer(checkpoint: str | None) -> str | None:
+    """The checkpoint directory, when it has a tokenizer."""
+    return checkpoint if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file() else None
+
+
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> Tokens:
     """Tokenise a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
     texts = _sample(source)
@@ -181,6 +186,9 @@ class TextBatches:
     vocab_size: int
     causal: bool = True
     seed: int = 0
+    separate: bool = False
+    """Whether documents in one window do not see each other."""
+    eval_batches: int = 1
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -194,8 +202,8 @@ class TextBatches:
 
     @property
     def held_out(self) -> int:
-        """Windows at the corpus's end kept for evaluation: one batch, when that is less than a quarter of them."""
-        return self.batch_size if self.windows >= 4 * self.batch_size else 0
+        """Windows at the corpus's end kept for evaluation: whole batches, less than a quarter of the corpus."""
+        return min(self.eval_batches, self.windows // (4 * self.batch_size)) * self.batch_size
 
     @property
     def sequences(self) -> int:
@@ -212,7 +220,7 @@ class TextBatches:
         rows = []
         for i in range(first, first + self.batch_size):
             epoch, at = divmod(i, n)
-            rows.append(_permutation(n, self.seed, epoch)[at])
+            rows.append(permutation(n, self.seed, epoch)[at])
         return self._pack(np.asarray(rows), step)
 
     def held_out_batch(self) -> Batch | None:
@@ -225,9 +233,17 @@ class TextBatches:
         starts = rows * self.seq_len
         ids = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
         windows = torch.from_numpy(ids.astype(np.int64))
-        if self.causal:
-            return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
-        return self._masked(windows[:, :-1].contiguous(), step)
+        inputs = windows[:, :-1].contiguous()
+        made = Batch(inputs, windows[:, 1:].contiguous()) if self.causal else self._masked(inputs, step)
+        return made._replace(**self._documents(inputs)) if self.separate else made
+
+    def _documents(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Numbers of the documents in each window, whose end token is their last, and places within them."""
+        begins = torch.zeros_like(ids)
+        begins[:, 1:] = ids[:, :-1] == self.tokens.end
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        first = torch.where(begins > 0, places, 0).cummax(1).values
+        return {"positions": places - first, "documents": begins.cumsum(1)}
 
     def _masked(self, ids: torch.Tensor, step: int) -> Batch:
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 1)
@@ -243,7 +259,8 @@ class TextBatches:
 _PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
 
 
-def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of ``n`` rows in an epoch."""
     key = (n, seed, epoch)
     if key not in _PERMUTATIONS:
         _PERMUTATIONS[key] = np.random.default_rng((seed, epoch)).permutation(n)

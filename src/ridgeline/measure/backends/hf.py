@@ -25,6 +25,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
 from ridgeline.train.data import TextBatches
 from ridgeline.train.engine import StepStats, global_batches, whole_model
+from ridgeline.train.packing import InstructionBatches
 
 
 class HuggingFace:
@@ -109,7 +110,7 @@ class HuggingFace:
 class _Rows(Dataset[dict[str, Tensor]]):
     """The rows of every step's batch, one after the other; made when asked for."""
 
-    def __init__(self, batches: TextBatches, steps: int) -> None:
+    def __init__(self, batches: TextBatches | InstructionBatches, steps: int) -> None:
         self.batches, self.steps = batches, steps
         self._step = -1
         self._batch: Batch | None = None
