@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tests.training import MODEL, full, write_corpus
 from tests.world import world
 
+from ridgeline.measure.cell import metered_step
 from ridgeline.nn.checkpoint import save_checkpoint
 from ridgeline.nn.init import build
+from ridgeline.predict import predict
 from ridgeline.runtime.build import LossModel
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
@@ -177,7 +179,8 @@ def test_templates_render_as_transformers_does(tmp_path, checkpoint):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
     source = (
-        "{% for m in messages %}\n{%- if loop.first %}{{ bos_token }}{% endif %}[{{ m.role | upper }}] {{ m.content | trim }}\n"
+        "{% for m in messages %}\n{%- if loop.first %}{{ bos_token }}{% endif %}"
+        "[{{ m.role | upper }}] {{ m.content | trim }}\n"
         "{% endfor %}{% if add_generation_prompt %}[ASSISTANT]{% endif %}"
     )
     for text in (*TEMPLATES.values(), source):
@@ -306,6 +309,16 @@ def test_layouts_pack_alike(ranks, plan, checkpoint, chat):
     got, _ = losses_of(0, e) if ranks == 1 else world(ranks).run(losses_of, e)[0]
     assert want[0] - want[2] > 1e-3
     assert got == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("plan", [(), ("flash_attention",), ("flash_attention", "recompute"), ("lora",)], ids=str)
+def test_memory_of_packed_rows_is_as_predicted(plan, checkpoint, chat):
+    e = tuning(checkpoint, chat, *plan)
+    trainer = Trainer(e)
+    trainer.step(), trainer.step()
+    usage, said = metered_step(trainer), {m.category: m.bytes for m in predict(e).memory}
+    print(f"predicted {said}\nmeasured  {usage.categories} at {usage.instant}")
+    assert usage.total == pytest.approx(sum(said.values()), rel=0.05)
 
 
 def test_a_ring_refuses_packed_examples(checkpoint, chat):
