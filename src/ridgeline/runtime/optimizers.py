@@ -119,7 +119,12 @@ class AdaLomo(Optimizer):
         weight.add_(update.mul_(length).to(weight.dtype), alpha=-1.0)
 
     def _factored(
-        self, p: nn.Parameter, state: dict[str, Any], grad: Tensor, beta: float, cuts: list[tuple[int, dist.ProcessGroup]]
+        self,
+        p: nn.Parameter,
+        state: dict[str, Any],
+        grad: Tensor,
+        beta: float,
+        cuts: list[tuple[int, dist.ProcessGroup]],
     ) -> tuple[Tensor, Tensor]:
         """(g / √(r c), r): the update but for the factor √mean(r)."""
         rows = torch.linalg.vector_norm(grad, dim=-1).square_()

@@ -25,7 +25,7 @@ def alone(t: Technique, e: Experiment) -> None:
     t.needs(
         e.plan.option("mixed_precision", "weights") != "low",
         "mixed_precision:weights=low updates a master copy of the weights by itself",
-        "use weights=fp32, or store the weights in 16 bits (workload dtype = \"bf16\")",
+        'use weights=fp32, or store the weights in 16 bits (workload dtype = "bf16")',
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,61 +15,12 @@ from tokenizers import Tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.runtime.build import Batch
 from ridgeline.spec.errors import UserError
+from ridgeline.train.text import documents
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
 MAX_BYTES = 4_000_000
 """Text read from one source: enough for short measured runs, tokenised in seconds."""
-_SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".jsonl", ".c", ".h", ".cpp", ".js", ".ts", ".html", ".tex"}
-
-
-def documents(source: str) -> Iterator[str]:
-    """The documents of a data source, in a fixed order.
-
-    ``stdlib``: sources and documentation topics of the running Python's standard library; a text file; a directory of
-    text files; ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split.
-
-    Raises :class:`UserError` when there is nothing to read.
-    """
-    if source.startswith("hf:"):
-        yield from _hugging_face(source[3:])
-        return
-    if source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"site-packages", "test", "tests"}
-        files = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
-    else:
-        root = Path(source).expanduser()
-        if root.is_file():
-            files = [root]
-        elif root.is_dir():
-            files = [p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()]
-        else:
-            raise UserError(f"data {source!r} is neither a file nor a directory", "give a path, `stdlib`, or hf:NAME")
-    # Hash order mixes kinds of files, so that a prefix is a fair sample of the whole.
-    files.sort(key=lambda p: hashlib.md5(str(p.relative_to(root) if p != root else p.name).encode()).digest())
-    for path in files:
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError as e:
-            raise UserError(f"data {path} cannot be read: {e.strerror}") from None
-        if text.strip():
-            yield text
-
-
-def _hugging_face(name: str) -> Iterator[str]:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"data 'hf:{name}' needs the `datasets` package", "pip install 'ridgeline[data]'") from None
-    try:
-        rows = datasets.load_dataset(name, split="train", streaming=True)
-    except Exception as e:
-        raise UserError(f"Hugging Face dataset {name!r} could not be opened: {str(e).splitlines()[0]}") from None
-    for row in rows:
-        if "text" not in row:
-            raise UserError(f"dataset {name!r} has no column 'text'", f"its columns: {', '.join(row)}")
-        yield row["text"]
 
 
 def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
