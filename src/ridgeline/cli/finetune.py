@@ -56,6 +56,7 @@ def finetune(
     from ridgeline import catalog, experiments
     from ridgeline.measure.ablate import require_local
     from ridgeline.spec.errors import UserError
+    from ridgeline.techniques.adapted import Adapting
     from ridgeline.techniques.registry import techniques
     from ridgeline.train.data import own_tokenizer
 
@@ -67,11 +68,11 @@ def finetune(
     if out.resolve() == checkpoint.resolve():
         raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
     plan = experiments.plan_of(with_ or [])
-    adapts = any(t.adapts for t in techniques(plan)) and not merge
+    adapter = any(isinstance(t, Adapting) for t in techniques(plan))
     model = catalog.model(str(checkpoint.resolve()))
     workload = {
         "kind": "finetune", "checkpoint": str(checkpoint.resolve()), "data": data, "steps": steps,
-        "lr": lr if lr is not None else 2e-4 if any(t.adapts for t in techniques(plan)) else 2e-5,
+        "lr": lr if lr is not None else 2e-4 if adapter else 2e-5,
         "seq_len": seq_len or min(1024, model.max_positions), "batch_size": batch_size,
         "micro_batch_size": micro_batch_size, "weight_decay": weight_decay, "dtype": dtype, "seed": seed,
         "warmup_steps": warmup_steps if warmup_steps is not None else round(0.03 * steps), "template": template,
@@ -81,7 +82,7 @@ def finetune(
     e = experiments.make(str(checkpoint.resolve()), on, workload, with_ or [])
     require_local(e)
     options = {
-        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapts, "save_every": save_every,
+        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapter and not merge, "save_every": save_every,
         "eval_every": max(1, steps // 10) if eval_every is None else eval_every, "resume": resume, "backend": "native",
         "device_memory": number_of_bytes("--device-memory", device_memory), "timeout": None,
     }  # fmt: skip

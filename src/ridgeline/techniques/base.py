@@ -80,8 +80,6 @@ class Technique(BaseModel):
     phase: ClassVar[Phase]
     order: ClassVar[int] = 0
     """Place within the phase, low first."""
-    adapts: ClassVar[bool] = False
-    """Whether what it trains lies beside a frozen base, and is saved by itself."""
     splits_batch: ClassVar[bool] = False
     """Whether it makes the ranks work on different parts of the batch (data parallelism of any kind)."""
 

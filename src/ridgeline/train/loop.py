@@ -149,7 +149,7 @@ def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
 def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
     """Write what a checkpoint's model has beside its base, as adapters are shared. Rank 0 reads it whole."""
-    from ridgeline.train.adapter_files import save_adapter
+    from ridgeline.train.adapters import save_adapter
     from ridgeline.train.checkpoint import read_model
 
     if not trainer.rank:
