@@ -49,6 +49,14 @@ def _hf_model(e: Experiment) -> str:
     return ""
 
 
+def _peft(t: Technique, e: Experiment) -> str:
+    if find_spec("peft") is None:
+        return "its LoRA is the peft library, which is not installed; pip install 'ridgeline[finetune]'"
+    if e.world > 1:
+        return "peft is driven in one process; drop data_parallel, or use --backend native"
+    return ""
+
+
 def _deepspeed_model(e: Experiment) -> str:
     if e.parallel:
         return "it is driven with data parallelism and ZeRO only; drop the model-parallel techniques"
@@ -67,6 +75,7 @@ BACKENDS = {
             expresses={
                 "data_parallel": always,
                 "flash_attention": always,
+                "lora": _peft,
                 "mixed_precision": _precision("fp32", "the Trainer keeps fp32 weights under autocast; use weights=fp32,"
                                               " or --backend deepspeed"),
                 "recompute": only("the Trainer checkpoints every block whole; use policy=full with every=1",
