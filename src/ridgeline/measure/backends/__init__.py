@@ -163,7 +163,7 @@ def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world
 def engine_versions(name: str) -> dict[str, str]:
     """For a result's environment: the backend and the versions of its packages."""
     found = {"backend": name}
-    for package in BACKENDS[name].packages:
+    for package in (*BACKENDS[name].packages, *(["peft"] if name == "hf" else [])):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
