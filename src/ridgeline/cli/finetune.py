@@ -42,7 +42,10 @@ def finetune(
         int | None, typer.Option(min=0, help="Steps between evaluations (a tenth of the steps); 0: none.")
     ] = None,
     eval_batches: Annotated[int, typer.Option(min=1, help="Batches held out for evaluation.")] = 8,
-    merge: Annotated[bool, typer.Option(help="Write the whole model, adapters merged into it.")] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Go on from this adapter (a folder as peft writes them).")
+    ] = None,
+    merged: Annotated[bool, typer.Option(help="Write the whole model, the adapter merged into it.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Checkpoint to resume from every so many steps.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on where the same command was stopped.")] = True,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
@@ -67,22 +70,27 @@ def finetune(
         raise UserError(f"{checkpoint} has no tokenizer.json", "give one with --tokenizer")
     if out.resolve() == checkpoint.resolve():
         raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
-    plan = experiments.plan_of(with_ or [])
-    adapter = any(isinstance(t, Adapting) for t in techniques(plan))
     model = catalog.model(str(checkpoint.resolve()))
+    plan = list(with_ or [])
+    if adapter:
+        from ridgeline.train.adapters import call_text, load_adapter
+
+        if not any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan))):
+            plan.append(call_text(load_adapter(adapter, model).call))
+    adapts = any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan)))
     workload = {
         "kind": "finetune", "checkpoint": str(checkpoint.resolve()), "data": data, "steps": steps,
-        "lr": lr if lr is not None else 2e-4 if adapter else 2e-5,
+        "lr": lr if lr is not None else 2e-4 if adapts else 2e-5,
         "seq_len": seq_len or min(1024, model.max_positions), "batch_size": batch_size,
         "micro_batch_size": micro_batch_size, "weight_decay": weight_decay, "dtype": dtype, "seed": seed,
         "warmup_steps": warmup_steps if warmup_steps is not None else round(0.03 * steps), "template": template,
         "packing": packing, "train_on_prompt": train_on_prompt, "skip_bad": skip_bad, "tokenizer": tokenizer,
         "eval_batches": eval_batches,
     }  # fmt: skip
-    e = experiments.make(str(checkpoint.resolve()), on, workload, with_ or [])
+    e = experiments.make(str(checkpoint.resolve()), on, workload, plan)
     require_local(e)
     options = {
-        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapter and not merge, "save_every": save_every,
+        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapts and not merged, "adapter_from": str(adapter) if adapter else None, "save_every": save_every,
         "eval_every": max(1, steps // 10) if eval_every is None else eval_every, "resume": resume, "backend": "native",
         "device_memory": number_of_bytes("--device-memory", device_memory), "timeout": None,
     }  # fmt: skip
@@ -90,6 +98,28 @@ def finetune(
     _print(e, result, out, json)
     if result["stopped"]:
         raise typer.Exit(130)
+
+
+@app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter trained on it.")],
+    out: Annotated[Path, typer.Option(help="Directory of the merged model.")],
+) -> None:
+    """Merge an adapter into the weights of its base: a plain checkpoint that needs no adapter library."""
+    import shutil
+
+    from ridgeline.nn.checkpoint import save_checkpoint
+    from ridgeline.spec.errors import UserError
+    from ridgeline.train.adapters import merged_model
+
+    if out.resolve() == checkpoint.resolve():
+        raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
+    save_checkpoint(merged_model(checkpoint, adapter), out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
+        if (checkpoint / name).is_file():
+            shutil.copy2(checkpoint / name, out / name)
+    print(f"written to {out}")
 
 
 def _print(e: Experiment, result: dict[str, Any], out: Path, json: bool) -> None:

@@ -42,7 +42,7 @@ def train(
 ) -> dict[str, Any]:
     """Train to ``workload.steps``. Options: ``out`` (directory of checkpoints), ``save_every`` (steps), ``resume``,
     ``export`` (directory of the model, or with ``adapter`` of what was added to it), ``eval_every`` (steps; the export
-    is then the model at its lowest held-out loss), ``device_memory`` (bytes that each rank's device may use).
+    is then the model at its lowest held-out loss), ``adapter_from`` (directory of an adapter to go on from), ``device_memory`` (bytes that each rank's device may use).
 
     The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
     """
@@ -54,6 +54,10 @@ def train(
     if options.get("eval_every"):
         trainer.run.states["evaluations"] = evaluations
     losses = resume(trainer, out) if out and options.get("resume") else []
+    if options.get("adapter_from") and not trainer.steps_done:
+        from ridgeline.train.adapters import go_on, load_adapter
+
+        go_on(trainer, load_adapter(Path(options["adapter_from"]), e.model))
     previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
     try:
         return _run(trainer, out, losses, evaluations, options, report)
