@@ -90,9 +90,10 @@ def finetune(
     e = experiments.make(str(checkpoint.resolve()), on, workload, plan)
     require_local(e)
     options = {
-        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapts and not merged, "adapter_from": str(adapter) if adapter else None, "save_every": save_every,
-        "eval_every": max(1, steps // 10) if eval_every is None else eval_every, "resume": resume, "backend": "native",
-        "device_memory": number_of_bytes("--device-memory", device_memory), "timeout": None,
+        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapts and not merged,
+        "adapter_from": str(adapter) if adapter else None, "save_every": save_every, "resume": resume,
+        "eval_every": max(1, steps // 10) if eval_every is None else eval_every, "backend": "native", "timeout": None,
+        "device_memory": number_of_bytes("--device-memory", device_memory),
     }  # fmt: skip
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(e, result, out, json)

@@ -42,7 +42,8 @@ def train(
 ) -> dict[str, Any]:
     """Train to ``workload.steps``. Options: ``out`` (directory of checkpoints), ``save_every`` (steps), ``resume``,
     ``export`` (directory of the model, or with ``adapter`` of what was added to it), ``eval_every`` (steps; the export
-    is then the model at its lowest held-out loss), ``adapter_from`` (directory of an adapter to go on from), ``device_memory`` (bytes that each rank's device may use).
+    is then the model at its lowest held-out loss), ``adapter_from`` (directory of an adapter to go on from),
+    ``device_memory`` (bytes that each rank's device may use).
 
     The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
     """
