@@ -53,7 +53,7 @@ class LoRALinear(Adapter):
         """[..., in] → [..., out]. The update first: where a layer is recomputed the base's product is last, and left
         out."""
         if self.merged:
-            return self.base(x)
+            return super().forward(x)
         update = self._update(x)
         return torch.add(self.base(x), update, alpha=self.scale)
 

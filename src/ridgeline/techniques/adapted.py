@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
+from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.targets import chosen, linears, matching, shortest
 from ridgeline.techniques.base import Technique
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ridgeline.nn.adapters.base import Adapter
+    from ridgeline.runtime.build import TrainBuild
+
+_CHANGE_THE_BASE = ("lora", "bitfit", "bottleneck_adapter", "diff_pruning", "mask_tuning", "alpha_tuning", "qft")
 
 Adapt = Callable[[Block, Op, str], None]
 """Adds to a block what adapts one of its linear layers: block, the layer's forward operator, the saved activation that
@@ -26,9 +30,37 @@ class Adapting(Technique):
     leaves: ClassVar[tuple[str, ...]]
     """Names of the adapter's tensors at each layer."""
 
+    targets: tuple[str, ...]
+    """The linear layers to adapt."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """As it is: what else it can do changes the result, not the speed."""
+        return [cls.model_validate({})]
+
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
         """The adapter around one linear layer, at its start: as if it were not there."""
         raise NotImplementedError
+
+    def check_alone(self, e: Experiment, **also: str) -> None:
+        """Refuse what does not go with an adapter other than LoRA, and techniques in ``also`` for the reason given."""
+        for other in _CHANGE_THE_BASE:
+            self.needs(other == self.card.name or not e.plan.has(other),
+                       f"{other} already decides what trains beside, or in, the frozen base",
+                       f"keep one of {self.card.name} and {other}")  # fmt: skip
+        self.needs(not e.plan.has("tensor_parallel"), "tensor_parallel divides linear layers, and of adapters"
+                   " only those of lora", "use lora, or zero or pipeline instead of tensor_parallel")  # fmt: skip
+        for other, why in also.items():
+            self.needs(not e.plan.has(other), f"{other} {why}", f"keep one of {self.card.name} and {other}")
+
+    def build(self, run: TrainBuild) -> None:
+        """Put the adapters in place, freeze the rest."""
+        from ridgeline.nn.adapters.base import put
+
+        for i, name in enumerate(chosen(run.model.spec, self.targets)):
+            base = run.model.get_submodule(name)
+            put(run.model, name, self.around(base, run.experiment.training.seed, i))
+        run.trainable = lambda name: name.rpartition(".")[2] in self.leaves
 
     def compact(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """A model's whole state as trained → the tensors that a folder keeps."""
@@ -64,7 +96,7 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
         found.setdefault(f"{stack}.{i}", set()).add(inner)
     m = e.model
     order = [f"encoder.{i}" for i in range(m.encoder_layers)] + [f"layers.{i}" for i in range(m.num_layers)]
-    first = next(i for i, layer in enumerate(order) if layer in found)
+    lowest = next(i for i, layer in enumerate(order) if layer in found)
     blocks: list[Block] = []
     for b in g.blocks:
         sources = _sources(b)
@@ -76,10 +108,10 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
             continue
         experts = any(".experts." in p.name for p in b.params)
         kinds: dict[tuple[int, frozenset[str]], int] = {}
-        for i, layer in enumerate(order):
-            stack, _, at = layer.partition(".")
-            if stack == b.name and m.is_moe_layer(int(at)) == experts:
-                kind = (max(-1, min(1, i - first)), frozenset(found.get(layer, ())))
+        for place, layer in enumerate(order):
+            stack, _, index = layer.partition(".")
+            if stack == b.name and m.is_moe_layer(int(index)) == experts:
+                kind = (max(-1, min(1, place - lowest)), frozenset(found.get(layer, ())))
                 kinds[kind] = kinds.get(kind, 0) + 1
         for (side, inside), count in kinds.items():
             part = b.copy()
@@ -135,3 +167,37 @@ def _needless(targets: set[str], post_norm: bool) -> list[str]:
     if not inner:
         gone += ["mlp.act.bwd", *linear("mlp.down_proj")]
     return gone
+
+
+def unwrapped(state: dict[str, Tensor], leaves: Iterable[str]) -> dict[str, Tensor]:
+    """A model's state without the adapters' own tensors, the base's named as if nothing were around them."""
+    gone = set(leaves)
+    adapted = {n.rpartition(".")[0] for n in state if n.rpartition(".")[2] in gone}
+    out: dict[str, Tensor] = {}
+    for name, value in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        if prefix in adapted and leaf in gone:
+            continue
+        bare = prefix.removesuffix(".base")
+        out[f"{bare}.{leaf}" if bare in adapted else name] = value
+    return out
+
+
+def train_matrix(b: Block, op: Op, source: str, leaf: str, tensors: tuple[str, ...], work: float, back: float) -> None:
+    """Add ``tensors`` of the weight's shape that train through the layer's product: its weight gradient is computed as
+    if the base trained. ``work`` and ``back``: matrices that are made beside it in forward and backward."""
+    m, n, k = op.shape
+    w = DTYPE_BYTES[op.dtype]
+    size = float(n * k) * w
+    make = Op(f"{op.name}.{leaf}", op.module, "cast", bytes=(2.0 + len(tensors)) * size, dtype=op.dtype)
+    again = changed(make, name=f"{make.name}.again_made", direction="backward")
+    dw = changed(op, name=f"{make.name}.dw", direction="backward", shape=(n, k, m), param=f"{op.name}.{tensors[0]}")
+    split = changed(make, name=f"{make.name}.bwd", direction="backward", bytes=(2.0 + 2.0 * len(tensors)) * size)
+    b.forward.insert(b.forward.index(op), make)
+    b.backward += [again, dw, split]
+    for name in tensors:
+        b.params.append(Param(f"{op.name}.{name}", n * k, "fp32", True, 4.0, shape=(n, k), grad_bytes=4.0))
+    old = b.saved.get(source)
+    b.saved[source] = Saved(m * k * w, (old.users if old else frozenset()) | {dw.name})
+    b.workspace = max(b.workspace, work * size)
+    b.backward_workspace = max(b.backward_workspace, back * size)

@@ -12,7 +12,7 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.targets import chosen
 from ridgeline.techniques.adapted import Adapting, adapt, check_targets
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.base import Card, Phase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,11 +50,6 @@ class LoRA(Adapting):
     """Share of the update's input that is zeroed in training, the same at every run of a step; none in evaluation."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), which keeps the update's size at high ranks (arXiv:2312.03732)."""
-
-    @classmethod
-    def choices(cls, e: Experiment) -> list[Technique]:
-        """As it is: what else it can do changes the result, not the speed."""
-        return [cls()]
 
     @property
     def scale(self) -> float:

@@ -69,13 +69,14 @@ class Adapter(nn.Module):
         """
         if self.merged:
             return
-        if not isinstance(self.base, nn.Linear):
+        base = self.base
+        if not isinstance(base, nn.Linear):
             raise UserError("a quantised base cannot take an adapter into its codes: they would round it away",
                             "merge on the unquantised base")  # fmt: skip
         weight, bias = self.weight(), self.bias()
-        self._kept = (self.base.weight, self.base.bias)
-        self.base.weight = nn.Parameter(weight.to(self.base.weight.dtype), requires_grad=False)
-        self.base.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
+        self._kept = (base.weight, base.bias)
+        base.weight = nn.Parameter(weight.to(base.weight.dtype), requires_grad=False)
+        base.register_parameter("bias", None if bias is None else nn.Parameter(bias.clone(), requires_grad=False))
         self.merged = True
 
     def unmerge(self) -> None:
@@ -92,7 +93,9 @@ def dense(base: nn.Module) -> Tensor:
         return dequantise(local(base.codes), local(base.scales), base.dtype)
     if isinstance(base, nn.Linear):
         return local(base.weight)
-    return base.product(torch.eye(base.in_features)).t()  # type: ignore[operator, no-any-return, arg-type]
+    other: Any = base
+    found: Tensor = other.product(torch.eye(other.in_features)).t()
+    return found
 
 
 def placed(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

@@ -33,11 +33,17 @@ class Dropout:
         """Whether it acts now: in a training step's forward pass."""
         return self.step is not None and torch.is_grad_enabled()
 
+    @staticmethod
+    def seed_of(*parts: int) -> int:
+        """One seed of several numbers."""
+        seed = 0
+        for part in parts:
+            seed = (seed * 1_000_003 + part + 1) % (2**63 - 25)
+        return seed
+
     def mask(self, like: Tensor, layer: int, whole: int, first: int, step: int) -> Tensor:
         """Factors 0 or 1 / (1 - p), shaped as ``like`` [..., width]: the columns from ``first`` on of ``whole``."""
-        seed = 0
-        for part in (self.seed, step, layer, self.place):
-            seed = (seed * 1_000_003 + part + 1) % (2**63 - 25)
+        seed = self.seed_of(self.seed, step, layer, self.place)
         generator = torch.Generator(like.device).manual_seed(seed)
         drawn = torch.rand(*like.shape[:-1], whole, generator=generator, device=like.device)
         kept = drawn[..., first : first + like.shape[-1]] >= self.p
@@ -50,8 +56,9 @@ class Dropout:
         """
         assert self.step is not None
         whole = weight.shape[1]
-        divided = isinstance(weight, DTensor) and x.shape[-1] < whole
-        first = weight.device_mesh.get_local_rank() * x.shape[-1] if divided else 0  # type: ignore[union-attr]
+        first = 0
+        if isinstance(weight, DTensor) and x.shape[-1] < whole:
+            first = weight.device_mesh.get_local_rank() * x.shape[-1]
         gathered, part = getattr(x, "gathered", (None, None))
         mine = local(weight)
         if torch.is_autocast_enabled(x.device.type):
@@ -59,6 +66,7 @@ class Dropout:
             x, mine = x.to(low), mine.to(low)
         if gathered is not None:
             gathered.readers += 1
+            assert part is not None
             part = part.to(x.dtype)
         y: Tensor = _DroppedLinear.apply(x, mine, part, gathered, self, (layer, whole, first, self.step))  # type: ignore[no-untyped-call]
         return y
