@@ -53,7 +53,8 @@ class _ExpandedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad @ ctx.expand(*ctx.saved_tensors, dtype=grad.dtype), None, *(None for _ in ctx.saved_tensors)
+        stored = ctx.saved_tensors  # once: recomputation hands it out once
+        return grad @ ctx.expand(*stored, dtype=grad.dtype), None, *(None for _ in stored)
 
 
 class QuantisedLinear(nn.Module):

@@ -30,7 +30,7 @@ class QLoRA(Technique):
         bound="falls",
         quality="training loss within 1 % of LoRA's on the unquantised base",
         requires=("lora",),
-        needs_model={"hidden_size": 128, "head_dim": 32, "intermediate_size": 128},
+        needs_model={"head_dim": 32, "intermediate_size": 128},
     )
     phase: ClassVar[Phase] = "adapt"
 
