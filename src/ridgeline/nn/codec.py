@@ -2,9 +2,14 @@
 
 Float8 with one scale per tensor (arXiv:2209.05433): e4m3 for values and weights, e5m2 for gradients of activations. A
 code is ``value · scale`` rounded to the format; dividing by the scale decodes it.
+
+Blockwise 8-bit dynamic codes (arXiv:2110.02861; the map of arXiv:1511.04561): each block is divided by its largest
+magnitude and rounded to the nearest of 256 values that lie densest near zero.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,3 +54,83 @@ def quantise(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of ``t`` in ``dtype`` with a scale of its own (float32 scalar): (codes, scale)."""
     scale = scale_for(peak_of(t), dtype)
     return encode(t, scale, dtype), scale
+
+
+# ---- blockwise 8-bit dynamic codes ----------------------------------------------------------------------------------
+
+_AT_ONCE = 1 << 17
+"""Elements that are coded at once on a CPU: their temporaries stay in its caches."""
+
+
+@lru_cache(maxsize=8)
+def dynamic_map(signed: bool = True, device: torch.device | None = None) -> Tensor:
+    """The 256 values of the dynamic code, ascending in [-1, 1] (``signed``) or [0, 1] (arXiv:1511.04561, section 3).
+
+    Seven decades down from 1; each finer one has half the values. Within a decade they are the means of equal spans.
+    """
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i * (1 if signed else 2) + 1)
+        means = (10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += means
+        values += [-m for m in means] if signed else []
+    return torch.tensor(sorted(values), device=device)
+
+
+@lru_cache(maxsize=8)
+def _search_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The nearest code by two look-ups: from a number's upper 16 bits, the code of the smallest number that has them;
+    from that code, the midpoint beyond which it is the next one. No 16 bits span two midpoints.
+    """
+    values = dynamic_map(signed)
+    midpoints = (values[1:] + values[:-1]) / 2
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    smallest = ((upper << 16) | (upper < 0).int() * 0xFFFF).view(torch.float32)  # negative: largest magnitude
+    first = torch.bucketize(smallest.nan_to_num(0.0), midpoints, out_int32=True)
+    return first.to(torch.uint8).to(device), torch.cat((midpoints, torch.tensor([torch.inf]))).to(device)
+
+
+@torch.no_grad()
+def encode_blockwise8(x: Tensor, signed: bool = True, block: int = 256) -> tuple[Tensor, Tensor]:
+    """Codes of ``x``: (uint8 shaped as ``x``, each block's largest magnitude as fp32 [ceil(numel / block)]).
+
+    Blocks run over ``x`` in its flattened order; the last may be short. ``signed`` False: ``x`` must not be negative.
+    What is not finite makes its whole block NaN when decoded.
+    """
+    first, midpoints = _search_tables(signed, x.device)
+    flat = x.detach().reshape(-1)
+    codes = torch.empty(flat.numel(), dtype=torch.uint8, device=x.device)
+    peaks = torch.empty(-(-flat.numel() // block), device=x.device)
+    step = max(1, _AT_ONCE // block) * block if x.device.type == "cpu" else max(1, flat.numel())
+    for at in range(0, flat.numel(), step):
+        rows = _in_blocks(flat[at : at + step], block)
+        peak = peaks[at // block : at // block + len(rows)]
+        torch.amax(rows.abs(), 1, out=peak)
+        scaled = (rows / peak.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)).view(-1)
+        code = first.index_select(0, (scaled.view(torch.int32) >> 16).add_(1 << 15))
+        code += scaled > midpoints.index_select(0, code.int())
+        codes[at : at + step] = code[: len(flat) - at]
+    return codes.view(x.shape), peaks
+
+
+@torch.no_grad()
+def decode_blockwise8(
+    codes: Tensor, peaks: Tensor, signed: bool = True, block: int = 256, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """What :func:`encode_blockwise8` coded, in ``dtype``, shaped as ``codes``."""
+    values = dynamic_map(signed, codes.device)
+    flat = codes.reshape(-1)
+    out = torch.empty(flat.numel(), dtype=dtype, device=codes.device)
+    step = max(1, _AT_ONCE // block) * block if codes.device.type == "cpu" else max(1, flat.numel())
+    for at in range(0, flat.numel(), step):
+        found = _in_blocks(values.index_select(0, flat[at : at + step].int()), block)
+        found *= peaks[at // block : at // block + len(found)].unsqueeze(1)
+        out[at : at + step] = found.view(-1)[: len(flat) - at]
+    return out.view(codes.shape)
+
+
+def _in_blocks(flat: Tensor, block: int) -> Tensor:
+    """fp32 [blocks, block] of a vector; a short last block is filled with zeros."""
+    missing = -len(flat) % block
+    flat = flat.float()
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, block)
