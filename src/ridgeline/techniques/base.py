@@ -61,6 +61,8 @@ class Card:
     """Ranks it needs at least."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Options that the generic tests and the support matrix use."""
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options that other techniques' examples need beside it, by their names."""
     requires: tuple[str, ...] = ()
     """Techniques that must be on with it in training (the support matrix adds them)."""
     runs: bool = True
