@@ -105,7 +105,7 @@ def test_lomo_is_sgd_to_the_last_bit(clip, model, corpus):
     assert b.losses == a.losses
     assert b.norms == a.norms
     assert all(torch.equal(b.after[n], t) for n, t in a.after.items())
-    assert a.signal > 0.05
+    assert a.signal > 0.03
 
 
 LAYOUTS = {
