@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from ridgeline.nn.adapters.base import Adapter, dense
+from ridgeline.nn.adapters.dropout import Dropout
 from ridgeline.nn.collectives import linear, local
 from ridgeline.nn.quantised import QuantisedLinear
 
 
-class LoRALinear(nn.Module):
-    """y = base(x) + (alpha / rank) · (x Aᵀ) Bᵀ with A [rank, in] random and B [out, rank] zero at the start."""
+class LoRALinear(Adapter):
+    """y = base(x) + scale · (x Aᵀ) Bᵀ with A [rank, in] random and B [out, rank] zero at the start."""
 
-    def __init__(self, base: nn.Linear | QuantisedLinear, rank: int, alpha: float, generator: torch.Generator) -> None:
-        super().__init__()
-        self.base = base
-        self.scale = alpha / rank
+    leaves: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
+
+    def __init__(
+        self,
+        base: Any,
+        rank: int,
+        scale: float,
+        generator: torch.Generator | None = None,
+        dropout: Dropout | None = None,
+        layer: int = 0,
+    ) -> None:
+        super().__init__(base)
+        self.scale, self.dropout, self.layer = scale, dropout, layer
         device = next(iter([*base.parameters(), *base.buffers()])).device
         dtype = base.dtype if isinstance(base, QuantisedLinear) else base.weight.dtype
         a = torch.empty(rank, base.in_features)
@@ -26,25 +38,33 @@ class LoRALinear(nn.Module):
         self.lora_a = nn.Parameter(a.to(device, dtype))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=dtype))
 
-    @property
-    def in_features(self) -> int:
-        """Width of the input."""
-        return self.base.in_features
+    def _update(self, x: Tensor) -> Tensor:
+        if self.dropout is not None and self.dropout.on:
+            mid = self.dropout.linear(x, self.lora_a, self.layer)
+        else:
+            mid = linear(x, local(self.lora_a))
+        return F.linear(mid, local(self.lora_b))
 
-    @property
-    def out_features(self) -> int:
-        """Width of the output."""
-        return self.base.out_features
+    def delta(self, x: Tensor, y: Tensor) -> Tensor:
+        """The base's output with the update added."""
+        return torch.add(y, self._update(x), alpha=self.scale)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] → [..., out]."""
-        update = F.linear(linear(x, local(self.lora_a)), local(self.lora_b))
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]. The update first: where a layer is recomputed the base's product is last, and left
+        out."""
+        if self.merged:
+            return super().forward(x)
+        update = self._update(x)
         return torch.add(self.base(x), update, alpha=self.scale)
 
+    def weight(self) -> Tensor:
+        """W + scale · B A."""
+        return dense(self.base) + self.scale * (local(self.lora_b) @ local(self.lora_a))
 
-def merged(state: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """A model's state with the updates, times ``scale`` = alpha / rank, added to the weights under them."""
-    out: dict[str, torch.Tensor] = {}
+
+def merged(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """A model's state with the updates, times ``scale``, added to the weights under them."""
+    out: dict[str, Tensor] = {}
     for name, value in state.items():
         prefix, _, leaf = name.rpartition(".")
         if leaf in ("lora_a", "lora_b"):
@@ -56,15 +76,3 @@ def merged(state: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tens
                 value = value + scale * (state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"])
         out[name] = value
     return out
-
-
-def wrap_linears(model: nn.Module, targets: tuple[str, ...], rank: int, alpha: float, seed: int = 0) -> list[str]:
-    """Wrap every linear whose last name is in ``targets``; returns the wrapped names."""
-    generator = torch.Generator().manual_seed(seed)
-    wrapped: list[str] = []
-    for name, module in list(model.named_modules()):
-        for leaf, child in list(module.named_children()):
-            if leaf in targets and hasattr(child, "in_features"):
-                setattr(module, leaf, LoRALinear(child, rank, alpha, generator))
-                wrapped.append(f"{name}.{leaf}" if name else leaf)
-    return wrapped

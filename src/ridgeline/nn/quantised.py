@@ -1,6 +1,9 @@
-"""Linear layers stored as int8 or packed int4 codes with symmetric scales, expanded to the input's dtype per use."""
+"""Linear layers stored in codes and expanded to the input's dtype per use; among them int8 and packed int4."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,47 +42,83 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
     return torch.mul(codes.reshape(out, groups, width // groups), scales[..., None]).reshape(out, width).to(dtype)
 
 
-class _QuantisedMatmul(torch.autograd.Function):
-    """x · Wᵀ keeping only the codes: the weight is expanded again for the input gradient."""
+class _ExpandedMatmul(torch.autograd.Function):
+    """x · Wᵀ keeping only what W is stored as: it is expanded again for the input gradient."""
 
     @staticmethod
-    def forward(ctx, x, codes, scales):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(codes, scales)
-        return F.linear(x, dequantise(codes, scales, x.dtype))
+    def forward(ctx, x, expand, *stored):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*stored)
+        ctx.expand = expand
+        return F.linear(x, expand(*stored, dtype=x.dtype))
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        codes, scales = ctx.saved_tensors
-        return grad @ dequantise(codes, scales, grad.dtype), None, None
+        stored = ctx.saved_tensors  # once: recomputation hands it out once
+        return grad @ ctx.expand(*stored, dtype=grad.dtype), None, *(None for _ in stored)
 
 
 class QuantisedLinear(nn.Module):
-    """A frozen linear layer in integer codes.
+    """A frozen linear layer stored in codes.
 
-    Codes and scales are plain parameters without gradient, so that anything that shards parameters shards them along
-    whole rows.
+    What it stores are plain parameters without gradient whose rows are those of the weight, so that anything that
+    shards parameters shards them along whole rows. A subclass adds them in ``__init__`` and says how to expand them.
     """
 
-    def __init__(self, linear: nn.Linear, bits: int, group_size: int = 0) -> None:
+    stored: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    """Names of the parameters that make up the weight, as ``expand`` takes them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bits = linear.in_features, linear.out_features, bits
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
-        codes, scales = quantise(linear.weight.detach(), bits, group_size)
-        self.codes = nn.Parameter(codes, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+
+    def keep(self, **stored: torch.Tensor) -> None:
+        """Make tensors its frozen parameters."""
+        for name, t in stored.items():
+            setattr(self, name, nn.Parameter(t, requires_grad=False))
+
+    @staticmethod
+    def expand(*stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [out, in] in ``dtype`` from (parts of) what is stored."""
+        raise NotImplementedError
+
+    def cut_by_input(self, name: str) -> bool:
+        """Whether a stored parameter is divided when the weight is divided along its input, or held whole."""
+        return True
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out], without the bias."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: torch.Tensor = _QuantisedMatmul.apply(x, local(self.codes), local(self.scales))  # type: ignore[no-untyped-call]
+        held = [local(getattr(self, name)) for name in self.stored]
+        y: torch.Tensor = _ExpandedMatmul.apply(x, self.expand, *held)  # type: ignore[no-untyped-call]
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
         y = self.product(x)
         return y if self.bias is None else y + local(self.bias).to(y.dtype)
+
+
+class IntLinear(QuantisedLinear):
+    """A frozen linear layer in int8 or packed int4 codes with symmetric scales."""
+
+    def __init__(self, linear: nn.Linear, bits: int, group_size: int = 0) -> None:
+        super().__init__(linear)
+        self.bits = bits
+        codes, scales = quantise(linear.weight.detach(), bits, group_size)
+        self.keep(codes=codes, scales=scales)
+
+    @staticmethod
+    def expand(*stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`dequantise`."""
+        codes, scales = stored
+        return dequantise(codes, scales, dtype)
+
+    def cut_by_input(self, name: str) -> bool:
+        """A scale of a whole row belongs to every part of it."""
+        return name != "scales" or self.get_parameter(name).shape[1] > 1
 
 
 def expanded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,12 +133,12 @@ def expanded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def quantise_linears(model: nn.Module, bits: int, group_size: int = 0) -> list[str]:
-    """Replace the ``*_proj`` linears inside the model's layers; returns their names."""
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> list[str]:
+    """Put ``make(linear)`` in the place of the ``*_proj`` linears inside the model's layers; returns their names."""
     replaced: list[str] = []
     for name, module in list(model.named_modules()):
         for leaf, child in list(module.named_children()):
             if leaf.endswith("_proj") and isinstance(child, nn.Linear):
-                setattr(module, leaf, QuantisedLinear(child, bits, group_size))
+                setattr(module, leaf, make(child))
                 replaced.append(f"{name}.{leaf}")
     return replaced

@@ -125,8 +125,8 @@ class Divider:
             self.place(module, "lora_b", Shard(0))
             module = module.base
         if isinstance(module, QuantisedLinear):
-            self.place(module, "codes", Shard(0))
-            self.place(module, "scales", Shard(0))
+            for name in module.stored:
+                self.place(module, name, Shard(0))
         else:
             self.place(module, "weight", Shard(0))
             module.forward = partial(self._column, module, enters)
@@ -140,9 +140,8 @@ class Divider:
             self.place(module, "lora_b", Replicate(), "always")
             base = module.base
         if isinstance(base, QuantisedLinear):
-            self.place(base, "codes", Shard(1))
-            whole_rows = base.scales.shape[1] == 1
-            self.place(base, "scales", Replicate() if whole_rows else Shard(1))
+            for name in base.stored:
+                self.place(base, name, Shard(1) if base.cut_by_input(name) else Replicate())
             base.forward = base.product  # type: ignore[method-assign]
         else:
             self.place(base, "weight", Shard(1))

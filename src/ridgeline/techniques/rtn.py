@@ -85,9 +85,9 @@ class RTN(Technique):
 
     def build(self, run: Build) -> None:
         """Replace the linears of every block by integer codes."""
-        from ridgeline.nn.quantised import quantise_linears
+        from ridgeline.nn.quantised import IntLinear, replace_linears
 
-        quantise_linears(run.model, self.bits, self.group_size)
+        replace_linears(run.model, lambda linear: IntLinear(linear, self.bits, self.group_size))
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Codes expanded."""

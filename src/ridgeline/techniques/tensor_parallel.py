@@ -181,7 +181,7 @@ def _divide_param(p: Param, t: int, kv: int) -> None:
     if layer:
         column = layer in COLUMN
         by = kv if layer in ("k_proj", "v_proj") else t
-        if tail == ("lora_a" if column else "lora_b") or (tail == "bias" and not column):
+        if tail == ("lora_a" if column else "lora_b") or (tail in ("bias", "spans") and not column):
             by = 1
     elif p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
         by = t

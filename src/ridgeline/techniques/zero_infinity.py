@@ -89,7 +89,8 @@ class ZeroInfinity(Technique):
                    f" and {m.intermediate_size})", f"use a divisor of {width}")  # fmt: skip
         for other, why in (
             ("zero", "gathers whole blocks"), ("tensor_parallel", "divides the same linears"),
-            ("lora", "wraps whole linears"), ("rtn", "packs whole linears"), ("fp8", "scales whole linears"),
+            ("lora", "wraps whole linears"), ("rtn", "packs whole linears"),
+            ("qlora", "packs whole linears"), ("alpha_tuning", "packs whole linears"), ("fp8", "scales whole linears"),
             ("recompute", "would fetch every tile once more"), ("fused_layers", "fuses whole linears"),
             ("mixed_precision", "keeps a low-precision copy of every tile until backward"),
         ):  # fmt: skip
