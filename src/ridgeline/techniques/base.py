@@ -138,6 +138,14 @@ class Technique(BaseModel):
         """
         return self
 
+    def moments(self, e: Experiment) -> list[tuple[float, Experiment]]:
+        """(share of the steps, the experiment that those steps are) where it changes the workload over a run; the last
+        one with the workload as it is written."""
+        return [(1.0, e)]
+
+    def note(self, e: Experiment, result: Result) -> None:
+        """Add to a predicted Result what it says of the whole run."""
+
     def placed(self, e: Experiment) -> Experiment:
         """``e`` with this object in the place of the technique of its name in the plan."""
         mine = Call(name=self.card.name, options=self.model_dump(mode="json", exclude_none=True))
