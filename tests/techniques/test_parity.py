@@ -46,6 +46,8 @@ class Comparison:
     reference: Experiment | None
     """None: another set of parameters trains, so there is nothing to equal."""
     tolerance: float
+    linear: bool = True
+    """Whether the optimizer answers small changes of gradients with small changes of every weight."""
 
     @property
     def exact(self) -> bool:
@@ -68,9 +70,10 @@ def comparison(e: Experiment) -> Comparison:
     same = [t for t in made if t.card.bound == "same"]
     gone = lossless or same[:1]
     gone += [t for t in made if t not in gone and {g.card.name for g in gone} & set(t.card.requires)]
-    # Low-precision arithmetic that stays on magnifies what a lossless technique merely reorders.
-    tolerance = max((t.card.tolerance for t in same if t in gone or t.phase != "adapt"), default=0.0)
-    return Comparison(e, without(e, gone) if gone else None, tolerance)
+    # Low-precision arithmetic that stays on, coded states too, magnifies what a lossless technique merely reorders.
+    stays = [t for t in made if t.phase == "optimiser" and t not in gone]
+    tolerance = max((t.card.tolerance for t in same + stays if t in gone or t.phase != "adapt"), default=0.0)
+    return Comparison(e, without(e, gone) if gone else None, tolerance, all(t.card.lossless for t in stays))
 
 
 def prepared(names: tuple[str, ...], corpus) -> Experiment:
@@ -108,8 +111,11 @@ def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:
         assert a == pytest.approx(b, rel=1e-4 if c.exact else 2 * c.tolerance)
     assert subject.trained == reference.trained
     for name in sorted(subject.trained):
-        difference = float((subject.after[name] - reference.after[name]).abs().max())
-        assert difference < reference.moved * (1e-4 if c.exact else 0.1), name
+        difference = subject.after[name] - reference.after[name]
+        if c.exact or c.linear:
+            assert float(difference.abs().max()) < reference.moved * (1e-4 if c.exact else 0.1), name
+        else:  # signs flip where gradients are nearly zero: most of the way must be the same
+            assert difference.norm() < 0.75 * (reference.after[name] - reference.before[name]).norm(), name
 
 
 @pytest.mark.parametrize("names", TRAINED, ids="+".join)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ridgeline.graph.blocks import block_of
+from ridgeline.nn.codec import decode_blockwise8, encode_blockwise8
 from ridgeline.nn.collectives import local
 
 Groups = list[dict[str, Any]]
@@ -32,6 +34,22 @@ class Optimizer(torch.optim.Optimizer):
                 if p.grad is not None:
                     self.update(p, group)
         return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy states into the present ones, which keep their dtypes and places."""
+        order = [p for g in self.param_groups for p in g["params"]]
+        keys = [key for g in state_dict["param_groups"] for key in g["params"]]  # numbers or names, in the same order
+        of = dict(zip(keys, order, strict=True))
+        for key, theirs in state_dict["state"].items():
+            mine = self.state[of[key]]
+            for name, value in theirs.items():
+                if isinstance(value, Tensor) and name in mine:
+                    local(mine[name]).copy_(local(value))
+                else:
+                    mine[name] = value
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in other.items() if k != "params"})
 
 
 class SGD(Optimizer):
@@ -78,8 +96,8 @@ class AdaLomo(Optimizer):
         θ ← θ - η max(ε, RMS(θ)) u / max(1, RMS(u))
 
     with β = 1 - t^(-decay) at step t = 1, 2, … (that of the authors' code, which takes another one at its first step).
-    Vectors keep the whole of g²'s mean; stacked matrices (experts) are matrices of their own. Of divided matrices each rank holds the factors of its rows and columns; a step
-    of one sums a vector along each divided side, and three numbers.
+    Vectors keep the whole of g²'s mean; stacked matrices (experts) are matrices of their own. Of divided matrices each
+    rank holds the factors of its rows and columns; a step sums a vector along each divided side, and three numbers.
     """
 
     TINY = 1e-30
@@ -144,6 +162,72 @@ class AdaLomo(Optimizer):
             state[name] = factor(p, gone)
 
 
+class AdamW8bit(Optimizer):
+    """AdamW whose moments rest as codes of one byte, with the largest magnitude of each block (arXiv:2110.02861).
+
+    Blocks lie within rows, so that they are the same however a matrix is divided by rows. ``wide``: what keeps fp32
+    moments, as vectors and tensors of less than :data:`~ridgeline.graph.blocks.SMALL` elements do (embeddings: rows
+    that a batch does not touch would divide by a second moment that was rounded to zero, section 3).
+    """
+
+    MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
+    """States, and whether they have a sign."""
+
+    def __init__(
+        self, groups: Groups, lr: float, betas: tuple[float, float], block: int, wide: set[nn.Parameter]
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
+        self.block, self.wide = block, wide
+
+    def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        """Apply the gradient of ``p``."""
+        assert p.grad is not None
+        state, weight, grad = self.state[p], local(p.detach()), local(p.grad).float()
+        block = 0 if p in self.wide else block_of(p.shape, local(p.detach()).shape[-1], self.block)
+        if not state:
+            self._start(p, state, block)
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        m, v = (self._read(state, name, signed, block) for name, signed in self.MOMENTS)
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        size = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        weight.add_((m / size).to(weight.dtype), alpha=-group["lr"] / (1 - beta1**step))
+        if block:
+            for (name, signed), value in zip(self.MOMENTS, (m, v), strict=True):
+                codes, peaks = encode_blockwise8(value, signed, block)
+                local(state[name]).copy_(codes)
+                local(state[f"{name}_peaks"]).view(-1).copy_(peaks)
+
+    def _read(self, state: dict[str, Any], name: str, signed: bool, block: int) -> Tensor:
+        held = local(state[name])
+        return decode_blockwise8(held, local(state[f"{name}_peaks"]).view(-1), signed, block) if block else held
+
+    def _start(self, p: nn.Parameter, state: dict[str, Any], block: int) -> None:
+        state["step"] = torch.zeros(())
+        for name, signed in self.MOMENTS:
+            if not block:
+                state[name] = torch.zeros_like(p.detach(), dtype=torch.float32)
+                continue
+            part = local(p.detach())
+            codes, peaks = encode_blockwise8(torch.zeros(part.shape, device=part.device), signed, block)
+            blocks = part.shape[-1] // block
+            state[name] = _placed(codes, p, p.shape[-1])
+            state[f"{name}_peaks"] = _placed(
+                peaks.view(*part.shape[:-1], blocks), p, blocks * (p.shape[-1] // part.shape[-1])
+            )
+
+
+def _placed(part: Tensor, p: Tensor, width: int) -> Tensor:
+    """This rank's part of a tensor [shape of ``p`` but for the last dimension, ``width``], divided as ``p`` is."""
+    if not isinstance(p, DTensor):
+        return part
+    shape = torch.Size([*p.shape[:-1], width])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+
+
 def factor(p: Tensor, gone: int) -> Tensor:
     """Zeros [shape of ``p`` without dimension ``gone``], fp32, divided as that of ``p``, whole where ``gone`` was."""
     shape = [*p.shape[:gone], *p.shape[gone + 1 :]]
@@ -151,7 +235,7 @@ def factor(p: Tensor, gone: int) -> Tensor:
     mine = torch.zeros([*part.shape[:gone], *part.shape[gone + 1 :]], device=part.device)
     if not isinstance(p, DTensor):
         return mine
-    placements = []
+    placements: list[Placement] = []
     for placement in p.placements:
         dim = getattr(placement, "dim", None)
         if dim is None or dim == gone:
@@ -159,7 +243,7 @@ def factor(p: Tensor, gone: int) -> Tensor:
         elif dim < gone:
             placements.append(placement)
         else:
-            placements.append(type(placement)(dim - 1))
+            placements.append(Shard(dim - 1))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(mine, p.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

@@ -36,7 +36,7 @@ class AdaLomo(Technique):
         claim="AdamW's quality in instruction tuning of LLaMA 7B to 65B at about LOMO's memory",
         bound="falls",
         quality="another path to the minimum: the training loss must fall",
-        example={"lr_ratio": 1e-3},
+        example={"lr_ratio": 0.01, "least": 0.1},
     )
     phase: ClassVar[Phase] = "optimiser"
 
@@ -92,7 +92,7 @@ class AdaLomo(Technique):
 def _states(p: Param, tp: int, stride: int) -> tuple[float, list[Op]]:
     """Bytes of a parameter's states on this rank, and the collectives of its update."""
     parts = round(math.prod(p.shape) / p.numel) / p.spread  # over tensor-parallel ranks
-    shape = [float(n) for n in p.shape]
+    shape = [float(n) for n in p.shape or (p.numel,)]
     cuts: list[tuple[int, str, int, int]] = []  # dimension, axis, ranks, stride
     shape[0] /= p.spread
     if p.state_shards > 1:
@@ -112,7 +112,7 @@ def _states(p: Param, tp: int, stride: int) -> tuple[float, list[Op]]:
         if last > 0:
             side = shape[-1] if dim == last - 1 else shape[-2]
             sums.append(_sum("update.factors", 4.0 * math.prod(shape[:-2]) * side, axis, ranks, step))
-        sums.append(_sum("update.sizes", 24.0 * math.prod(shape[:-2]), axis, ranks, step))
+        sums.append(_sum("update.sizes", (24.0 if last else 16.0) * math.prod(shape[:-2]), axis, ranks, step))
     return held, sums
 
 

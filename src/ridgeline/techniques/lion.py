@@ -28,10 +28,11 @@ class Lion(Technique):
         taxonomy="training/optimizer/lion",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=False,
-        claim="half of Adam's states; up to 5x less pre-training compute on JFT, on par with Adam in language modelling",
+        claim="half of Adam's states; up to 5x less pre-training compute on JFT; similar or better language models",
         bound="falls",
         quality="another path to the minimum: the training loss must fall",
-        example={"lr_ratio": 1e-4},
+        example={"lr_ratio": 1e-3},
+        beside={"swap_advisor": {"budget": "740kB"}},
     )
     phase: ClassVar[Phase] = "optimiser"
 

@@ -21,7 +21,7 @@ def alone(t: Technique, e: Experiment) -> None:
         t.needs(other == name or not e.plan.has(other), f"{other} is another optimizer", "keep one of the two")
     for other in ("zero_offload", "zero_infinity"):
         t.needs(not e.plan.has(other), f"{other} keeps and updates the workload's own optimizer states in host memory",
-                f"drop {other}: the states here are small or none" if name != "lion" else f"drop {other}, or lion")  # fmt: skip
+                f"drop {other}, or {name}")  # fmt: skip
     t.needs(
         e.plan.option("mixed_precision", "weights") != "low",
         "mixed_precision:weights=low updates a master copy of the weights by itself",

@@ -164,7 +164,8 @@ class Trainer:
         share = len(batch.ids) // self.experiment.data_parallel
         place = self.run.mesh.data_rank if self.run.mesh else 0
         mine = slice(place * share, (place + 1) * share)
-        size = self.experiment.micro_batch_size
+        # As many tokens at a time, should the sequences be shorter than the workload's.
+        size = max(1, self.experiment.micro_batch_size * self.workload.seq_len // batch.ids.shape[1])
         parts = [None if t is None else t[mine].to(self.device).split(size) for t in batch]
         micros = [Micro._make(None if p is None else p[i] for p in parts) for i in range(-(-share // size))]
         for take in self.run.cut:
