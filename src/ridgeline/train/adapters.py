@@ -20,6 +20,9 @@ from ridgeline.techniques.adapted import Adapting
 from ridgeline.techniques.registry import make, techniques
 from ridgeline.train.engine import Trainer
 
+_FREE = {"targets", "dropout", "penalty", "density", "start"}
+"""Options that may differ from those that an adapter was saved with."""
+
 
 class Loaded(NamedTuple):
     """An adapter from a folder: the call that a plan needs for it, and its tensors by our names."""
@@ -87,6 +90,11 @@ def go_on(trainer: Trainer, loaded: Loaded) -> None:
             continue  # of another stage
         raise UserError(f"the loaded adapter does not fit the plan, which {here} {name}",
                         f"use --with {call_text(loaded.call)}")  # fmt: skip
+    plan, saved = adapting(trainer.experiment).model_dump(), loaded.technique.model_dump()
+    for key in sorted(plan.keys() - _FREE):
+        if plan[key] != saved[key]:
+            raise UserError(f"the loaded adapter has {key}={saved[key]}, the plan {key}={plan[key]}",
+                            f"use --with {call_text(loaded.call)}")  # fmt: skip
     state: dict[str, Any] = {f"model.{n}": t for n, t in loaded.state.items() if n in mine}
     with trainer.run.resident(True):
         set_model_state_dict(root, state, options=StateDictOptions(strict=False, full_state_dict=True))
@@ -123,7 +131,7 @@ def attach(model: Transformer, loaded: Loaded) -> None:
 def merged_model(base: Path, folder: Path) -> Transformer:
     """The model in checkpoint ``base`` with the adapter in ``folder`` merged into its weights.
 
-    Raises :class:`UserError` for a kind that no weight can hold.
+    Raises :class:`UserError` for a kind that no weight, or a bias that no checkpoint of the family can hold.
     """
     model = load_checkpoint(base)
     found = adapters(model, load_adapter(folder, model.spec))
@@ -132,4 +140,9 @@ def merged_model(base: Path, folder: Path) -> Transformer:
     merge(model)
     for name, adapter in found.items():
         put(model, name, adapter.base)
+    known = {p.name for p in model.spec.parameters()}
+    for name, _ in model.named_parameters():
+        if name not in known:
+            raise UserError(f"{model.spec.name} has no {name}, so its checkpoint has no place for the one that was"
+                            " trained", "use the adapter as it is")  # fmt: skip
     return model
