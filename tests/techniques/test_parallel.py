@@ -221,5 +221,5 @@ def test_refusals(plan, options, says):
 
 def test_what_cannot_be_run_yet_says_so():
     with pytest.raises(UserError, match=r"mxfp4 can be predicted.*not yet run"):
-        require_runnable(experiments.make("llama2-7b", "a100", {"kind": "generate"}, ["mxfp4"]))
+        require_runnable(experiments.make("llama2-7b", "a100", {"kind": "generate"}, ["mxfp4:layers=all"]))
     require_runnable(make("zero", "mixed_precision", "recompute"))
