@@ -104,6 +104,10 @@ def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:
         assert a == pytest.approx(b, rel=1e-4 if c.exact else 2 * c.tolerance)
     assert subject.trained == reference.trained
     for name in sorted(subject.trained):
+        if not (c.exact or subject.after[name].is_floating_point()):  # codes: some signs and roundings fall otherwise
+            way = (reference.after[name].float() - reference.before[name].float()).norm()
+            assert float((subject.after[name].float() - reference.after[name].float()).norm()) <= 0.15 * way, name
+            continue
         difference = float((subject.after[name] - reference.after[name]).abs().max())
         assert difference < reference.moved * (1e-4 if c.exact else 0.1), name
 
