@@ -111,6 +111,10 @@ def assert_parity(c: Comparison, subject: Curve, reference: Curve) -> None:
         assert a == pytest.approx(b, rel=1e-4 if c.exact else 2 * c.tolerance)
     assert subject.trained == reference.trained
     for name in sorted(subject.trained):
+        if not (c.exact or subject.after[name].is_floating_point()):  # codes: some signs and roundings fall otherwise
+            way = (reference.after[name].float() - reference.before[name].float()).norm()
+            assert float((subject.after[name].float() - reference.after[name].float()).norm()) <= 0.15 * way, name
+            continue
         difference = subject.after[name] - reference.after[name]
         if c.exact or c.linear:
             assert float(difference.abs().max()) < reference.moved * (1e-4 if c.exact else 0.1), name

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from ridgeline.nn.adapters.base import Adapter
     from ridgeline.runtime.build import TrainBuild
 
-_CHANGE_THE_BASE = ("lora", "bitfit", "bottleneck_adapter", "diff_pruning", "mask_tuning", "alpha_tuning", "qft")
+_CHANGE_THE_BASE = (
+    "lora",
+    "qlora",
+    "bitfit",
+    "bottleneck_adapter",
+    "diff_pruning",
+    "mask_tuning",
+    "alpha_tuning",
+    "qft",
+)
 
 Adapt = Callable[[Block, Op, str], None]
 """Adds to a block what adapts one of its linear layers: block, the layer's forward operator, the saved activation that

@@ -17,6 +17,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.adapted import Adapting
+from ridgeline.techniques.lora import LoRA
 from ridgeline.techniques.registry import make, techniques
 from ridgeline.train.engine import Trainer
 
@@ -55,7 +56,7 @@ def save_adapter(e: Experiment, state: Mapping[str, Tensor], folder: Path) -> No
     options = technique.model_dump(mode="json")
     base = e.training.checkpoint or ""
     own = state_of(state, technique.leaves)
-    if technique.card.name == "lora":
+    if isinstance(technique, LoRA):
         save_lora(folder, e.model, options, own, base)
     else:
         save_own(folder, e.model, technique.card.name, options, technique.compact(dict(state)), base)
