@@ -66,7 +66,9 @@ def test_a_list_of_one():
     """``targets=o_proj`` cannot be told from a string until the technique says that it wants a list."""
     e = pair_experiment("lora")
     one = e.model_copy(update={"plan": Plan.parse(["lora:targets=o_proj"])})
-    assert normalise(one).plan.strings() == ["lora:rank=8,alpha=16.0,targets=o_proj"]
+    assert normalise(one).plan.strings() == [
+        "lora:rank=8,alpha=16.0,targets=o_proj,dropout=0.0,rslora=false,dora=false"
+    ]
 
 
 def test_scalars():

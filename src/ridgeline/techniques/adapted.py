@@ -41,8 +41,8 @@ class Adapting(Technique):
     from_zero: ClassVar[bool] = True
     """Whether what decides the adapter's effect is zero at the start."""
 
-    targets: tuple[str, ...]
-    """The linear layers to adapt."""
+    if TYPE_CHECKING:  # each kind has this option, in its own place among the others
+        targets: tuple[str, ...]
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
