@@ -22,7 +22,7 @@ import torch
 
 def bare_step(root, optimizer, parameters, batch, workload, lr) -> float:
     """Forward, backward, clipping and update as one would write them without an engine."""
-    ids, labels = batch
+    ids, labels, *_ = batch
     valid = int((labels != -100).sum())
     loss = root(ids, labels) / valid
     loss.backward()

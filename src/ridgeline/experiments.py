@@ -14,6 +14,7 @@
     [plans]                         # instead of `plan`: an ablation
     baseline = []
     zero2 = { with = ["zero:stage=2"], on = "2xlocal" }
+    lora = { with = ["lora"], workload = { lr = 2e-4 } }  # each method at its own learning rate
 
     [measure]
     repeats = 2
@@ -65,6 +66,8 @@ class MeasureOptions(BaseModel):
     warm_start: int = Field(default=0, ge=0)
     """Steps of plain training of one common checkpoint that every plan starts from; 0: random weights. Adapters need
     it: on a random base they have nothing to adapt."""
+    warm_start_data: str = ""
+    """Text of the warm start; default: the workload's own."""
 
 
 class AblationSpec(BaseModel):
@@ -203,13 +206,18 @@ def _plans(table: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _named(table: dict[str, Any], name: str, entry: Any, where: str) -> Experiment:
-    """The experiment of one raw plan: a list of techniques, or a table of techniques and cluster."""
+    """The experiment of one raw plan: a list of techniques, or a table of techniques, cluster and own workload
+    fields."""
     spot = f"{where} [plans] {name}"
     on = table.get("on", "local")
     if isinstance(entry, dict):
         for key in entry:
-            if key not in ("with", "on"):
-                raise unknown("key", key, ("with", "on"), spot)
+            if key not in ("with", "on", "workload"):
+                raise unknown("key", key, ("with", "on", "workload"), spot)
+        own = entry.get("workload", {})
+        if not isinstance(own, dict):
+            raise UserError(f"{spot}: workload is not a table", "write workload = { lr = 2e-4 }")
+        table = {**table, "workload": {**table.get("workload", {}), **own}}
         on, entry = entry.get("on", on), entry.get("with", [])
     if not isinstance(entry, list):
         raise UserError(f"{spot}: {entry!r} is not a list of techniques", 'write ["zero:stage=2"]')

@@ -18,7 +18,8 @@ from ridgeline.techniques.registry import registry
 REFUSED = [
     ("hff", (), 1, {}, ["unknown backend 'hff'", "'hf'"]),
     ("hf", ("zero",), 2, {}, ["hf has no zero", "--backend native", "data_parallel"]),
-    ("hf", ("lora",), 1, {}, ["hf has no lora", "drop it"]),
+    ("hf", ("rtn", "lora"), 1, {}, ["hf has no rtn", "drop it"]),
+    ("hf", ("lora", "data_parallel"), 2, {}, ["peft is driven in one process", "drop data_parallel"]),
     ("hf", ("recompute:policy=selective",), 1, {}, ["hf: recompute: ", "checkpoints every block whole", "policy=full"]),
     ("hf", ("recompute:every=2",), 1, {}, ["every=1"]),
     ("hf", ("mixed_precision:dtype=fp16",), 1, {}, ["fp16 needs a GPU", "dtype=bf16"]),
@@ -111,6 +112,14 @@ def test_hugging_face_trains_the_same_curve(plan, workload, corpus):
     assert theirs == pytest.approx(ours.losses, rel=1e-5)
     unclipped = train(e.model_copy(update={"workload": e.training.model_copy(update={"grad_clip": 0.0})}), uneven=False)
     assert abs(unclipped.losses[-1] - ours.losses[-1]) / ours.losses[-1] > 1e-4, "clipping was seen"
+    assert ours.signal > 0.01
+
+
+def test_peft_trains_the_same_curve(corpus):
+    pytest.importorskip("peft")
+    e = experiment(corpus, "lora:rank=4,alpha=32,targets=all-linear", grad_clip=0.2, lr=3e-2)
+    ours = train(e, uneven=False)
+    assert losses_of("hf", e) == pytest.approx(ours.losses, rel=1e-5)
     assert ours.signal > 0.01
 
 

@@ -11,7 +11,8 @@ from tests.world import world
 
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
-from ridgeline.train.data import END, IGNORE, MASK, TextBatches, documents, load_tokenizer, load_tokens, train_tokenizer
+from ridgeline.train.data import END, IGNORE, MASK, TextBatches, load_tokenizer, load_tokens, train_tokenizer
+from ridgeline.train.text import PARTS, documents
 
 
 @pytest.fixture
@@ -198,3 +199,12 @@ def test_hugging_face_data_needs_its_package():
     with pytest.raises(UserError, match="needs the `datasets` package") as error:
         load_tokens("hf:anything", 300)
     assert "pip install" in error.value.fix
+
+
+def test_two_domains_that_share_no_sentence():
+    prose, code = ("\n".join(documents(part)) for part in PARTS)
+    assert "coroutine" in prose.lower()
+    assert "return" in code
+    assert min(len(prose), len(code)) > 1_000_000
+    sentences = {line.strip() for line in prose.splitlines() if len(line.split()) > 8}
+    assert not sentences & {line.strip() for line in code.splitlines()}

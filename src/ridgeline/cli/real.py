@@ -27,6 +27,7 @@ from ridgeline.cli.base import (
 
 if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
+    from ridgeline.train.restart import Launch
 
 Backend = Annotated[str, typer.Option(help="The engine that trains: native, hf or deepspeed.")]
 
@@ -63,17 +64,16 @@ def train(
     from ridgeline import catalog
     from ridgeline.measure.ablate import require_local
     from ridgeline.measure.backends import require
-    from ridgeline.report.console import StepBar
-    from ridgeline.train.launch import Job, JobFailed
     from ridgeline.train.launchers import launched, launcher_of
-    from ridgeline.train.restart import restarts, run_with_restarts
+    from ridgeline.train.restart import restarts
 
     catalog.allow_unprobed()
     extra = [f'on="{procs}xlocal"'] if procs else []
     e = load(file, plan, [*(overrides or []), *extra, *data_override(data)])
     start, default = launcher_of(launcher)
     require_local(e, launched() or launcher != "local", backend)
-    options = {"out": str(out) if out else None, "save_every": save_every, "resume": resume, "export": export,
+    options = {"out": str(out) if out else None, "save_every": save_every, "resume": resume,
+               "export": str(out / "model") if out and export else None,
                "device_memory": number_of_bytes("--device-memory", device_memory), "timeout": timeout,
                "backend": backend}  # fmt: skip
     require(backend, e, options)
@@ -81,11 +81,7 @@ def train(
     if launched():
         _train_under_torchrun(e, options, json)
         return
-    with StepBar(f"training {e.model.name}", e.training.steps) as bar:
-        try:
-            result = run_with_restarts(start, Job("train", e, options, ranks=e.world), bar.message, most)
-        except JobFailed as failure:
-            raise _failed(failure) from None
+    result = run_training(e, options, f"training {e.model.name}", start, most)
     _print_training(result, json)
     if result["stopped"]:
         raise typer.Exit(130)
@@ -187,6 +183,22 @@ def dissect(
     keep(measured)
     print(measured.to_json()) if json else print_dissection(predicted, measured)
     say("Chrome traces (open in Perfetto): " + ", ".join(str(t) for t in traces))
+
+
+def run_training(
+    e: Experiment, options: dict[str, Any], title: str, start: Launch | None = None, restarts: int = 0
+) -> dict[str, Any]:
+    """The result of a training job in processes of its own, under a progress bar. ``start``: what launches them, None:
+    this machine."""
+    from ridgeline.report.console import StepBar
+    from ridgeline.train.launch import Job, JobFailed, run_job
+    from ridgeline.train.restart import run_with_restarts
+
+    with StepBar(title, e.training.steps) as bar:
+        try:
+            return run_with_restarts(start or run_job, Job("train", e, options, ranks=e.world), bar.message, restarts)
+        except JobFailed as failure:
+            raise _failed(failure) from None
 
 
 def _dry_run(spec: Any, folder: Path, json: bool) -> None:

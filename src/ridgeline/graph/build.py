@@ -176,9 +176,9 @@ def optimizer_ops(g: Graph, optimizer: str = "adamw", clip: bool = True) -> list
     elements = sum(p.numel / max(p.grad_shards, p.state_shards) * n for p, n in g.params if p.trainable)
     if not elements:
         return []
-    states = 7 if optimizer == "adamw" else 3
+    name, moved = g.optimizer or (optimizer, 28.0 if optimizer == "adamw" else 12.0)
     tensors = sum(n for p, n in g.params if p.trainable)
-    ops = [Op(optimizer, "optimizer", "optimizer", "update", 0, elements * 4 * states, "fp32", shape=(tensors,))]
-    if clip:
+    ops = [Op(name, "optimizer", "optimizer", "update", 0, elements * moved, "fp32", shape=(tensors,))]
+    if clip and g.clips:
         ops.insert(0, Op("clip", "optimizer", "clip", "update", 0, elements * 4 * 3, "fp32", shape=(tensors,)))
     return ops

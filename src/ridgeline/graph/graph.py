@@ -123,14 +123,20 @@ class Param:
 
     tiles: int = 1
     """Pieces that pass through the device one at a time."""
+    state_bytes: float | None = None
+    """Optimizer-state bytes per element, if not the graph's."""
 
     def copy(self) -> Param:
         """One that may be changed without touching this one."""
         return Param(
             self.name, self.numel, self.dtype, self.trainable, self.bytes_per_element, self.shape, self.shards,
             self.state_shards, self.grad_shards, self.grad_bytes, self.working_bytes, self.spread,
-            self.tiles,
+            self.tiles, self.state_bytes,
         )  # fmt: skip
+
+    def held_states(self, each: float) -> float:
+        """Bytes of its optimizer states on this rank, at ``each`` byte per element unless it has its own."""
+        return self.numel / self.state_shards * (each if self.state_bytes is None else self.state_bytes)
 
     @property
     def stored_bytes(self) -> float:
@@ -216,6 +222,14 @@ class Graph:
     """Compute dtype of matrix multiplications."""
     optimizer_bytes: float = 8.0
     """Optimizer-state bytes per trained element."""
+    optimizer: tuple[str, float] | None = None
+    """An optimizer other than the workload's: its name, and the bytes that its update moves per trained element."""
+    clips: bool = True
+    """Whether gradients are scaled in a pass of their own before the update."""
+    fused_update: bool = False
+    """Whether the update happens in backward, so that a gradient is gone as soon as it is complete."""
+    passes: int = 1
+    """How often a step runs all forward and backward passes (twice, where the first only measures gradients)."""
     buffers: float = 0.0
     """Bytes of communication buffers and constant tables."""
     kv_cache: float = 0.0

@@ -30,8 +30,8 @@ def buckets(sizes: list[tuple[int, float]], limit: float) -> list[list[int]]:
 def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
     """Every operator of one step with how often it runs on a rank (with a pipeline: on the mean rank)."""
     for b in g.blocks:
-        n = b.repeat * g.accumulation / g.stages
-        once = b.repeat / g.stages
+        n = b.repeat * g.accumulation * g.passes / g.stages
+        once = b.repeat * g.passes / g.stages
         gathers = n
         if g.layer_gathers is not None:
             gathers = once * (g.layer_gathers if b.name.startswith(("layers", "encoder")) else 1.0)

@@ -25,6 +25,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
+from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import require_runnable
 from ridgeline.train.launch import Job, JobFailed, run_job
 
@@ -119,13 +120,15 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
                         "drop one of the two")  # fmt: skip
     place = folder / "base" / "model"
     if not (place / "config.json").is_file():
-        workload = first.training.model_copy(update={"steps": steps})
+        fields = {n: v for n, v in first.training.model_dump().items() if n in Pretrain.model_fields and n != "kind"}
+        text = spec.measure.warm_start_data or first.training.data
+        workload = Pretrain(**{**fields, "steps": steps, "data": text})
         plain = first.model_copy(
             update={"workload": workload, "plan": Plan(), "cluster": Cluster(device=first.cluster.device)}
         )
         progress = (lambda m: watch(CellRef("warm start", 0), m)) if watch else None
         try:
-            run_job(Job("train", plain, {"out": str(folder / "base"), "export": True}), progress)
+            run_job(Job("train", plain, {"out": str(folder / "base"), "export": str(place)}), progress)
         except JobFailed as failure:
             raise UserError(f"the warm start failed ({failure.status}): {failure.reason}", failure.log) from None
     plans = {}

@@ -28,8 +28,8 @@ class Peak:
 class _Sizes:
     """Bytes of one repeat of a block, summed once."""
 
-    __slots__ = ("backward", "block", "forward", "full", "gradients", "keeps", "layer", "saved", "sharded", "states",
-                 "stored", "tile", "work")  # fmt: skip
+    __slots__ = ("backward", "block", "forward", "full", "gradients", "keeps", "largest", "layer", "saved", "sharded",
+                 "states", "stored", "tile", "work")  # fmt: skip
 
     def __init__(self, b: Block, g: Graph) -> None:
         self.block = b
@@ -37,7 +37,7 @@ class _Sizes:
         self.saved = b.saved_bytes
         self.tile = 0.0
         """The largest piece of what passes through the device in pieces."""
-        self.work = self.stored = self.states = self.gradients = self.full = 0.0
+        self.work = self.stored = self.states = self.gradients = self.full = self.largest = 0.0
         self.sharded = False
         for p in b.params:
             self.work += p.numel * p.working_bytes
@@ -47,8 +47,9 @@ class _Sizes:
                 self.tile = max(self.tile, p.numel * p.bytes_per_element / p.tiles)
             self.sharded |= p.shards > 1
             if p.trainable:
-                self.states += p.numel / p.state_shards
+                self.states += p.held_states(g.optimizer_bytes)
                 self.gradients += p.numel * p.grad_bytes / p.grad_shards / p.tiles
+                self.largest = max(self.largest, p.numel * p.grad_bytes)
                 if p.grad_shards > 1:  # unreduced until the block's reduction, beyond its share of the reduced ones
                     self.full += p.numel * p.grad_bytes
         self.keeps = 0.0 if g.host_activations and self.layer else self.saved - b.hosted
@@ -139,7 +140,7 @@ def resting(g: Graph, place: int | None = None) -> dict[str, float]:
     return {
         "parameters": sum(p.stored_bytes * n for p, n in held),
         "gradients": sum(p.numel * p.grad_bytes / p.grad_shards * n for p, n in trained),
-        "optimizer": sum(p.numel / p.state_shards * n for p, n in trained) * g.optimizer_bytes,
+        "optimizer": sum(p.held_states(g.optimizer_bytes) * n for p, n in trained),
     }
 
 
@@ -163,8 +164,9 @@ def _rank_peak(
     """
     known = [(sizes[id(b.params)], b.repeat) for b in blocks]
     stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
-    states = 0.0 if g.host_states else sum(s.states * n for s, n in known) * g.optimizer_bytes
-    leave = g.host_states and (g.low_weights or not g.gradients_resident)  # gradients, as backward produces them
+    states = 0.0 if g.host_states else sum(s.states * n for s, n in known)
+    # Gradients, as backward produces them
+    leave = g.fused_update or (g.host_states and (g.low_weights or not g.gradients_resident))
     all_gradients = 0.0 if leave else sum(s.gradients * n for s, n in known)
     sharded = any(s.sharded for s, _ in known)
     accumulated = (accumulates or g.gradients_resident) and not leave

@@ -7,6 +7,7 @@ from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.inference import predict_generation
 from ridgeline.predict.interval import add_intervals
 from ridgeline.predict.memory import resting
+from ridgeline.predict.moments import moments, over_moments
 from ridgeline.predict.serving import predict_serving
 from ridgeline.predict.settle import settle
 from ridgeline.predict.step import Event
@@ -21,7 +22,9 @@ def predict(e: Experiment) -> Result:
     e = settle(e)
     made = check(e)
     task = predict_training if e.is_training else predict_generation if e.task == "generate" else predict_serving
-    result = task(e, made)
+    result = over_moments([(share, task(part, made)) for share, part in moments(e, made)])
+    for t in made:
+        t.note(e, result)
     add_intervals(result.metrics, result.breakdown, e.task)
     return result
 
@@ -36,9 +39,15 @@ def predict_trace(e: Experiment) -> list[Event]:
 def training_flops(e: Experiment) -> tuple[float, float, str]:
     """Matrix-multiply FLOPs of one step on one rank: (without recomputation, executed, compute dtype)."""
     e = settle(e)
-    g = rewritten(training_graph(e), e, check(e))
-    each = g.accumulation / g.stages
-    return g.model_flops * each, g.flops * each, g.dtype
+    made = check(e)
+    model = executed = 0.0
+    dtype = ""
+    for share, part in moments(e, made):
+        g = rewritten(training_graph(part), part, made)
+        each, dtype = share * g.accumulation / g.stages, g.dtype
+        model += g.model_flops * each
+        executed += g.flops * g.passes * each
+    return model, executed, dtype
 
 
 def resting_bytes(e: Experiment, place: int | None = None) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ridgeline.graph import Graph, training_graph
 from ridgeline.predict.common import cost_of, rank_cluster, rewritten
 from ridgeline.predict.memory import training_peak
+from ridgeline.predict.moments import moments
 from ridgeline.predict.pace import training_pace
 from ridgeline.predict.predict import predict
 from ridgeline.predict.step import block_times
@@ -74,6 +75,28 @@ def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: 
         values = {k: m.value for k, m in r.metrics.items()}
         blocked = r.reason if r.status != "ok" else ""
         return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes, blocked)
+    parts = moments(e, made)
+    if len(parts) > 1:
+        return _mean([(share, _quick(part, made, always, None)) for share, part in parts])
+    return _quick(e, made, always, prepared)
+
+
+def _mean(found: list[tuple[float, Quick]]) -> Quick:
+    """Over the moments of a run: mean times, rates as means over time, the largest peak."""
+    out = max((one for _, one in found), key=lambda one: one.metrics["peak_bytes"])
+    if any("step_time_s" not in one.metrics for _, one in found):
+        return out
+    metrics = {"peak_bytes": out.metrics["peak_bytes"]}
+    seconds = sum(share * one.metrics["step_time_s"] for share, one in found)
+    for name in found[-1][1].metrics:
+        if name.endswith("_s") and "per_s" not in name:
+            metrics[name] = sum(share * one.metrics[name] for share, one in found)
+        elif name != "peak_bytes":
+            metrics[name] = sum(s * one.metrics["step_time_s"] * one.metrics[name] for s, one in found) / seconds
+    return Quick(metrics, out.peak, out.limit, out.blocked, sum(share * one.floor for share, one in found))
+
+
+def _quick(e: Experiment, made: list[Technique], always: bool, prepared: Graph | None) -> Quick:
     cluster = rank_cluster(e)
     g = prepared.copy() if prepared else prepare(e, made)
     for t in made:

@@ -202,10 +202,12 @@ def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, r
         return _pipelined(g, cluster, update, pace, record)
     times = [block_times(b, cluster, pace) for b in g.blocks]
     s = _streams(cluster, record)
-    _micro_batches(s, g, times)
+    for _ in range(g.passes):
+        _micro_batches(s, g, times)
     _finish(s, g, cluster, update, pace)
-    inline = sum((t.forward_inline + t.backward_inline) * t.block.repeat for t in times) * g.accumulation
-    waited = sum(t.dispatch * t.block.repeat for t in times) * g.accumulation
+    runs = g.accumulation * g.passes
+    inline = sum((t.forward_inline + t.backward_inline) * t.block.repeat for t in times) * runs
+    waited = sum(t.dispatch * t.block.repeat for t in times) * runs
     end = max(s.clocks.values())
     s.exposed += end - s.compute
     return Step(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited)

@@ -58,7 +58,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
         "step_time_s": metric(seconds, "s", "lower", source),
         "tokens_per_step": metric(tokens, "tokens", "", "workload"),
         "mfu": metric(g.model_flops * each / dtype_peak, "", "higher", peak_note(cluster, g.dtype)),
-        "hfu": metric(g.flops * each / dtype_peak, "", "higher", peak_note(cluster, g.dtype)),
+        "hfu": metric(g.flops * g.passes * each / dtype_peak, "", "higher", peak_note(cluster, g.dtype)),
         "exposed_communication_s": metric(step.exposed, "s", "lower", source),
         "hidden_communication_s": metric(step.hidden, "s", "", source),
         "bubble_s": metric(step.bubble, "s", "lower", source),

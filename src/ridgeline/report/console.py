@@ -102,7 +102,7 @@ class StepBar(_Live):
         if message.get("restart"):
             self.progress.console.print(f"{self.title}: {_note(message)}", markup=False)
         step, steps = message.get("step", 0), message.get("steps", 0)
-        if step and (step == steps or step % max(1, steps // 10) == 0):
+        if "eval_loss" in message or (step and (step == steps or step % max(1, steps // 10) == 0)):
             self.line(f"{self.title}: {_note(message)}")
 
 
@@ -137,6 +137,8 @@ def _note(message: dict[str, Any]) -> str:
         return (
             f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {message['seconds'] * 1e3:.0f} ms"
         )
+    if "eval_loss" in message:
+        return f"step {message['step']}/{message['steps']}  held-out loss {message['eval_loss']:.4f}"
     return str(message.get("stage", ""))
 
 

@@ -47,9 +47,15 @@ def global_norm(parameters: list[nn.Parameter], copies: dict[nn.Parameter, int],
         if p.grad is not None:
             groups.setdefault(copies.get(p, 1), []).append(local(p.grad))
     device = next((g.device for gs in groups.values() for g in gs), torch.device("cpu"))
+    return combined_norm({n: list(torch._foreach_norm(grads)) for n, grads in groups.items()}, device, world)
+
+
+@torch.no_grad()
+def combined_norm(groups: dict[int, list[Tensor]], device: torch.device, world: int) -> Tensor:
+    """Norm of everything on all ranks (fp32 scalar) from the 2-norms of this rank's parts, by how many ranks hold the
+    same ones; one collective of 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for n, grads in groups.items():
-        norms = torch._foreach_norm(grads)
+    for n, norms in groups.items():
         total += torch.stack([x.double() for x in norms]).square().sum() / n
     if world > 1:
         dist.all_reduce(total)

@@ -40,7 +40,22 @@ class Training(_Workload):
     checkpoint: str | None = None
     """Hugging Face checkpoint directory to start from; None: random weights from ``seed``."""
     tokenizer: str | None = None
-    """``tokenizer.json`` or a checkpoint directory; None: a byte-level BPE is trained on the data."""
+    """``tokenizer.json`` or a checkpoint directory; None: the checkpoint's own, else a byte-level BPE is trained on the
+    data."""
+    document_mask: bool = False
+    """Whether documents of text that lie in one window are kept from seeing each other."""
+    eval_batches: int = Field(default=1, ge=1)
+    """Batches held out for evaluation, where the data can spare them."""
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention is masked by document."""
+        return self.document_mask
+
+    @property
+    def instructions(self) -> bool:
+        """Whether the data are examples of prompts and answers rather than running text."""
+        return False
 
 
 class Pretrain(Training):
@@ -50,9 +65,28 @@ class Pretrain(Training):
 
 
 class FineTune(Training):
-    """Continue training from a checkpoint, usually with adapters."""
+    """Continue training from a checkpoint, usually with adapters, on text or on instruction data (a ``.jsonl`` or
+    ``.json`` file of chat messages, Alpaca records, prompt and completion, or text)."""
 
     kind: Literal["finetune"] = "finetune"
+    packing: bool = True
+    """Whether examples share a row; each still sees only itself. False: one example per row, padded."""
+    train_on_prompt: bool = False
+    """Whether the loss counts prompts too, not only answers."""
+    template: str | None = None
+    """Chat template: a Jinja file, or chatml, llama2, alpaca; None: the checkpoint's own."""
+    skip_bad: bool = False
+    """Leave out records that cannot be read, and count them, instead of stopping at the first."""
+
+    @property
+    def instructions(self) -> bool:
+        """Whether the data are a file of examples."""
+        return self.data.lower().endswith((".jsonl", ".json"))
+
+    @property
+    def separates_documents(self) -> bool:
+        """Packed examples never see each other."""
+        return self.document_mask or (self.instructions and self.packing)
 
 
 class Generate(_Workload):

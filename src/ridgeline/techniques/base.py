@@ -61,6 +61,8 @@ class Card:
     """Ranks it needs at least."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Options that the generic tests and the support matrix use."""
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options that other techniques' examples need beside it, by their names."""
     requires: tuple[str, ...] = ()
     """Techniques that must be on with it in training (the support matrix adds them)."""
     runs: bool = True
@@ -135,6 +137,14 @@ class Technique(BaseModel):
         asked. Until then ``rewrite`` takes an open option at its default.
         """
         return self
+
+    def moments(self, e: Experiment) -> list[tuple[float, Experiment]]:
+        """(share of the steps, the experiment that those steps are) where it changes the workload over a run; the last
+        one with the workload as it is written."""
+        return [(1.0, e)]
+
+    def note(self, e: Experiment, result: Result) -> None:
+        """Add to a predicted Result what it says of the whole run."""
 
     def placed(self, e: Experiment) -> Experiment:
         """``e`` with this object in the place of the technique of its name in the plan."""

@@ -38,11 +38,13 @@ class FlashAttention(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Three operators become one; the score matrix and its gradient are never stored."""
         window, length = e.model.sliding_window, g.length
-        if window and length > window:  # the kernel has no window of its own: one mask serves all layers
-            g.buffers += length * length * DTYPE_BYTES[e.dtype]
         groups = e.model.num_heads // e.model.num_kv_heads
         batch = max(1, g.tokens // g.length)
-        causal = e.model.causal and not (window and length > window)
+        separate = e.is_training and e.training.separates_documents
+        masked = bool(window and length > window) or separate
+        if masked:  # the kernel has no window and no documents of its own: one mask serves all layers
+            g.buffers += (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
+        causal = e.model.causal and not masked
         return g.each_block(lambda b: _fuse(b, groups, batch, causal), layers_only=True)
 
     def build(self, run: Build) -> None:

@@ -104,7 +104,7 @@ def _merge_projections(b: Block) -> None:
         "mlp.experts.gate_up_proj": ["mlp.experts.gate_proj", "mlp.experts.up_proj"],
     }
     for name, parts in groups.items():
-        adapted = any(op.name.startswith(f"{p}.lora_") for op in b.forward for p in parts)
+        adapted = any(op.name.startswith((f"{p}.lora_", f"{p}.adapter_")) for op in b.forward for p in parts)
         if adapted or sum(op.name in parts for op in b.forward) < 2:
             continue
         b.forward = _merge(b.forward, parts, name, 1)

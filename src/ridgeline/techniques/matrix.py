@@ -56,7 +56,8 @@ def pair_experiment(*names: str) -> Experiment:
     if training:
         for t in chosen:
             wanted.update(dict.fromkeys(t.card.requires))
-    calls = tuple(Call(name=n, options=dict(registry()[n].card.example)) for n in wanted)
+    beside = {other: options for n in wanted for other, options in registry()[n].card.beside.items()}
+    calls = tuple(Call(name=n, options={**registry()[n].card.example, **beside.get(n, {})}) for n in wanted)
     made = [make(call) for call in calls]
     degree = math.prod(d for t in made for d in t.axes().values())
     ranks = degree * max((t.card.min_ranks for t in made if not t.axes()), default=1)

@@ -70,6 +70,11 @@ class RingAttention(Technique):
                    f"use a seq_len of at most {window}")  # fmt: skip
         self.needs(e.plan.has("flash_attention"), "the score matrix never exists in a ring",
                    "add flash_attention (--with flash_attention)")  # fmt: skip
+        self.needs(
+            not (e.is_training and e.training.separates_documents),
+            "keys go round the ring without saying which document they are of",
+            "do not mask documents: packing=false for examples (one in a row), document_mask=false for text",
+        )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Divide the tokens; exchange keys and values beside the attention core."""

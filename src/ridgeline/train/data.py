@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,61 +15,12 @@ from tokenizers import Tokenizer
 from ridgeline.paths import cache_dir
 from ridgeline.runtime.build import Batch
 from ridgeline.spec.errors import UserError
+from ridgeline.train.text import documents
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
 MAX_BYTES = 4_000_000
 """Text read from one source: enough for short measured runs, tokenised in seconds."""
-_SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".jsonl", ".c", ".h", ".cpp", ".js", ".ts", ".html", ".tex"}
-
-
-def documents(source: str) -> Iterator[str]:
-    """The documents of a data source, in a fixed order.
-
-    ``stdlib``: sources and documentation topics of the running Python's standard library; a text file; a directory of
-    text files; ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split.
-
-    Raises :class:`UserError` when there is nothing to read.
-    """
-    if source.startswith("hf:"):
-        yield from _hugging_face(source[3:])
-        return
-    if source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"site-packages", "test", "tests"}
-        files = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
-    else:
-        root = Path(source).expanduser()
-        if root.is_file():
-            files = [root]
-        elif root.is_dir():
-            files = [p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()]
-        else:
-            raise UserError(f"data {source!r} is neither a file nor a directory", "give a path, `stdlib`, or hf:NAME")
-    # Hash order mixes kinds of files, so that a prefix is a fair sample of the whole.
-    files.sort(key=lambda p: hashlib.md5(str(p.relative_to(root) if p != root else p.name).encode()).digest())
-    for path in files:
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError as e:
-            raise UserError(f"data {path} cannot be read: {e.strerror}") from None
-        if text.strip():
-            yield text
-
-
-def _hugging_face(name: str) -> Iterator[str]:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"data 'hf:{name}' needs the `datasets` package", "pip install 'ridgeline[data]'") from None
-    try:
-        rows = datasets.load_dataset(name, split="train", streaming=True)
-    except Exception as e:
-        raise UserError(f"Hugging Face dataset {name!r} could not be opened: {str(e).splitlines()[0]}") from None
-    for row in rows:
-        if "text" not in row:
-            raise UserError(f"dataset {name!r} has no column 'text'", f"its columns: {', '.join(row)}")
-        yield row["text"]
 
 
 def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
@@ -133,6 +82,11 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"{file} is not a tokenizer: {str(e).splitlines()[0]}") from None
 
 
+def own_tokenizer(checkpoint: str | None) -> str | None:
+    """The checkpoint directory, when it has a tokenizer."""
+    return checkpoint if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file() else None
+
+
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> Tokens:
     """Tokenise a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
     texts = _sample(source)
@@ -181,6 +135,9 @@ class TextBatches:
     vocab_size: int
     causal: bool = True
     seed: int = 0
+    separate: bool = False
+    """Whether documents in one window do not see each other."""
+    eval_batches: int = 1
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -194,8 +151,8 @@ class TextBatches:
 
     @property
     def held_out(self) -> int:
-        """Windows at the corpus's end kept for evaluation: one batch, when that is less than a quarter of them."""
-        return self.batch_size if self.windows >= 4 * self.batch_size else 0
+        """Windows at the corpus's end kept for evaluation: whole batches, less than a quarter of the corpus."""
+        return min(self.eval_batches, self.windows // (4 * self.batch_size)) * self.batch_size
 
     @property
     def sequences(self) -> int:
@@ -212,7 +169,7 @@ class TextBatches:
         rows = []
         for i in range(first, first + self.batch_size):
             epoch, at = divmod(i, n)
-            rows.append(_permutation(n, self.seed, epoch)[at])
+            rows.append(permutation(n, self.seed, epoch)[at])
         return self._pack(np.asarray(rows), step)
 
     def held_out_batch(self) -> Batch | None:
@@ -225,9 +182,17 @@ class TextBatches:
         starts = rows * self.seq_len
         ids = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
         windows = torch.from_numpy(ids.astype(np.int64))
-        if self.causal:
-            return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
-        return self._masked(windows[:, :-1].contiguous(), step)
+        inputs = windows[:, :-1].contiguous()
+        made = Batch(inputs, windows[:, 1:].contiguous()) if self.causal else self._masked(inputs, step)
+        return made._replace(**self._documents(inputs)) if self.separate else made
+
+    def _documents(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Numbers of the documents in each window, whose end token is their last, and places within them."""
+        begins = torch.zeros_like(ids)
+        begins[:, 1:] = ids[:, :-1] == self.tokens.end
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        first = torch.where(begins > 0, places, 0).cummax(1).values
+        return {"positions": places - first, "documents": begins.cumsum(1)}
 
     def _masked(self, ids: torch.Tensor, step: int) -> Batch:
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 1)
@@ -243,7 +208,8 @@ class TextBatches:
 _PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
 
 
-def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of ``n`` rows in an epoch."""
     key = (n, seed, epoch)
     if key not in _PERMUTATIONS:
         _PERMUTATIONS[key] = np.random.default_rng((seed, epoch)).permutation(n)

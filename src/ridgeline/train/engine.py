@@ -21,9 +21,11 @@ from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.optimizer import parameter_groups
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import check
-from ridgeline.train.data import IGNORE, TextBatches, load_tokens
+from ridgeline.train.data import IGNORE, TextBatches, load_tokens, own_tokenizer
+from ridgeline.train.packing import InstructionBatches, load_instructions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,15 +74,21 @@ class StepStats:
     """Whether the plan ends training here (its budget is spent)."""
 
 
-def global_batches(e: Experiment, rank: int, world: int) -> TextBatches:
-    """The batches of the experiment. Rank 0 tokenises, the others read what it kept."""
-    w = e.training
+def global_batches(e: Experiment, rank: int, world: int) -> TextBatches | InstructionBatches:
+    """The batches of the experiment. Rank 0 tokenises text, the others read what it kept."""
+    w, m = e.training, e.model
+    if isinstance(w, FineTune) and w.instructions:
+        if not m.causal:
+            raise UserError(f"{m.name} is an encoder: it cannot learn answers", "fine-tune it on text, or a decoder")
+        return InstructionBatches(
+            load_instructions(w, m.vocab_size), w.seq_len, e.batch_size, w.packing, w.seed, w.eval_batches
+        )
     if rank > 0:
         dist.barrier()
-    tokens = load_tokens(w.data, e.model.vocab_size, w.tokenizer)
+    tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint))
     if rank == 0 and world > 1:
         dist.barrier()
-    return TextBatches(tokens, w.seq_len, e.batch_size, e.model.vocab_size, e.model.causal, w.seed)
+    return TextBatches(tokens, w.seq_len, e.batch_size, m.vocab_size, m.causal, w.seed, w.document_mask, w.eval_batches)
 
 
 def whole_model(e: Experiment, device: torch.device) -> Transformer:
@@ -156,7 +164,8 @@ class Trainer:
         share = len(batch.ids) // self.experiment.data_parallel
         place = self.run.mesh.data_rank if self.run.mesh else 0
         mine = slice(place * share, (place + 1) * share)
-        size = self.experiment.micro_batch_size
+        # As many tokens at a time, should the sequences be shorter than the workload's.
+        size = max(1, self.experiment.micro_batch_size * self.workload.seq_len // batch.ids.shape[1])
         parts = [None if t is None else t[mine].to(self.device).split(size) for t in batch]
         micros = [Micro._make(None if p is None else p[i] for p in parts) for i in range(-(-share // size))]
         for take in self.run.cut:

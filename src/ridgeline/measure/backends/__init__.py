@@ -49,6 +49,14 @@ def _hf_model(e: Experiment) -> str:
     return ""
 
 
+def _peft(t: Technique, e: Experiment) -> str:
+    if find_spec("peft") is None:
+        return "its LoRA is the peft library, which is not installed; pip install 'ridgeline[finetune]'"
+    if e.world > 1:
+        return "peft is driven in one process; drop data_parallel, or use --backend native"
+    return ""
+
+
 def _deepspeed_model(e: Experiment) -> str:
     if e.parallel:
         return "it is driven with data parallelism and ZeRO only; drop the model-parallel techniques"
@@ -67,6 +75,7 @@ BACKENDS = {
             expresses={
                 "data_parallel": always,
                 "flash_attention": always,
+                "lora": _peft,
                 "mixed_precision": _precision("fp32", "the Trainer keeps fp32 weights under autocast; use weights=fp32,"
                                               " or --backend deepspeed"),
                 "recompute": only("the Trainer checkpoints every block whole; use policy=full with every=1",
@@ -154,7 +163,7 @@ def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world
 def engine_versions(name: str) -> dict[str, str]:
     """For a result's environment: the backend and the versions of its packages."""
     found = {"backend": name}
-    for package in BACKENDS[name].packages:
+    for package in (*BACKENDS[name].packages, *(["peft"] if name == "hf" else [])):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

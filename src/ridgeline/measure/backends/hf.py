@@ -19,12 +19,14 @@ from transformers.utils import logging
 
 from ridgeline.nn.checkpoint import save_checkpoint
 from ridgeline.predict.settle import settle
-from ridgeline.runtime.build import Batch
+from ridgeline.runtime.build import Batch, TrainBuild
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
+from ridgeline.train.adapters import adapting, save_adapter
 from ridgeline.train.data import TextBatches
 from ridgeline.train.engine import StepStats, global_batches, whole_model
+from ridgeline.train.packing import InstructionBatches
 
 
 class HuggingFace:
@@ -48,6 +50,8 @@ class HuggingFace:
             with tempfile.TemporaryDirectory() as folder:
                 save_checkpoint(whole_model(e, torch.device("cpu")), Path(folder))
                 model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+                if e.plan.has("lora"):
+                    model = self._adapted(model, Path(folder) / "adapter")
         if self.world > 1:
             shape = [model.config if model is not None else None]
             dist.broadcast_object_list(shape, device=self.device)
@@ -57,6 +61,15 @@ class HuggingFace:
             for p in model.parameters():
                 dist.broadcast(p.data, 0)
         return model
+
+    def _adapted(self, model: Any, folder: Path) -> Any:
+        """The model under ``peft``, its adapters starting where ours do."""
+        from peft import PeftModel
+
+        run = TrainBuild(self.experiment, whole_model(self.experiment, torch.device("cpu")), torch.device("cpu"))
+        adapting(self.experiment).build(run)
+        save_adapter(self.experiment, run.model.state_dict(), folder)
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -76,7 +89,8 @@ class HuggingFace:
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
         """``Trainer.train()``, each step shown to ``watch``."""
         e, w = self.experiment, self.experiment.training
-        optimizer = make_optimizer(parameter_groups([*self.model.parameters()], w), w)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(parameter_groups(trained, w), w)
         # Trainer's own warm-up starts at a rate of zero; ours is the workload's.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(w, step) / (w.lr or 1.0))
         low = e.plan.option("mixed_precision", "dtype")
@@ -109,7 +123,7 @@ class HuggingFace:
 class _Rows(Dataset[dict[str, Tensor]]):
     """The rows of every step's batch, one after the other; made when asked for."""
 
-    def __init__(self, batches: TextBatches, steps: int) -> None:
+    def __init__(self, batches: TextBatches | InstructionBatches, steps: int) -> None:
         self.batches, self.steps = batches, steps
         self._step = -1
         self._batch: Batch | None = None

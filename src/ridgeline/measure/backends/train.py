@@ -18,7 +18,7 @@ def train(
 ) -> dict[str, Any]:
     """Train to ``workload.steps``; the result is that of :func:`ridgeline.train.loop.train`, without checkpoints.
 
-    Options: ``backend``; ``out`` and ``export`` (write the model at the end). Ctrl-C finishes the step.
+    Options: ``backend``; ``export`` (directory of the model, written at the end). Ctrl-C finishes the step.
     """
     engine: Any = make_engine(options["backend"], e, device, rank, ranks)
     losses: list[float] = []
@@ -37,8 +37,8 @@ def train(
     finally:
         signal.signal(signal.SIGINT, previous)
     stopped = len(losses) < e.training.steps
-    if options.get("out") and options.get("export") and not stopped:
-        engine.export(Path(options["out"]) / "model")
+    if options.get("export") and not stopped:
+        engine.export(Path(options["export"]))
     return {"losses": losses, "step": len(losses), "stopped": stopped, "checkpoint": "", "device_peak_bytes": None,
             "traffic": {}, **engine_versions(options["backend"])}  # fmt: skip
 

@@ -1,0 +1,148 @@
+"""`ridgeline finetune`: a checkpoint and data in, an adapter (or a whole model) out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ridgeline.cli.base import Json, On, With, app, number_of_bytes, say
+from ridgeline.cli.real import run_training
+
+if TYPE_CHECKING:
+    from ridgeline.spec.experiment import Experiment
+
+
+@app.command()
+def finetune(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory, with its tokenizer.")],
+    data: Annotated[
+        str,
+        typer.Option(help="Chat, Alpaca or prompt/completion records (.jsonl, .json), or text: a file, a directory, …"),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory of the result: an adapter, or without one the whole model.")],
+    with_: With = None,
+    on: On = "local",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate (2e-4 with an adapter, else 2e-5).")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per row (1024, or fewer if the model has fewer).")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step over all devices.")] = 8,
+    micro_batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and forward pass.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of rising rate (3 % of the steps).")] = None,
+    weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
+    template: Annotated[
+        str | None, typer.Option(help="Chat template: a Jinja file, or chatml, llama2, alpaca (the checkpoint's own).")
+    ] = None,
+    packing: Annotated[bool, typer.Option(help="Put several examples in a row; each still sees only itself.")] = True,
+    train_on_prompt: Annotated[bool, typer.Option(help="Let the loss count prompts too.")] = False,
+    skip_bad: Annotated[bool, typer.Option(help="Leave out and count records that cannot be read.")] = False,
+    eval_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between evaluations (a tenth of the steps); 0: none.")
+    ] = None,
+    eval_batches: Annotated[int, typer.Option(min=1, help="Batches held out for evaluation.")] = 8,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Go on from this adapter (a folder as peft writes them).")
+    ] = None,
+    merged: Annotated[bool, typer.Option(help="Write the whole model, the adapter merged into it.")] = False,
+    save_every: Annotated[int, typer.Option(min=0, help="Checkpoint to resume from every so many steps.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on where the same command was stopped.")] = True,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
+    dtype: Annotated[str, typer.Option(help="Storage dtype of the weights: auto, fp32, bf16.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of adapters and of the order of the data.")] = 0,
+    device_memory: Annotated[str | None, typer.Option(help="Most memory that each device may use: 600MB, …")] = None,
+    json: Json = False,
+) -> None:
+    """Fine-tune a checkpoint for real. Keeps the weights of the lowest held-out loss; Ctrl-C saves, and the same
+    command goes on."""
+    from ridgeline import catalog, experiments
+    from ridgeline.measure.ablate import require_local
+    from ridgeline.spec.errors import UserError
+    from ridgeline.techniques.adapted import Adapting
+    from ridgeline.techniques.registry import techniques
+    from ridgeline.train.data import own_tokenizer
+
+    catalog.allow_unprobed()
+    if not checkpoint.is_dir():
+        raise UserError(f"no checkpoint directory {checkpoint}", "give a directory with config.json and safetensors")
+    if not (tokenizer or own_tokenizer(str(checkpoint))):
+        raise UserError(f"{checkpoint} has no tokenizer.json", "give one with --tokenizer")
+    if out.resolve() == checkpoint.resolve():
+        raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
+    model = catalog.model(str(checkpoint.resolve()))
+    plan = list(with_ or [])
+    if adapter:
+        from ridgeline.train.adapters import call_text, load_adapter
+
+        if not any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan))):
+            plan.append(call_text(load_adapter(adapter, model).call))
+    adapts = any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan)))
+    workload = {
+        "kind": "finetune", "checkpoint": str(checkpoint.resolve()), "data": data, "steps": steps,
+        "lr": lr if lr is not None else 2e-4 if adapts else 2e-5,
+        "seq_len": seq_len or min(1024, model.max_positions), "batch_size": batch_size,
+        "micro_batch_size": micro_batch_size, "weight_decay": weight_decay, "dtype": dtype, "seed": seed,
+        "warmup_steps": warmup_steps if warmup_steps is not None else round(0.03 * steps), "template": template,
+        "packing": packing, "train_on_prompt": train_on_prompt, "skip_bad": skip_bad, "tokenizer": tokenizer,
+        "eval_batches": eval_batches,
+    }  # fmt: skip
+    e = experiments.make(str(checkpoint.resolve()), on, workload, plan)
+    require_local(e)
+    options = {
+        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapts and not merged,
+        "adapter_from": str(adapter) if adapter else None, "save_every": save_every, "resume": resume,
+        "eval_every": max(1, steps // 10) if eval_every is None else eval_every, "backend": "native", "timeout": None,
+        "device_memory": number_of_bytes("--device-memory", device_memory),
+    }  # fmt: skip
+    result = run_training(e, options, f"fine-tuning {checkpoint.name}")
+    _print(e, result, out, json)
+    if result["stopped"]:
+        raise typer.Exit(130)
+
+
+@app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter trained on it.")],
+    out: Annotated[Path, typer.Option(help="Directory of the merged model.")],
+) -> None:
+    """Merge an adapter into the weights of its base: a plain checkpoint that needs no adapter library."""
+    import shutil
+
+    from ridgeline.nn.checkpoint import save_checkpoint
+    from ridgeline.spec.errors import UserError
+    from ridgeline.train.adapters import merged_model
+
+    if out.resolve() == checkpoint.resolve():
+        raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
+    save_checkpoint(merged_model(checkpoint, adapter), out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
+        if (checkpoint / name).is_file():
+            shutil.copy2(checkpoint / name, out / name)
+    print(f"written to {out}")
+
+
+def _print(e: Experiment, result: dict[str, Any], out: Path, json: bool) -> None:
+    import json as js
+
+    left = result["left_out"]
+    if left and left["bad"]:
+        say(f"{len(left['bad'])} records left out, the first: {left['bad'][0][0]}: {left['bad'][0][1]}")
+    for number, what in ((left.get("cut"), "longer than a row, cut"), (left.get("dropped"), "without a whole answer")):
+        if number:
+            say(f"{number} examples {what}")
+    if json:
+        print(js.dumps(result))
+        return
+    losses, found, best = result["losses"], result["evaluations"], result["best"]
+    print(f"{result['step']} steps" + (f", loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else ": nothing to do"))
+    if best:
+        print(f"held-out loss {found[0][1]:.4f} → {best[1]:.4f} at step {best[0]}, the weights kept")
+    if result["device_peak_bytes"]:
+        print(f"device memory: {result['device_peak_bytes'] / 1e6:.1f} MB at most")
+    if result["stopped"]:
+        print(f"stopped; the same command goes on from {result['checkpoint']}")
+    else:
+        print(f"written to {out}")
+    sys.stdout.flush()

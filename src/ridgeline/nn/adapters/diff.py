@@ -1,0 +1,111 @@
+"""Diff pruning: a sparse difference to the base's weights (Guo et al. 2021, arXiv:2012.07463)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ridgeline.nn.adapters.base import Adapter, dense
+from ridgeline.nn.adapters.dropout import Dropout
+from ridgeline.nn.collectives import local
+
+LOW, HIGH = -0.1, 1.1
+"""Ends of the stretched interval of the hard-concrete distribution (Louizos et al. 2018, arXiv:1712.01312)."""
+OPEN = 2.0
+"""Gates at the start: nearly all are open."""
+
+
+def settled(gate: Tensor) -> Tensor:
+    """Gates in [0, 1] without noise."""
+    return (torch.sigmoid(gate) * (HIGH - LOW) + LOW).clamp(0, 1)
+
+
+def open_chance(gate: Tensor) -> Tensor:
+    """Probability that a gate is not zero: the expected L0 norm is their sum (eq. 4 of the paper)."""
+    return torch.sigmoid(gate - math.log(-LOW / HIGH))
+
+
+def _draw(gate: Tensor, key: tuple[int, ...] | None) -> tuple[Tensor, Tensor | None]:
+    """(gates in [0, 1], their derivative by ``gate``): of the noise of ``key``; None: settled, without derivative."""
+    if key is None:
+        return settled(gate), None
+    generator = torch.Generator(gate.device).manual_seed(Dropout.seed_of(*key))
+    noise = torch.rand(gate.shape, generator=generator, device=gate.device, dtype=gate.dtype)
+    s = noise.clamp_(1e-6, 1 - 1e-6).logit_().add_(gate).sigmoid_()
+    z = s * (HIGH - LOW) + LOW
+    inside = (z > 0) & (z < 1)
+    slope = s.mul_(1 - s).mul_(HIGH - LOW).mul_(inside)
+    return z.clamp_(0, 1), slope
+
+
+class _DiffLinear(torch.autograd.Function):
+    """x · (W + d ∘ z)ᵀ keeping x, W, d and the gates' parameters: everything else is made again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, diff: Tensor, gate: Tensor, key: tuple[int, ...]) -> Tensor:
+        ctx.key = key
+        ctx.save_for_backward(x, weight, diff, gate)
+        z, _ = _draw(gate, key)
+        return F.linear(x, z.mul_(diff).add_(weight).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, diff, gate = ctx.saved_tensors
+        z, slope = _draw(gate, ctx.key)
+        assert slope is not None
+        dx = grad @ (diff * z).add_(weight).to(grad.dtype) if ctx.needs_input_grad[0] else None
+        g = (grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(diff.dtype)
+        d_diff = z.mul_(g)
+        return dx, None, d_diff, slope.mul_(g).mul_(diff), None
+
+
+class DiffLinear(Adapter):
+    """A linear layer of weight W + d ∘ z: the difference d [out, in] is zero at the start, its gates z are learned.
+
+    In training the gates are drawn from their hard-concrete distribution by (seed, step, layer); elsewhere settled.
+    """
+
+    leaves: ClassVar[tuple[str, ...]] = ("adapter_diff", "adapter_gate")
+
+    def __init__(self, base: nn.Linear, noise: Dropout | None = None, layer: int = 0) -> None:
+        super().__init__(base)
+        self.noise, self.layer = noise, layer
+        self.adapter_diff = nn.Parameter(torch.zeros_like(base.weight))
+        self.adapter_gate = nn.Parameter(torch.full_like(base.weight, OPEN))
+
+    def _difference(self) -> Tensor:
+        return local(self.adapter_diff) * settled(local(self.adapter_gate))
+
+    def delta(self, x: Tensor, y: Tensor) -> Tensor:
+        """The base's output and the product with the difference."""
+        return y + F.linear(x, self._difference().to(x.dtype)).to(y.dtype)
+
+    def weight(self) -> Tensor:
+        """W and the difference."""
+        return dense(self.base) + self._difference()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out], in one product."""
+        if self.merged or self.noise is None or not self.noise.on:
+            return super().forward(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        assert self.noise.step is not None
+        key = (self.noise.seed, self.noise.step, self.layer, 0)
+        y: Tensor = _DiffLinear.apply(x, dense(self.base), local(self.adapter_diff), local(self.adapter_gate), key)  # type: ignore[no-untyped-call]
+        return y if self.base.bias is None else y + local(self.base.bias).to(y.dtype)
+
+
+def projected(differences: dict[str, Tensor], density: float) -> dict[str, Tensor]:
+    """The largest magnitudes of all differences together, the share ``density`` of them; the others zero."""
+    total = sum(d.numel() for d in differences.values())
+    keep = max(1, round(total * density))
+    every = torch.cat([d.abs().flatten() for d in differences.values()])
+    least = every.kthvalue(total - keep + 1).values
+    return {n: torch.where(d.abs() >= least, d, 0.0) if least > 0 else d.clone() for n, d in differences.items()}

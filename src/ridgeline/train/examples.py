@@ -1,0 +1,253 @@
+"""Instruction data: records of a JSON or JSON-lines file → text whose answers are marked, by a chat template.
+
+Four kinds of record are read, told apart by their keys: chat (``messages``, or ``conversations`` as ShareGPT writes
+them), Alpaca (``instruction``, ``input``, ``output``), ``prompt`` and ``completion``, and plain ``text``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ridgeline.spec.errors import UserError
+
+TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama2": (
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}<<SYS>>\n{{ m.content }}\n<</SYS>>\n\n"
+        "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+    ),
+    "alpaca": (
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ m.content }}\n\n"
+        "{% elif m.role == 'user' %}### Instruction:\n{{ m.content }}\n\n"
+        "{% else %}### Response:\n{{ m.content }}{{ eos_token }}\n\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}### Response:\n{% endif %}"
+    ),
+}
+"""Chat templates by name, for checkpoints that bring none."""
+
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text and the parts of it, as (start, end) in characters, that the model is to learn to say."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    ends: bool = True
+    """Whether an end-of-text token must be learned behind it (a chat template writes its own)."""
+
+
+class BadRecord(ValueError):
+    """A record that is no example; the text says why."""
+
+
+@dataclass
+class Template:
+    """A Jinja chat template, as Hugging Face writes them in ``tokenizer_config.json``."""
+
+    source: str
+    name: str
+    tokens: dict[str, str] = field(default_factory=dict)
+    """Special tokens that templates ask for: ``bos_token``, ``eos_token``, …"""
+
+    def __post_init__(self) -> None:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        env.globals["raise_exception"] = refuse
+        env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        try:
+            self._template = env.from_string(self.source)
+        except TemplateError as e:
+            raise UserError(f"chat template {self.name} is not valid Jinja: {e}", "mend it, or give another") from None
+
+    def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        """The text of ``messages``; with ``prompt`` it ends where the assistant is to begin. Raises BadRecord."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **self.tokens)
+        except (TemplateError, TypeError) as e:
+            raise BadRecord(f"the chat template does not take it: {e}") from None
+
+    def example(self, messages: list[dict[str, Any]]) -> Example:
+        """The whole conversation, with what the assistant says (its closing tokens too) marked as answers."""
+        text = self.render(messages)
+        answers = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, upto = self.render(messages[:i], prompt=True), self.render(messages[: i + 1])
+            start = len(before) if upto.startswith(before) else len(self.render(messages[:i]))
+            if not text.startswith(upto[:start]) or not text.startswith(upto.rstrip()):
+                raise BadRecord("the chat template changes earlier messages when later ones follow")
+            answers.append((start, min(len(upto), len(text))))
+        return Example(text, tuple(answers), ends=False)
+
+
+def find_template(named: str | None, checkpoint: str | None) -> Template | None:
+    """The template of that name or file; without one, the checkpoint's own; None when it has none.
+
+    Raises :class:`UserError` for a name or file that does not exist.
+    """
+    tokens = special_tokens(checkpoint)
+    if named in TEMPLATES:
+        return Template(TEMPLATES[named], named, tokens)
+    if named:
+        file = Path(named)
+        if not file.is_file():
+            known = ", ".join(TEMPLATES)
+            raise UserError(f"no chat template {named!r}", f"give a Jinja file, or one of: {known}")
+        return Template(file.read_text(encoding="utf-8"), named, tokens)
+    if checkpoint is None:
+        return None
+    file = Path(checkpoint) / "chat_template.jinja"
+    if file.is_file():
+        return Template(file.read_text(encoding="utf-8"), str(file), tokens)
+    found = tokenizer_config(checkpoint).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((t.get("template") for t in found if t.get("name") == "default"), None)
+    return Template(found, f"of {checkpoint}", tokens) if isinstance(found, str) else None
+
+
+def tokenizer_config(checkpoint: str | None) -> dict[str, Any]:
+    """``tokenizer_config.json`` of a checkpoint directory; empty when there is none."""
+    file = Path(checkpoint) / "tokenizer_config.json" if checkpoint else None
+    if file is None or not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{file} is not JSON: {e}", "download the checkpoint again") from None
+    return found if isinstance(found, dict) else {}
+
+
+def special_tokens(checkpoint: str | None) -> dict[str, str]:
+    """Texts of the checkpoint's special tokens by name (``eos_token``, …)."""
+    config = tokenizer_config(checkpoint)
+    texts = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+    return {"bos_token": "", "eos_token": "", **{k: v for k, v in texts.items() if isinstance(v, str)}}
+
+
+def records(file: Path, skip_bad: bool = False) -> Iterator[tuple[str, Any]]:
+    """(place, record) of a JSON-lines file, or of a JSON file that holds a list; ``place`` is file and line.
+
+    A line that is not JSON raises :class:`UserError` naming it, or with ``skip_bad`` comes as a :class:`BadRecord`.
+    """
+    if not file.is_file():
+        raise UserError(f"no data file {file}", "give a .jsonl or .json file")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if text.lstrip().startswith("["):
+        try:
+            listed = json.loads(text)
+        except ValueError as e:
+            raise UserError(f"{file} is not a JSON list: {e}", "mend it, or write one record a line (.jsonl)") from None
+        yield from ((f"{file}: record {i}", record) for i, record in enumerate(listed, 1))
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"{file}:{number}"
+        try:
+            yield place, json.loads(line)
+        except ValueError as e:
+            if not skip_bad:
+                raise UserError(
+                    f"{place}: not JSON: {e}", "mend the line, or leave such lines out: --skip-bad"
+                ) from None
+            yield place, BadRecord(f"not JSON: {e}")
+
+
+def read_examples(
+    file: Path, template: Template | None, skip_bad: bool = False
+) -> tuple[list[Example], list[tuple[str, str]]]:
+    """The examples of a data file, and (place, reason) of every record left out, which needs ``skip_bad``.
+
+    Raises :class:`UserError` at the first bad record otherwise, and when chat messages meet no template.
+    """
+    examples: list[Example] = []
+    bad: list[tuple[str, str]] = []
+    for place, record in records(file, skip_bad):
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            examples.append(_example(record, template, place))
+        except BadRecord as e:
+            if not skip_bad:
+                fix = "mend the record, or leave such records out: --skip-bad"
+                raise UserError(f"{place}: {e}", fix) from None
+            bad.append((place, str(e)))
+    if not examples:
+        raise UserError(f"{file} holds no usable example", bad[0][1] if bad else "write one record a line")
+    return examples, bad
+
+
+def _example(record: Any, template: Template | None, place: str) -> Example:
+    if not isinstance(record, dict):
+        raise BadRecord(f"a record must be an object, not {type(record).__name__}")
+    if "messages" in record or "conversations" in record:
+        messages = _messages(record.get("messages", record.get("conversations")))
+        if template is None:
+            raise UserError(
+                f"{place}: chat messages need a chat template, and the checkpoint has none",
+                f"give --template FILE.jinja, or one of: {', '.join(TEMPLATES)}",
+            )
+        return template.example(messages)
+    if "instruction" in record:
+        instruction, given, output = (_text(record, k, k != "input") for k in ("instruction", "input", "output"))
+        asked = f"{instruction}\n\n{given}" if given else instruction
+        if template is not None:
+            return template.example([{"role": "user", "content": asked}, {"role": "assistant", "content": output}])
+        context = f"### Input:\n{given}\n\n" if given else ""
+        prompt = f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
+        return Example(prompt + output, ((len(prompt), len(prompt) + len(output)),))
+    if "prompt" in record:
+        prompt, output = _text(record, "prompt"), _text(record, "completion")
+        return Example(prompt + output, ((len(prompt), len(prompt) + len(output)),))
+    if "text" in record:
+        text = _text(record, "text")
+        return Example(text, ((0, len(text)),))
+    have = ", ".join(map(str, record)) or "none"
+    raise BadRecord(f"it has no messages, no instruction, no prompt and no text; its keys: {have}")
+
+
+def _text(record: dict[str, Any], key: str, needed: bool = True) -> str:
+    value = record.get(key)
+    if value is None and not needed:
+        return ""
+    if not isinstance(value, str) or (needed and not value):
+        raise BadRecord(f"{key!r} is {'missing' if value is None else 'not a non-empty text'}")
+    return value
+
+
+def _messages(found: Any) -> list[dict[str, Any]]:
+    if not isinstance(found, list) or not found:
+        raise BadRecord("messages must be a list of at least one message")
+    out = []
+    for i, m in enumerate(found, 1):
+        if not isinstance(m, dict):
+            raise BadRecord(f"message {i} is not an object")
+        role, content = m.get("role", m.get("from")), m.get("content", m.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BadRecord(f"message {i} needs a role and a content, both text")
+        out.append({"role": _ROLES.get(role, role), "content": content})
+    if not any(m["role"] == "assistant" for m in out):
+        raise BadRecord("no message is the assistant's: there is nothing to learn")
+    return out

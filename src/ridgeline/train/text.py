@@ -1,0 +1,126 @@
+"""Where text comes from: files, directories, the running Python's own library, Hugging Face datasets."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from ridgeline.paths import cache_dir
+from ridgeline.spec.errors import UserError
+
+_SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".jsonl", ".c", ".h", ".cpp", ".js", ".ts", ".html", ".tex"}
+
+
+def documents(source: str) -> Iterator[str]:
+    """The documents of a data source, in a fixed order.
+
+    ``stdlib``: sources and documentation topics of the running Python's standard library; ``stdlib-prose``: what it
+    says of itself in English, and ``stdlib-code``: its code without that; a text file; a directory of text files;
+    ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split.
+
+    Raises :class:`UserError` when there is nothing to read.
+    """
+    if source.startswith("hf:"):
+        yield from _hugging_face(source[3:])
+        return
+    if source in PARTS:
+        yield from _part_of_stdlib(source)
+        return
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        skipped = {"site-packages", "test", "tests"}
+        files = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
+    else:
+        root = Path(source).expanduser()
+        if root.is_file():
+            files = [root]
+        elif root.is_dir():
+            files = [p for p in root.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()]
+        else:
+            raise UserError(f"data {source!r} is neither a file nor a directory", "give a path, `stdlib`, or hf:NAME")
+    # Hash order mixes kinds of files, so that a prefix is a fair sample of the whole.
+    files.sort(key=lambda p: hashlib.md5(str(p.relative_to(root) if p != root else p.name).encode()).digest())
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            raise UserError(f"data {path} cannot be read: {e.strerror}") from None
+        if text.strip():
+            yield text
+
+
+PARTS = ("stdlib-prose", "stdlib-code")
+"""Two domains of text that are always at hand and share no sentence."""
+
+
+def _part_of_stdlib(source: str) -> Iterator[str]:
+    """Documentation topics and docstrings, or code without docstrings and comments; made once per Python version."""
+    kept = cache_dir() / "text" / f"{source}-{platform.python_version()}.json"
+    if not kept.is_file():
+        texts = [t for text in documents("stdlib") if (t := _prose(text) if source == PARTS[0] else _code(text))]
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_name(f".{kept.name}.{os.getpid()}.new")
+        draft.write_text(json.dumps(texts), encoding="utf-8")
+        os.replace(draft, kept)
+    yield from json.loads(kept.read_text(encoding="utf-8"))
+
+
+def _docstrings(tree: ast.AST) -> Iterator[ast.stmt]:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
+            first = body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                yield first
+
+
+def _parsed(text: str) -> ast.AST | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _prose(text: str) -> str:
+    tree = _parsed(text)
+    if tree is None:
+        return ""
+    if "topics = {" in text:  # pydoc's: the language reference as one dictionary of texts
+        strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        return "\n\n".join(s for s in strings if len(s) > 200)
+    return "\n\n".join(inspect.cleandoc(s.value.value) for s in _docstrings(tree))  # type: ignore[attr-defined]
+
+
+def _code(text: str) -> str:
+    tree = _parsed(text)
+    if tree is None or "topics = {" in text:
+        return ""
+    for statement in _docstrings(tree):
+        statement.value = ast.Constant(...)  # type: ignore[attr-defined]
+    return ast.unparse(tree)
+
+
+def _hugging_face(name: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"data 'hf:{name}' needs the `datasets` package", "pip install 'ridgeline[data]'") from None
+    try:
+        rows = datasets.load_dataset(name, split="train", streaming=True)
+    except Exception as e:
+        raise UserError(f"Hugging Face dataset {name!r} could not be opened: {str(e).splitlines()[0]}") from None
+    for row in rows:
+        if "text" not in row:
+            raise UserError(f"dataset {name!r} has no column 'text'", f"its columns: {', '.join(row)}")
+        yield row["text"]

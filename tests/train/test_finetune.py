@@ -1,0 +1,87 @@
+"""`ridgeline finetune` and `ridgeline merge` from the command line, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.train.test_instructions import chat, checkpoint  # noqa: F401  (fixtures)
+from typer.testing import CliRunner
+
+from ridgeline.cli import app
+from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.spec.errors import UserError
+from ridgeline.train.adapters import attach, load_adapter
+
+FAST = ["--seq-len", "32", "--batch-size", "4", "--lr", "1e-2", "--eval-batches", "1", "--json"]
+
+
+def finetune(checkpoint, chat, out, *options):  # noqa: F811
+    args = ["finetune", str(checkpoint), "--data", str(chat), "--template", str(chat.parent / "short.jinja"),
+            "--out", str(out), *FAST, *options]  # fmt: skip
+    got = CliRunner().invoke(app, args)
+    if got.exception and not isinstance(got.exception, SystemExit):
+        raise got.exception
+    assert got.exit_code == 0, got.output
+    return json.loads(got.stdout)
+
+
+@pytest.fixture(scope="module")
+def tuned(checkpoint, chat, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("tuned") / "adapter"
+    return out, finetune(checkpoint, chat, out, "--with", "lora:rank=4,targets=all-linear", "--steps", "12",
+                         "--eval-every", "3")  # fmt: skip
+
+
+def test_the_best_weights_are_kept(tuned, checkpoint, chat):  # noqa: F811
+    out, result = tuned
+    steps = [step for step, _ in result["evaluations"]]
+    assert steps == [0, 3, 6, 9, 12]
+    first, best = result["evaluations"][0][1], min(result["evaluations"][1:], key=lambda e: e[1])
+    assert result["best"] == best
+    assert best[1] < first - 0.05
+    assert (out / "adapter_config.json").is_file()
+    assert not (out / "model.safetensors").exists()
+    again = finetune(checkpoint, chat, out, "--with", "lora:rank=4,targets=all-linear", "--steps", "12",
+                     "--eval-every", "3")  # fmt: skip
+    assert again["step"] == 12, "there was nothing left to do"
+    assert again["losses"] == result["losses"]
+
+
+def test_going_on_from_the_adapter_and_merging_it(tuned, checkpoint, chat, tmp_path):  # noqa: F811
+    out, result = tuned
+    further = finetune(checkpoint, chat, tmp_path / "more", "--adapter", str(out), "--steps", "1", "--eval-every", "1")
+    assert further["evaluations"][0][1] == pytest.approx(result["best"][1], abs=1e-5)
+    got = CliRunner().invoke(app, ["merge", str(checkpoint), str(out), "--out", str(tmp_path / "whole")])
+    assert got.exit_code == 0, got.output
+    ids = torch.arange(20)[None]
+    base = load_checkpoint(checkpoint)
+    before = base(ids)
+    attach(base, load_adapter(out, base.spec))
+    whole = load_checkpoint(tmp_path / "whole")
+    assert torch.allclose(whole(ids), base(ids), atol=1e-5)
+    assert not torch.allclose(before, base(ids), atol=1e-3)
+    assert (tmp_path / "whole" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "mend"),
+    [
+        (["--with", "lora:targets=q_prj"], "matches no linear layer", "q_proj"),
+        (["--with", "lora:rank=64"], "rank 64 is not below", "rank below"),
+        (["--template", "nothing.jinja"], "no chat template", "chatml"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(options, said, mend, checkpoint, chat, tmp_path):  # noqa: F811
+    with pytest.raises(UserError) as told:
+        finetune(checkpoint, chat, tmp_path / "out", *options)
+    assert said in told.value.what
+    assert mend in told.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_base(tuned, checkpoint, tmp_path):  # noqa: F811
+    wide = load_checkpoint(checkpoint).spec.model_copy(update={"hidden_size": 64, "head_dim": 16})
+    with pytest.raises(UserError, match="q_proj"):
+        load_adapter(tuned[0], wide)

@@ -1,0 +1,329 @@
+"""Instruction data: what is read, what is learned, what a packed row sees, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.training import MODEL, full, write_corpus
+from tests.world import world
+
+from ridgeline.measure.cell import metered_step
+from ridgeline.nn.checkpoint import save_checkpoint
+from ridgeline.nn.init import build
+from ridgeline.predict import predict
+from ridgeline.runtime.build import LossModel
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import FineTune
+from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.registry import normalise
+from ridgeline.train.data import IGNORE, TextBatches, load_tokens
+from ridgeline.train.engine import Trainer
+from ridgeline.train.examples import TEMPLATES, Template, find_template, read_examples
+from ridgeline.train.packing import InstructionBatches, load_instructions, pack
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is the roof?"},
+    {"role": "assistant", "content": "Above."},
+    {"role": "user", "content": "And the ridge?"},
+    {"role": "assistant", "content": "Atop it."},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    corpus = write_corpus(folder / "corpus.txt")
+    model = build(MODEL, torch.device("cpu"), torch.float32, 0)
+    save_checkpoint(model, folder / "model")
+    load_tokens(str(corpus), MODEL.vocab_size).tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """120 short conversations of different lengths."""
+    rng = random.Random(0)
+    words = ["roof", "ridge", "memory", "gradient", "of", "the", "a", "step", "model", "is", "peak"]
+    say = lambda n: " ".join(rng.choices(words, k=n))  # noqa: E731
+    rows = [
+        {"messages": [{"role": "user", "content": say(rng.randint(1, 4))},
+                      {"role": "assistant", "content": say(rng.randint(1, 6))}]}
+        for _ in range(120)
+    ]  # fmt: skip
+    file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    answer = "{% if add_generation_prompt %}a:{% endif %}"
+    short = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}" + answer
+    (file.parent / "short.jinja").write_text(short, encoding="utf-8")
+    return file
+
+
+def tuning(checkpoint, data, *plan, ranks=1, **fields):
+    fields = {"seq_len": 64, "batch_size": 4, "steps": 3, "warmup_steps": 1, **fields}
+    fields.setdefault("template", str(data.parent / "short.jinja"))
+    return normalise(
+        Experiment(
+            model=MODEL,
+            cluster=Cluster(device=CPU, devices_per_node=ranks),
+            workload=FineTune(data=str(data), checkpoint=str(checkpoint), **fields),
+            plan=Plan.parse(plan),
+        )
+    )
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def learned(example):
+    return [example.text[a:b] for a, b in example.answers]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_are_what_the_assistant_says(name):
+    example = Template(TEMPLATES[name], name, {"eos_token": "</s>", "bos_token": ""}).example(CHAT)
+    first, second = learned(example)
+    assert first.strip().startswith("Above.")
+    assert second.strip().startswith("Atop it.")
+    for text in (first, second):  # what closes the turn is learned, what opens the next is not
+        assert "ridge?" not in text
+        assert "Be brief" not in text
+    assert first.strip() != "Above.", "the end of the turn must be learned too"
+
+
+def test_records_of_every_kind(tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Sing.", "output": "La."},
+        {"prompt": "Q: ", "completion": "A."},
+        {"text": "All of it."},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+    ]
+    template = Template(TEMPLATES["chatml"], "chatml")
+    for file, text in (("a.jsonl", "\n".join(map(json.dumps, rows))), ("a.json", json.dumps(rows))):
+        (tmp_path / file).write_text(text, encoding="utf-8")
+        found, bad = read_examples(tmp_path / file, template)
+        assert [learned(e) for e in found] == [["3<|im_end|>\n"], ["La.<|im_end|>\n"], ["A."], ["All of it."],
+                                               ["Ho<|im_end|>\n"]]  # fmt: skip
+        assert not bad
+    plain, _ = read_examples_of(tmp_path, rows[:1])
+    assert plain[0].text.endswith("### Response:\n3")
+    assert learned(plain[0]) == ["3"]
+
+
+def read_examples_of(folder, rows):
+    file = folder / "some.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return read_examples(file, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"messages": [', "not JSON"),
+        ('{"messages": []}', "at least one message"),
+        ('{"messages": [{"role": "user", "content": "?"}]}', "nothing to learn"),
+        ('{"messages": [{"role": "user"}]}', "needs a role and a content"),
+        ('{"instruction": "x"}', "'output' is missing"),
+        ('{"question": "x"}', "its keys: question"),
+        ("[1]", "must be an object"),
+    ],
+)
+def test_a_bad_line_is_named_or_skipped_and_counted(line, said, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "one"}\n\n' + line + '\n{"text": "two"}\n', encoding="utf-8")
+    template = Template(TEMPLATES["chatml"], "chatml")
+    with pytest.raises(UserError, match=r"bad\.jsonl:3") as told:
+        read_examples(file, template)
+    assert said in str(told.value)
+    assert "--skip-bad" in told.value.fix
+    found, bad = read_examples(file, template, skip_bad=True)
+    assert len(found) == 2
+    assert [place for place, _ in bad] == [f"{file}:3"]
+    assert said in bad[0][1]
+
+
+def test_templates_that_are_missing_or_wrong(tmp_path, chat):
+    with pytest.raises(UserError, match="need a chat template"):
+        read_examples(chat, find_template(None, str(tmp_path)))
+    with pytest.raises(UserError, match="no chat template 'chatmi'"):
+        find_template("chatmi", None)
+    (tmp_path / "t.jinja").write_text("{% for m in %}", encoding="utf-8")
+    with pytest.raises(UserError, match="not valid Jinja"):
+        find_template(str(tmp_path / "t.jinja"), None)
+
+
+def test_the_checkpoints_own_template_and_special_tokens(tmp_path, chat):
+    source = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    config = {"chat_template": source, "eos_token": {"content": "</s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    template = find_template(None, str(tmp_path))
+    assert template is not None
+    # This template has no opening for the assistant: the role's mark is then part of what is learned.
+    assert learned(template.example(CHAT[1:3])) == ["<assistant>Above.</s>"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert find_template(None, str(tmp_path)).render(CHAT) == "Be brief."
+
+
+def test_templates_render_as_transformers_does(tmp_path, checkpoint):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
+    source = (
+        "{% for m in messages %}\n{%- if loop.first %}{{ bos_token }}{% endif %}"
+        "[{{ m.role | upper }}] {{ m.content | trim }}\n"
+        "{% endfor %}{% if add_generation_prompt %}[ASSISTANT]{% endif %}"
+    )
+    for text in (*TEMPLATES.values(), source):
+        tokenizer.chat_template, tokenizer.eos_token, tokenizer.bos_token = text, "<|endoftext|>", "<s>"
+        ours = Template(text, "same", {"eos_token": "<|endoftext|>", "bos_token": "<s>"})
+        for prompt in (False, True):
+            want = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
+            assert ours.render(CHAT, prompt) == want
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=300), st.integers(50, 120), st.integers(0, 3))
+def test_packing_loses_and_doubles_nothing(lengths, size, seed):
+    rows = pack(lengths, size, np.random.default_rng(seed).permutation(len(lengths)))
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= size for row in rows)
+    assert len(rows) <= 2 * -(-sum(lengths) // size), "never more than twice the least possible"
+
+
+def test_rows_hold_the_examples_and_only_answers_are_labels(checkpoint, chat):
+    w = tuning(checkpoint, chat).training
+    data = load_instructions(w, MODEL.vocab_size)
+    batches = InstructionBatches(data, 64, 4)
+    assert len(batches.split[0]) < 120 / 2, "short examples share rows"
+    ids, labels, positions, documents = batches.batch(3)
+    again = InstructionBatches(data, 64, 4).batch(3)
+    assert all(torch.equal(a, b) for a, b in zip((ids, labels, positions, documents), again, strict=True))
+    for row in range(4):
+        for number in documents[row].unique().tolist()[:-1]:
+            here = documents[row] == number
+            assert positions[row][here].tolist() == list(range(int(here.sum())))
+            text = data.tokenizer.decode(ids[row][here].tolist(), skip_special_tokens=False)
+            said = data.tokenizer.decode(labels[row][here][labels[row][here] != IGNORE].tolist())
+            assert text.startswith("u:")
+            assert said.strip() == text.split("\na:")[1].strip()
+    everything = InstructionBatches(load_instructions(w.model_copy(update={"train_on_prompt": True}), 300), 64, 4)
+    assert (everything.batch(3).labels != IGNORE).sum() > (labels != IGNORE).sum()
+
+
+def test_no_example_is_both_trained_on_and_held_out(checkpoint, chat):
+    batches = InstructionBatches(load_instructions(tuning(checkpoint, chat).training, 300), 64, 2, eval_batches=3)
+    trained, held = batches.split
+    assert len(held) == 6
+    assert not {i for r in trained for i in r} & {i for r in held for i in r}
+
+
+def test_long_examples_are_cut_and_counted(checkpoint, chat):
+    data = load_instructions(tuning(checkpoint, chat, seq_len=12).training, 300)
+    assert data.cut > 0
+    assert all(len(e.ids) <= 13 for e in data.examples)
+    assert len(data.examples) + data.dropped == 120
+    with pytest.raises(UserError, match="no example of"):
+        load_instructions(tuning(checkpoint, chat, seq_len=3).training, 300)
+
+
+# ---- packed rows see only themselves ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("backend", ["naive", "flash"])
+def test_a_packed_row_is_its_examples_one_by_one(family, backend, checkpoint, chat):
+    """Loss and gradients; without the mask both differ."""
+    fields = {"family": family, "num_kv_heads": 4, "gated": False, "activation": "gelu", "position": "learned"}
+    spec = MODEL if family == "llama" else MODEL.model_copy(update=fields)
+    batches = InstructionBatches(load_instructions(tuning(checkpoint, chat).training, 300), 64, 4)
+    packed = batches.batch(0)
+
+    def result(parts):
+        model = build(spec, torch.device("cpu"), torch.float64, 0)
+        model.set_attention(backend)
+        loss = sum(LossModel(model)(*p) for p in parts)
+        loss.backward()
+        return float(loss), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    alone = []
+    for row in range(4):
+        for number in packed.documents[row].unique():
+            here = packed.documents[row] == number
+            alone.append((packed.ids[row][here][None], packed.labels[row][here][None]))
+    loss, grad = result([tuple(packed)])
+    want, want_grad = result(alone)
+    assert loss == pytest.approx(want, rel=1e-10)
+    assert torch.allclose(grad, want_grad, atol=1e-9)
+    blind, _ = result([tuple(packed._replace(documents=None))])
+    assert abs(blind - want) > 1e-4
+
+
+def test_documents_of_text_are_told_apart_by_their_end(corpus):
+    folder_tokens = load_tokens(str(corpus), 300)
+    ids = folder_tokens.ids.copy()
+    ids[::7] = folder_tokens.end
+    batch = TextBatches(type(folder_tokens)(ids, folder_tokens.tokenizer, "x"), 16, 2, 300, separate=True).batch(0)
+    for row, places, numbers in zip(batch.ids, batch.positions, batch.documents, strict=True):
+        number = place = 0
+        for t in range(16):
+            assert (int(numbers[t]), int(places[t])) == (number, place)
+            place += 1
+            if row[t] == folder_tokens.end:
+                number, place = number + 1, 0
+
+
+def losses_of(rank, e):
+    trainer = Trainer(e, torch.device("cpu"), rank, e.world)
+    out = [trainer.step().loss for _ in range(3)]
+    return [*out, trainer.evaluate()], {n: full(p) for n, p in trainer.run.root.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, ("pipeline:degree=2",)),
+        (2, ("tensor_parallel:degree=2", "sequence_parallel")),
+        (2, ("zero:stage=3", "recompute")),
+        (1, ("flash_attention", "recompute")),
+        (1, ("fused_layers",)),
+    ],
+    ids=str,
+)
+def test_layouts_pack_alike(ranks, plan, checkpoint, chat):
+    sgd = {"optimizer": "sgd", "lr": 1.0, "grad_clip": 0.1}
+    want, _ = losses_of(0, tuning(checkpoint, chat, **sgd))
+    micro = {"micro_batch_size": 2} if "pipeline" in plan[0] else {}
+    e = tuning(checkpoint, chat, *plan, ranks=ranks, **sgd, **micro)
+    got, _ = losses_of(0, e) if ranks == 1 else world(ranks).run(losses_of, e)[0]
+    assert want[0] - want[2] > 1e-3
+    assert got == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("plan", [(), ("flash_attention",), ("flash_attention", "recompute"), ("lora",)], ids=str)
+def test_memory_of_packed_rows_is_as_predicted(plan, checkpoint, chat):
+    e = tuning(checkpoint, chat, *plan)
+    trainer = Trainer(e)
+    trainer.step(), trainer.step()
+    usage, said = metered_step(trainer), {m.category: m.bytes for m in predict(e).memory}
+    print(f"predicted {said}\nmeasured  {usage.categories} at {usage.instant}")
+    assert usage.total == pytest.approx(sum(said.values()), rel=0.05)
+
+
+def test_a_ring_refuses_packed_examples(checkpoint, chat):
+    from ridgeline.techniques.registry import check
+
+    with pytest.raises(Incompatible, match="packing=false"):
+        check(tuning(checkpoint, chat, "ring_attention:degree=2", "flash_attention", ranks=2))
+    check(tuning(checkpoint, chat, "ring_attention:degree=2", "flash_attention", ranks=2, packing=False))
