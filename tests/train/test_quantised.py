@@ -80,6 +80,56 @@ def test_the_plain_model_gives_what_the_trained_one_gives(plan, corpus):
         assert torch.allclose(plain(ids), trainer.run.model(ids), atol=1e-5)
 
 
+# ---- paged optimizer states ------------------------------------------------------------------------------------------
+
+PAGED = ("lora", "qlora:paged=true")
+
+
+def copied(rank, e):
+    trainer = make_trainer(e, rank, uneven=False)
+    for _ in range(2):
+        trainer.step()
+    before = {k: (t.bytes, t.count) for k, t in trainer.run.store.traffic.items()}
+    usage = metered_step(trainer)
+    return usage, {k: (t.bytes - before[k][0], t.count - before[k][1]) for k, t in trainer.run.store.traffic.items()}
+
+
+@pytest.mark.parametrize("plan", [PAGED, ("zero:stage=3", *PAGED)], ids="+".join)
+def test_paged_states_change_nothing_but_where_they_are(plan, corpus):
+    ranks = 2 if "zero:stage=3" in plan else 1
+    e = experiment(corpus, *plan, ranks=ranks, seq_len=32)
+    kept = train(experiment(corpus, *PAGED[:1], "qlora", *plan[:-2], ranks=ranks, seq_len=32))
+    moved = train(e)
+    assert moved.losses == kept.losses
+    assert all(torch.equal(moved.after[n], t) for n, t in kept.after.items())
+    usage, traffic = copied(0, e) if ranks == 1 else world(2).run(copied, e)[0]
+    said = predict(e)
+    for kind in ("h2d", "d2h"):
+        rows = [row for row in said.breakdown if row.kind == kind]
+        assert traffic[kind] == (sum(r.link_bytes for r in rows), sum(r.count for r in rows))
+    predicted = {m.category: m.bytes for m in said.memory}
+    print(f"predicted {predicted}\nmeasured  {usage.categories}, host {usage.host}")
+    assert "optimizer" not in predicted
+    assert usage.categories.get("optimizer", 0) <= 4 * 60, "a step counter for each tensor"
+    assert usage.host == pytest.approx(said.metrics["host_bytes"].value, rel=0.01)
+    if ranks == 1:
+        assert usage.total == pytest.approx(sum(predicted.values()), rel=0.05)
+
+
+def test_paged_states_are_resumed(corpus, tmp_path):
+    e = experiment(corpus, *PAGED, steps=6)
+    through = make_trainer(e)
+    losses = [through.step().loss for _ in range(3)]
+    save(through, tmp_path, losses)
+    losses += [through.step().loss for _ in range(3)]
+    again = make_trainer(experiment(corpus, "lora", "qlora", steps=6))
+    assert resume(again, tmp_path) == losses[:3]
+    assert [again.step().loss for _ in range(3)] == losses[3:]
+    back = make_trainer(e)
+    resume(back, tmp_path)
+    assert [back.step().loss for _ in range(3)] == losses[3:]
+
+
 # ---- alpha_tuning ----------------------------------------------------------------------------------------------------
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.mesh import host_copy
+from ridgeline.techniques.optimisers import alone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,11 +36,25 @@ class QLoRA(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
 
+    paged: bool = False
+    """Keep the optimizer's states in host memory, but for those that are being updated."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """States on the device, and paged."""
+        return [cls(paged=paged) for paged in (False, True)]
+
+    def stored(self) -> dict[str, Any]:
+        """Codes; where optimizer states rest is nothing to a checkpoint."""
+        return {"qlora": True}
+
     def check(self, e: Experiment) -> None:
         """A 4-bit base cannot train by itself, is quantised once, and is divided between blocks only."""
         self.needs(e.plan.has("lora"), "a 4-bit base cannot be trained: rounding has no useful gradient",
                    "add lora (--with lora)")  # fmt: skip
         self.needs(not e.plan.has("rtn"), "rtn already stores the base as integers", "keep one of qlora and rtn")
+        if self.paged:
+            alone(self, e)
         tp = e.parallel.get("tp", 1)
         for p in e.model.block_parameters(0):
             if p.name.endswith("_proj.weight") and len(p.shape) == 2:
@@ -79,6 +95,8 @@ class QLoRA(Technique):
             b.workspace = max(b.workspace, largest)
             b.backward_workspace = max(b.backward_workspace, largest)
 
+        if self.paged:
+            g.closing.append(_page_states)
         return g.each_block(quantise, layers_only=True)
 
     def build(self, run: TrainBuild) -> None:
@@ -87,9 +105,25 @@ class QLoRA(Technique):
         from ridgeline.nn.quantised import replace_linears
 
         replace_linears(run.model, NF4Linear)
+        if self.paged:
+            from ridgeline.runtime.paged import page_states
+
+            page_states(run)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Codes expanded."""
         from ridgeline.nn.nf4 import expanded
 
         return expanded(state)
+
+
+def _page_states(g: Graph) -> None:
+    """The optimizer's states rest in host memory; each part's come to the device for its update, and go back."""
+    for b in g.blocks:
+        size = sum(p.numel / p.state_shards for p in b.params if p.trainable) * g.optimizer_bytes
+        if size:
+            times = b.repeat // g.stages or 1
+            g.host_bytes += size * times
+            pair = [host_copy("paged.in", "h2d", size, "update"), host_copy("paged.out", "d2h", size, "update")]
+            g.after_update = pair * times + g.after_update
+    g.optimizer_bytes = 0.0
