@@ -69,7 +69,7 @@ class DynamicBatchLoading(Technique):
         for name in ("weights", "reference"):
             given = getattr(self, name)
             self.needs(not (given and self.domains) or len(given) == len(self.domains),
-                       f"{len(self.domains)} domains and {len(given)} values in {name}", "give one for each")  # fmt: skip
+                       f"{len(self.domains)} domains, but {len(given)} {name}", "give one for each")  # fmt: skip
         self.needs(all(w > 0 for w in self.weights), f"weights {self.weights} are not all positive",
                    "a domain without weight would never come: leave it out")  # fmt: skip
 

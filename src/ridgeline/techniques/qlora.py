@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card
+from ridgeline.techniques.base import Card, Technique
 from ridgeline.techniques.lora import LoRA
 from ridgeline.techniques.mesh import host_copy
 from ridgeline.techniques.optimisers import alone
