@@ -136,6 +136,11 @@ class IntegerLinear(QuantisedLinear, IntegerWeight):
         self.keep(**quantise(linear.weight))
         self.update = update
 
+    @staticmethod
+    def expand(*stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :func:`expand`."""
+        return expand(stored, dtype)
+
     def product(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out], without the bias."""
         if torch.is_autocast_enabled(x.device.type):

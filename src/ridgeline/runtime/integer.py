@@ -29,10 +29,9 @@ BETAS = (0.9, 0.99)
 class IntegerLion(torch.optim.Optimizer):
     """Lion for what stays fp32, and the home of the momentum of integer layers, which update themselves."""
 
-    def __init__(self, groups: list[dict[str, Any]], layers: list[IntegerWeight], w: Training, lr_scale: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], layers: list[IntegerWeight], w: Training) -> None:
         codes = {"params": [p for layer in layers for p in layer.parts()], "weight_decay": w.weight_decay}
         super().__init__([*groups, codes], {"lr": w.lr})
-        self.lr_scale = lr_scale
         for p in (p for g in groups for p in g["params"]):
             self.state[p] = {"momentum": torch.zeros_like(p)}
         for layer in layers:
@@ -45,7 +44,7 @@ class IntegerLion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step of what is fp32; integer layers have made theirs."""
         for group in self.param_groups:
-            lr = group["lr"] * self.lr_scale
+            lr = group["lr"]
             for p in (p for p in group["params"] if p.grad is not None):  # none of an integer layer's has one
                 m = self.state[p]["momentum"]
                 p.mul_(1 - lr * group["weight_decay"]).sub_(torch.lerp(p.grad, m, BETAS[0]).sign_(), alpha=lr)
@@ -73,7 +72,6 @@ class IntegerUpdates:
     """
 
     run: TrainBuild
-    lr_scale: float
     layers: list[IntegerWeight] = field(default_factory=list)
     last: bool = True
     step: int = 0
@@ -94,7 +92,7 @@ class IntegerUpdates:
 
         run.norm = norm
         run.clip = _unclipped
-        run.make_optimizer = lambda groups, w: IntegerLion(groups, self.layers, w, self.lr_scale)
+        run.make_optimizer = lambda groups, w: IntegerLion(groups, self.layers, w)
 
     def code(self) -> None:
         """Put integer layers in the place of every linear of the layers, the head, and the table of tokens."""
@@ -154,6 +152,6 @@ class IntegerUpdates:
             self.squares += float(g.double().square().sum())
             lion_rows(
                 layer, rows, torch.mul(codes, scale), state["momentum"][rows], state["momentum_scale"][rows],
-                lr=run.lr * self.lr_scale, decay=run.experiment.training.weight_decay, betas=BETAS,
+                lr=run.lr, decay=run.experiment.training.weight_decay, betas=BETAS,
                 generator=self._generator,
             )  # fmt: skip

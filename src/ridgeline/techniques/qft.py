@@ -9,6 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.optimisers import scaled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,12 +40,17 @@ class QFT(Technique):
         claim="model state reduced to 21 % of the standard solution; LLaMA-7B fine-tuned in less than 30 GB",
         bound="falls",
         quality="another optimizer on rounded weights: the training loss must fall below its starting value",
-        example={"lr_scale": 1e-4},
+        example={"lr_ratio": 1e-4},
     )
     phase: ClassVar[Phase] = "adapt"
 
-    lr_scale: float = Field(default=0.1, gt=0)
-    """Lion's step per learning rate of the workload; sign steps want 3 to 10 times less than AdamW's."""
+    lr_ratio: float = Field(default=1.0, gt=0)
+    """Factor on the workload's learning rate; Lion's paper uses 0.1 to 0.3 of AdamW's."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: it changes what the training arrives at."""
+        return []
 
     def check(self, e: Experiment) -> None:
         """One process that owns weights, gradients and optimizer."""
@@ -83,7 +89,8 @@ class QFT(Technique):
                 if p.trainable:
                     states += (p.numel * (1.0 if p.name in rows else 4.0) + 4.0 * rows.get(p.name, 0)) * b.repeat
                     trained += p.numel * b.repeat
-        g.optimizer_bytes = states / trained
+        g.optimizer_bytes, g.clips = states / trained, False
+        g.optimizer = ("qft", 400.0)  # about forty passes over numbers of four bytes and their codes, a third random
         return g
 
     def _code(self, b: Block, e: Experiment, gradient: float) -> dict[str, int]:
@@ -118,7 +125,8 @@ class QFT(Technique):
         """Put integer layers in the place of matrices, and take their gradients."""
         from ridgeline.runtime.integer import IntegerUpdates
 
-        IntegerUpdates(run, self.lr_scale).code()
+        scaled(run, self.lr_ratio)
+        IntegerUpdates(run).code()
         run.trainable = lambda name: name.rpartition(".")[2] not in ("scale", "outliers")
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

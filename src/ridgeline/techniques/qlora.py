@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card
+from ridgeline.techniques.base import Card, Technique
 from ridgeline.techniques.lora import LoRA
+from ridgeline.techniques.mesh import host_copy
+from ridgeline.techniques.optimisers import alone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +40,18 @@ class QLoRA(LoRA):
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
     """The linear layers to adapt, by default all (section 4 of the paper), as in ``lora``."""
 
+    paged: bool = False
+    """Keep the optimizer's states in host memory, but for those that are being updated."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """States on the device, and paged."""
+        return [cls(paged=paged) for paged in (False, True)]
+
+    def stored(self) -> dict[str, Any]:
+        """LoRA's options; where optimizer states rest is nothing to a checkpoint."""
+        return {k: v for k, v in super().stored().items() if k != "paged"}
+
     def check(self, e: Experiment) -> None:
         """What LoRA asks; the base is quantised once, and divided between blocks only."""
         super().check(e)
@@ -45,6 +59,8 @@ class QLoRA(LoRA):
             not e.plan.has("lora"), "it is LoRA itself", "drop lora and give its options to qlora (qlora:rank=32)"
         )
         self.needs(not e.plan.has("rtn"), "rtn already stores the base as integers", "keep one of qlora and rtn")
+        if self.paged:
+            alone(self, e)
         tp = e.parallel.get("tp", 1)
         for p in e.model.block_parameters(0):
             if p.name.endswith("_proj.weight") and len(p.shape) == 2:
@@ -85,6 +101,8 @@ class QLoRA(LoRA):
             b.workspace = max(b.workspace, largest)
             b.backward_workspace = max(b.backward_workspace, largest)
 
+        if self.paged:
+            g.closing.append(_page_states)
         return super().rewrite(g.each_block(quantise, layers_only=True), e)
 
     def build(self, run: TrainBuild) -> None:
@@ -94,9 +112,25 @@ class QLoRA(LoRA):
 
         replace_linears(run.model, NF4Linear)
         super().build(run)
+        if self.paged:
+            from ridgeline.runtime.paged import page_states
+
+            page_states(run)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Codes expanded, updates merged into them."""
         from ridgeline.nn.nf4 import expanded
 
         return super().plain(expanded(state))
+
+
+def _page_states(g: Graph) -> None:
+    """The optimizer's states rest in host memory; each part's come to the device for its update, and go back."""
+    for b in g.blocks:
+        size = sum(p.numel / p.state_shards for p in b.params if p.trainable) * g.optimizer_bytes
+        if size:
+            times = b.repeat // g.stages or 1
+            g.host_bytes += size * times
+            pair = [host_copy("paged.in", "h2d", size, "update"), host_copy("paged.out", "d2h", size, "update")]
+            g.after_update = pair * times + g.after_update
+    g.optimizer_bytes = 0.0

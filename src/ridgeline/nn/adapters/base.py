@@ -90,7 +90,7 @@ class Adapter(nn.Module):
 def dense(base: nn.Module) -> Tensor:
     """The weight [out, in] of a linear layer, this rank's part where it is divided; codes expanded."""
     if isinstance(base, QuantisedLinear):
-        return base.expand(*(local(base.get_parameter(name)) for name in base.stored), dtype=base.dtype)
+        return base.dense()
     weight: Tensor = base.weight  # type: ignore[assignment]
     return local(weight)
 
