@@ -13,7 +13,8 @@ from ridgeline.nn.adapters.diff import OPEN, DiffLinear, _draw, open_chance, pro
 from ridgeline.nn.adapters.dropout import Dropout
 from ridgeline.nn.adapters.mask import MaskLinear, pack, unpack
 from ridgeline.nn.lora import LoRALinear
-from ridgeline.nn.quantised import QuantisedLinear
+from ridgeline.nn.nf4 import NF4Linear
+from ridgeline.nn.quantised import IntLinear
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.targets import chosen, linears, matching, shortest
@@ -227,14 +228,14 @@ def test_merged_equals_unmerged_and_back(kind):
 def test_what_cannot_be_merged_says_so():
     with pytest.raises(UserError, match="not linear"):
         around("bottleneck", linear(dtype=torch.float32)).merge()
-    quantised = QuantisedLinear(linear(dtype=torch.float32), 8)
+    quantised = IntLinear(linear(dtype=torch.float32), 8)
     with pytest.raises(UserError, match="quantised base"):
         LoRALinear(quantised, 2, 1.0).merge()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_dora_over_codes_starts_as_the_codes_give(bits):
-    base = QuantisedLinear(linear(dtype=torch.float32), bits)
+@pytest.mark.parametrize("store", [NF4Linear, lambda base: IntLinear(base, 4), lambda base: IntLinear(base, 8)])
+def test_dora_over_codes_starts_as_the_codes_give(store):
+    base = store(linear(dtype=torch.float32))
     x = torch.randn(3, 12)
     assert torch.equal(LoRALinear(base, 2, 1.0, dora=True)(x), base(x))
 

@@ -5,16 +5,16 @@ import hashlib
 import pytest
 import torch
 from tests.measure.test_meter import WIDER, measured
-from tests.training import experiment, full, make_trainer, train
+from tests.training import MODEL, experiment, full, make_trainer, train
 from tests.world import world
 
-from ridgeline.nn import build
+from ridgeline.nn import build, save_checkpoint
 from ridgeline.nn.adapters.base import merge
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.adapted import Adapting
 from ridgeline.techniques.registry import check, registry, techniques
-from ridgeline.train.adapters import adapters, adapting, attach, go_on, load_adapter, save_adapter
+from ridgeline.train.adapters import adapters, adapting, attach, go_on, load_adapter, merged_model, save_adapter
 from ridgeline.train.loop import plain_state
 
 SGD = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0, "grad_clip": 0.05}
@@ -136,17 +136,15 @@ def test_folders_hold_what_trained(plan, corpus, tmp_path):
             trained = trainer.run.model(IDS)
         torch.testing.assert_close(adapted, trained, rtol=1e-5, atol=1e-5)
     # The exported model is the adapted one, and so is the merged one.
-    if plan == "bottleneck":
-        with pytest.raises(UserError, match="no plain model"):
+    if plan in ("bottleneck", "bitfit"):
+        with pytest.raises(UserError, match="plain model"):
             plain_state(e, state)
     else:
-        exported = plain_state(e, state)
+        whole = bare_model(trainer)
+        whole.load_state_dict(plain_state(e, state))
+        torch.testing.assert_close(whole(IDS), adapted, rtol=1e-4, atol=1e-5)
         merge(model)
         torch.testing.assert_close(model(IDS), adapted, rtol=1e-4, atol=1e-5)
-        if plan != "bitfit":  # whose biases this family's plain model has no place for
-            whole = bare_model(trainer)
-            whole.load_state_dict(exported)
-            torch.testing.assert_close(whole(IDS), adapted, rtol=1e-4, atol=1e-5)
     # And a trainer goes on from it.
     other = make_trainer(e)
     go_on(other, loaded)
@@ -154,6 +152,25 @@ def test_folders_hold_what_trained(plan, corpus, tmp_path):
     got = dict(other.run.model.named_parameters())
     assert want
     assert all(torch.equal(got[n], t) for n, t in want.items())
+
+
+def test_biases_merge_where_a_family_has_them(corpus, tmp_path):
+    biased = MODEL.model_copy(update={"qkv_bias": True, "out_bias": True, "mlp_bias": True})
+    e = experiment(corpus, "bitfit", model=biased, lr=0.01)
+    trainer = make_trainer(e)
+    for _ in range(3):
+        trainer.step()
+    whole = bare_model(trainer)
+    whole.load_state_dict(plain_state(e, trainer.run.model.state_dict()))
+    torch.testing.assert_close(whole(IDS), trainer.run.model(IDS), rtol=1e-5, atol=1e-6)
+    save_checkpoint(bare_model(trainer), tmp_path / "base")
+    save_adapter(e, trainer.run.model.state_dict(), tmp_path / "adapter")
+    torch.testing.assert_close(merged_model(tmp_path / "base", tmp_path / "adapter")(IDS), whole(IDS))
+    bare = experiment(corpus, "bitfit")
+    save_checkpoint(make_trainer(experiment(corpus)).run.model, tmp_path / "plain")
+    save_adapter(bare, make_trainer(bare).run.model.state_dict(), tmp_path / "other")
+    with pytest.raises(UserError, match="no place"):
+        merged_model(tmp_path / "plain", tmp_path / "other")
 
 
 def test_a_small_task_is_a_small_file(corpus, tmp_path):
@@ -201,6 +218,8 @@ def test_another_plan_does_not_go_on(corpus, tmp_path):
         UserError, match=r"which trains layers\.0\.attention\.k_proj(.|\n)*--with lora:.*q_proj\+v_proj"
     ):
         go_on(make_trainer(experiment(corpus, PLANS["every"])), loaded)
+    with pytest.raises(UserError, match=r"has alpha=16.0, the plan alpha=8.0"):
+        go_on(make_trainer(experiment(corpus, "lora:rank=4,alpha=8.0")), loaded)
     with pytest.raises(UserError, match="trains no adapter"):
         adapting(experiment(corpus))
 

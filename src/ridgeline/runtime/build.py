@@ -20,6 +20,7 @@ from ridgeline.runtime.optimizer import MakeOptimizer, learning_rate, make_optim
 from ridgeline.spec.experiment import Experiment
 
 if TYPE_CHECKING:
+    import numpy as np
     from tokenizers import Tokenizer
     from torch.distributed import ProcessGroup
 
@@ -181,6 +182,10 @@ class TrainBuild(Build):
     """What to undo after a forward pass that no backward follows."""
     batches: Batches = field(init=False)
     """Where batches come from; set by the engine before it builds."""
+    tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
+    """Token ids (int32 [tokens]) of another source of text, of which so many bytes are read, by the run's tokenizer."""
+    loss_of: Callable[[Batch], float] = field(init=False)
+    """Mean loss over all ranks of a batch that nothing learns from."""
     schedule: Callable[[int], float] = field(init=False)
     """Learning rate of a step."""
     lr: float = 0.0

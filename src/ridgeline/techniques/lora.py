@@ -94,6 +94,10 @@ class LoRA(Adapting):
             dw = changed(part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows))
             b.backward += [dx, dw]
             b.params.append(Param(part.param, out * inner, "fp32", True, 4.0, shape=(out, inner), grad_bytes=4.0))
+        if self.dropout:  # drawn and applied, and both once more in backward
+            drop = Op(f"{op.name}.lora_drop", op.module, "cast", bytes=4.0 * m * k * w, dtype=op.dtype)
+            b.forward.insert(b.forward.index(down), drop)
+            b.backward.append(changed(drop, name=f"{drop.name}.bwd", direction="backward", bytes=5.0 * m * k * w))
         b.backward.append(
             Op(f"{op.name}.lora_add.bwd", op.module, "residual", "backward", 0, 3.0 * m * n * w, op.dtype)
         )
@@ -113,6 +117,7 @@ class LoRA(Adapting):
         b.backward.append(changed(scale, name=f"{name}.bwd", direction="backward", bytes=4.0 * m * n * w))
         b.params.append(Param(name, n, "fp32", True, 4.0, shape=(n,), grad_bytes=4.0))
         b.saved[f"{name}.scaled"] = Saved(m * n * w, frozenset({f"{name}.bwd"}))
+        b.saved[f"{name}.stats"] = Saved(8.0 * n, frozenset({f"{name}.bwd"}))  # lengths, and their ratio to the learned
         b.workspace = max(b.workspace, 1.0 * n * k * w)
         return [sizes, scale]
 

@@ -87,6 +87,14 @@ def own_tokenizer(checkpoint: str | None) -> str | None:
     return checkpoint if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file() else None
 
 
+def token_ids(source: str, limit: int, tokenizer: Tokenizer) -> np.ndarray:
+    """Tokens (int32) of up to ``limit`` bytes of a source, each document followed by the end token."""
+    end = tokenizer.token_to_id(END)
+    tail = [] if end is None else [end]
+    flat = [i for encoded in tokenizer.encode_batch(_sample(source, limit)) for i in (*encoded.ids, *tail)]
+    return np.asarray(flat, dtype=np.int32)
+
+
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> Tokens:
     """Tokenise a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
     texts = _sample(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import check
-from ridgeline.train.data import IGNORE, TextBatches, load_tokens, own_tokenizer
+from ridgeline.train.data import IGNORE, TextBatches, load_tokens, own_tokenizer, token_ids
 from ridgeline.train.packing import InstructionBatches, load_instructions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,6 +138,8 @@ class Trainer:
         model = whole_model(e, torch.device("meta") if lazy else self.device)
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
         run.batches = global_batches(e, self.rank, self.world)
+        run.tokens_of = functools.partial(token_ids, tokenizer=run.batches.tokenizer)
+        run.loss_of = self.loss_of
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in made), default=1))
         assemble(run, made, self._fill if lazy else None)
@@ -198,6 +201,11 @@ class Trainer:
         batch = self.run.batches.held_out_batch()
         if batch is None:
             return None
+        return self.loss_of(batch)
+
+    @torch.no_grad()
+    def loss_of(self, batch: Batch) -> float:
+        """Mean loss of a batch that nothing learns from."""
         micros, valid = self._mine(batch)
         total = self._counted_once(self.run.score(micros)) / valid
         self.run.after_evaluation()

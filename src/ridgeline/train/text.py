@@ -10,6 +10,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 from ridgeline.paths import cache_dir
@@ -23,10 +24,15 @@ def documents(source: str) -> Iterator[str]:
 
     ``stdlib``: sources and documentation topics of the running Python's standard library; ``stdlib-prose``: what it
     says of itself in English, and ``stdlib-code``: its code without that; a text file; a directory of text files;
-    ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split.
+    ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split;
+    several of these with commas between them.
 
     Raises :class:`UserError` when there is nothing to read.
     """
+    if "," in source and not Path(source).expanduser().exists():  # several: one document of each in turn
+        parts = [documents(part.strip()) for part in source.split(",") if part.strip()]
+        yield from (text for row in zip_longest(*parts) for text in row if text is not None)
+        return
     if source.startswith("hf:"):
         yield from _hugging_face(source[3:])
         return

@@ -91,12 +91,8 @@ def dense(base: nn.Module) -> Tensor:
     """The weight [out, in] of a linear layer, this rank's part where it is divided; codes expanded."""
     if isinstance(base, QuantisedLinear):
         return base.dense()
-    if isinstance(base, nn.Linear):
-        return local(base.weight)
-    other: Any = base
-    device = next(iter([*base.parameters(), *base.buffers()])).device
-    found: Tensor = other.product(torch.eye(other.in_features, dtype=other.dtype, device=device)).t()
-    return found
+    weight: Tensor = base.weight  # type: ignore[assignment]
+    return local(weight)
 
 
 def placed(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
