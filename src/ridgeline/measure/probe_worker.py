@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ridgeline import catalog
 from ridgeline.measure.operators import operator_rows
 from ridgeline.measure.probe import REFERENCE, reference_experiment
+from ridgeline.nn import bcq, nf4
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
 from ridgeline.nn.mlp import gated
@@ -293,7 +294,19 @@ def _update(timer: _Timer, device: torch.device) -> dict[str, dict[str, Any]]:
             coded = [quantise(w, bits) for w in one]
             fns = [lambda c=c, s=s: dequantise(c, s) for c, s in coded]
             points.setdefault(f"cast.int{bits}", []).append((0, (bits / 8 + 4) * size, timer.median(fns)))
+        for name, moved, layers in (
+            ("nf4", nf4.BYTES, [nf4.NF4Linear(_with(w)) for w in one]),
+            ("binary", bcq.moved(4), [bcq.BinaryLinear(_with(w), 4, rounds=0) for w in one]),
+        ):
+            points.setdefault(f"cast.{name}", []).append((0, moved * size, timer.median([x.dense for x in layers])))
     return {k: _rate(v) for k, v in points.items()}
+
+
+def _with(weight: Tensor) -> nn.Linear:
+    """A layer of which only the weight matters."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def _bandwidth(timer: _Timer, device: torch.device) -> float:

@@ -23,6 +23,11 @@ _AT_ONCE = 1 << 16
 """Weights that are fitted, or expanded, at once on a CPU."""
 
 
+def moved(bits: int) -> float:
+    """Memory traffic in bytes of expanding one weight to fp32: its signs are read, every plane passes over the sum."""
+    return bits / 8 + 8.0 * bits - 4.0
+
+
 def _greedy(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Signs [groups, size, bits] and scales [groups, bits] of ``w`` [groups, size]."""
     left, signs, scales = w.clone(), [], []

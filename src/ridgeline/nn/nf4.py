@@ -18,6 +18,8 @@ from ridgeline.nn.codec import decode_blockwise8, encode_blockwise8
 from ridgeline.nn.quantised import QuantisedLinear
 
 BLOCK = 64
+BYTES = 0.5 + 1 / BLOCK + 4
+"""Memory traffic of expanding one weight to fp32: its code and its share of the scale read, the weight written."""
 _AT_ONCE = 1 << 14
 """Bytes of codes that are expanded at once on a CPU: their temporaries stay in its caches."""
 

@@ -59,6 +59,8 @@ _WIDER = {
     "fp8": ("fp8", "bf16", "fp16", "fp32"),
     "int8": ("int8", "bf16", "fp16", "fp32"),
     "int4": ("int4", "int8", "bf16", "fp16", "fp32"),
+    "nf4": ("int4", "int8", "bf16", "fp16", "fp32"),
+    "binary": ("int4", "int8", "bf16", "fp16", "fp32"),
 }
 
 _machines: dict[int, Machine] = {}

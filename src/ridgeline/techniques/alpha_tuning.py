@@ -82,7 +82,7 @@ class AlphaTuning(Technique):
                 head.repeat = 1
                 gone = ["attention_residual.bwd", *([] if e.model.post_norm else ["attention_norm.bwd"])]
                 for name in ("q_proj", "k_proj", "v_proj"):
-                    gone += [f"attention.{name}{tail}" for tail in (".dx", ".dx.expand", ".accumulate")]
+                    gone += [f"attention.{name}{tail}" for tail in (".dx", ".dx.dequantise", ".accumulate")]
                 head.drop_users(gone)
                 blocks.append(head)
                 b.repeat -= 1
@@ -112,12 +112,15 @@ class AlphaTuning(Technique):
         for ops in (b.forward, b.backward):
             for op in [o for o in ops if o.kind == "gemm" and o.param in sizes]:
                 n = sizes[op.param]
+                at = ops.index(op)
                 if op.name.endswith(".dw"):  # the gradient and one plane of signs are read, a scale per group written
-                    ops.insert(ops.index(op) + 1, Op(f"{op.name}.sum", op.module, "reduce", "backward", 0, 4.125 * n,
-                                                     param=op.param))  # fmt: skip
+                    total = Op(f"{op.name}.sum", op.module, "reduce", "backward", 0, 4.125 * n, param=op.param)
+                    ops.insert(at + 1, total)
                 else:  # every plane passes over the sum
-                    ops.insert(ops.index(op), Op(f"{op.name}.expand", op.module, "cast", op.direction, 0,
-                                                 n * (self.bits / 8 + 4.0), "int4", param=op.param))  # fmt: skip
+                    moved = n * (self.bits / 8 + 8.0 * self.bits - 4.0)
+                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, moved, "binary",
+                                param=op.param)  # fmt: skip
+                    ops.insert(at, expand)
         largest = max(sizes.values(), default=0.0) * 4.0
         b.workspace = max(b.workspace, largest)
         b.backward_workspace = max(b.backward_workspace, largest)

@@ -108,7 +108,7 @@ class QFT(Technique):
         sizes = {p.name: p.numel for p in b.params if p.name in rows}
         for ops in (b.forward, b.backward):
             for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
-                expand = Op(f"{op.name}.expand", op.module, "cast", op.direction, 0, 5.0 * sizes[op.param], "int8",
+                expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, 5.0 * sizes[op.param], "int8",
                             param=op.param)  # fmt: skip
                 ops.insert(ops.index(op), expand)
         if sizes:

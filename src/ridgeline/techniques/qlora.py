@@ -94,7 +94,7 @@ class QLoRA(LoRA):
             for ops in (b.forward, b.backward):
                 for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
                     moved = sizes[op.param] * (0.5 + 1 / _BLOCK + 4)
-                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, moved, "int4",
+                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, moved, "nf4",
                                 param=op.param)  # fmt: skip
                     ops.insert(ops.index(op), expand)
             largest = max(sizes.values(), default=0.0) * 4.0
