@@ -71,7 +71,8 @@ class GrowLength(Technique):
         full = e.training.seq_len
         shares = self.shares
         self.needs(not shares or len(shares) == len(self.lengths),
-                   f"{len(self.lengths)} lengths and {len(shares)} shares", "give a share for each length, or none")  # fmt: skip
+                   f"{len(self.lengths)} lengths and {len(shares)} shares",
+                   "give a share for each length, or none")  # fmt: skip
         self.needs(all(s > 0 for s in shares) and sum(shares) < 1, f"shares {shares} leave nothing for full length",
                    "use positive shares with a sum below 1")  # fmt: skip
         lengths = [n for n, _ in self.stages(e)]
