@@ -111,7 +111,9 @@ class Curve:
 
 def curve_of(trainer: Trainer) -> Curve:
     before = state(trainer)
-    trained = {n.replace("_orig_mod.", "") for n, p in trainer.run.root.named_parameters() if p.requires_grad}
+    updated = {p for group in trainer.optimizer.param_groups for p in group["params"]}  # integers need no gradient
+    named = trainer.run.root.named_parameters()
+    trained = {n.replace("_orig_mod.", "") for n, p in named if p.requires_grad or p in updated}
     stats = [trainer.step() for _ in range(trainer.workload.steps)]
     return Curve([s.loss for s in stats], [s.grad_norm for s in stats], before, state(trainer), trained)
 

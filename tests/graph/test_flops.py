@@ -81,7 +81,17 @@ def test_recompute_with_flash_attention(spec, twins):
     assert_equal_flops(twins(spec, ["recompute", "flash_attention"]))
 
 
-TARGETS = ["q_proj+v_proj", "k_proj", "o_proj", "q_proj+k_proj+v_proj+o_proj", "down_proj", "up_proj", "v_proj+up_proj"]
+TARGETS = [
+    "q_proj+v_proj",
+    "k_proj",
+    "o_proj",
+    "q_proj+k_proj+v_proj+o_proj",
+    "down_proj",
+    "up_proj",
+    "v_proj+up_proj",
+    "all-linear",
+    "layers.1.attention.*",
+]
 
 
 @pytest.mark.parametrize("targets", TARGETS)

@@ -35,6 +35,8 @@ def test_parameters_of_every_catalogue_model(name):
 def really_saved(twins):
     """Bytes that autograd keeps from forward to backward: each storage once; no parameters, inputs or rope tables."""
     run, ids = twins.real(), twins.batch()
+    for prepare in run.before_step:
+        prepare(0)
     known = {p.untyped_storage().data_ptr() for p in run.model.parameters()} | {ids.untyped_storage().data_ptr()}
     if run.model.rotary is not None:  # constants, which the graph counts as buffers
         tables = run.model.rotary.tables(None, 0, ids.shape[1], ids.device, torch.float32)
@@ -65,6 +67,14 @@ PLANS = {
     "lora-flash": ["lora:rank=4", "flash_attention"],
     "lora-o-flash": ["lora:rank=4,targets=o_proj", "flash_attention"],
     "lora-rtn": ["lora:rank=4", "rtn"],
+    "lora-all": ["lora:rank=4,targets=all-linear"],
+    "lora-layer": ["lora:rank=4,targets=layers.1.*"],
+    "lora-dropout": ["lora:rank=4,targets=all-linear,dropout=0.1"],
+    "dora": ["lora:rank=4,targets=all-linear,dora=true"],
+    "bitfit": ["bitfit"],
+    "bottleneck-down": ["bottleneck_adapter:size=4"],
+    "diff": ["diff_pruning"],
+    "mask": ["mask_tuning"],
 }
 
 

@@ -74,7 +74,7 @@ def test_recomputation_trades_a_third_more_compute_for_memory():
 @pytest.mark.parametrize("on", ["8xa800-80g", "8xrtx4090", "8xrtx3090"])
 @pytest.mark.parametrize("model", ["llama2-7b", "llama2-13b"])
 def test_lora_is_faster_than_qlora_which_is_smaller(on, model):
-    plain, packed = ["lora:rank=64"], ["lora:rank=64", "qlora"]
+    plain, packed = ["lora:rank=64"], ["qlora:rank=64,targets=q_proj+v_proj"]
     assert rate(plain, on, model) > rate(packed, on, model)
     assert size(packed, on, model) < 0.6 * size(plain, on, model)
     assert rate(plain, on, model) > 2 * rate(["zero:stage=2"], on, model)

@@ -208,7 +208,7 @@ REFUSED = [
     (["zero:stage=2", "zero_infinity"], {}, "keeps whole parameters"),
     (["zero", "zero_offload", "zero_infinity:parameters=device"], {}, "already moves"),
     (["mixed_precision", "fp8"], {}, "no fp8 arithmetic"),
-    (["qlora"], {}, "4-bit base cannot be trained"),
+    (["qlora", "lora"], {}, "it is LoRA itself"),
 ]  # fmt: skip
 
 
@@ -220,6 +220,6 @@ def test_refusals(plan, options, says):
 
 
 def test_what_cannot_be_run_yet_says_so():
-    with pytest.raises(UserError, match=r"qlora can be predicted.*not yet run"):
-        require_runnable(make("qlora", "lora"))
+    with pytest.raises(UserError, match=r"mxfp4 can be predicted.*not yet run"):
+        require_runnable(experiments.make("llama2-7b", "a100", {"kind": "generate"}, ["mxfp4:layers=all"]))
     require_runnable(make("zero", "mixed_precision", "recompute"))

@@ -167,11 +167,17 @@ class BinaryLinear(QuantisedLinear):
         self.keep(planes=pack(signs), rest=scales[..., 1:].contiguous())
         self.alpha = nn.Parameter(scales[..., 0].clone())
 
+    @staticmethod
+    def expand(*stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :func:`expand`."""
+        planes, alpha, rest = stored
+        return expand(planes, alpha, rest, dtype)
+
     def product(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out], without the bias."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: Tensor = _Product.apply(x, self.planes, self.alpha, self.rest)  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x, *self.held())  # type: ignore[no-untyped-call]
         return y
 
 

@@ -1,4 +1,5 @@
-"""Low-rank adapters around frozen linear layers (Hu et al. 2021, arXiv:2106.09685)."""
+"""Low-rank adapters around frozen linear layers (Hu et al. 2021, arXiv:2106.09685), and DoRA's magnitudes on top of
+them (Liu et al. 2024, arXiv:2402.09353)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.adapters.base import Adapter, dense
 from ridgeline.nn.adapters.dropout import Dropout
@@ -15,10 +17,38 @@ from ridgeline.nn.collectives import linear, local
 from ridgeline.nn.quantised import QuantisedLinear
 
 
+class _Rescale(torch.autograd.Function):
+    """(y - b + u) ∘ g + b for the base's output y [..., out], the update u, the bias b and g [out].
+
+    Written as y + u + (g - 1) ∘ v with v = y - b + u, which alone is kept: with u = 0 and g = 1 it is y to the bit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, u: Tensor, bias: Tensor | None, g: Tensor, scale: float) -> Tensor:
+        out = torch.add(y, u, alpha=scale)
+        v = out if bias is None else out - bias.to(out.dtype)
+        ctx.scale = scale
+        ctx.save_for_backward(v, g)
+        return torch.addcmul(out, v, (g - 1).to(out.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        v, g = ctx.saved_tensors
+        dg = (grad * v).flatten(0, -2).sum(0, dtype=g.dtype)
+        dy = grad * g.to(grad.dtype)
+        return dy, dy * ctx.scale, None, dg, None
+
+
 class LoRALinear(Adapter):
-    """y = base(x) + scale · (x Aᵀ) Bᵀ with A [rank, in] random and B [out, rank] zero at the start."""
+    """y = base(x) + scale · (x Aᵀ) Bᵀ with A [rank, in] random and B [out, rank] zero at the start.
+
+    With ``dora`` the rows of V = W + scale · B A are brought to learned lengths m [out], at the start those of W's. The
+    lengths that V has are taken as constants in the gradient (arXiv:2402.09353, section 4.3).
+    """
 
     leaves: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
+    """With DoRA also ``lora_m``."""
 
     def __init__(
         self,
@@ -28,6 +58,7 @@ class LoRALinear(Adapter):
         generator: torch.Generator | None = None,
         dropout: Dropout | None = None,
         layer: int = 0,
+        dora: bool = False,
     ) -> None:
         super().__init__(base)
         self.scale, self.dropout, self.layer = scale, dropout, layer
@@ -37,6 +68,7 @@ class LoRALinear(Adapter):
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         self.lora_a = nn.Parameter(a.to(device, dtype))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=dtype))
+        self.lora_m = nn.Parameter(self._lengths()) if dora else None
 
     def _update(self, x: Tensor) -> Tensor:
         if self.dropout is not None and self.dropout.on:
@@ -45,9 +77,27 @@ class LoRALinear(Adapter):
             mid = linear(x, local(self.lora_a))
         return F.linear(mid, local(self.lora_b))
 
+    def _direction(self) -> Tensor:
+        """V = W + scale · B A."""
+        return torch.addmm(dense(self.base), local(self.lora_b), local(self.lora_a), alpha=self.scale)
+
+    @torch.no_grad()
+    def _lengths(self) -> Tensor:
+        with torch.autocast(self.lora_b.device.type, enabled=False):
+            lengths: Tensor = torch.linalg.vector_norm(self._direction(), dim=1)
+            return lengths
+
+    def _added(self, y: Tensor, update: Tensor) -> Tensor:
+        if self.lora_m is None:
+            return torch.add(y, update, alpha=self.scale)
+        bias = None if self.base.bias is None else local(self.base.bias)
+        g = local(self.lora_m) / self._lengths()
+        out: Tensor = _Rescale.apply(y, update, bias, g, self.scale)  # type: ignore[no-untyped-call]
+        return out
+
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
-        """The base's output with the update added."""
-        return torch.add(y, self._update(x), alpha=self.scale)
+        """The base's output with the update added, and rescaled by DoRA."""
+        return self._added(y, self._update(x))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]. The update first: where a layer is recomputed the base's product is last, and left
@@ -55,24 +105,32 @@ class LoRALinear(Adapter):
         if self.merged:
             return super().forward(x)
         update = self._update(x)
-        return torch.add(self.base(x), update, alpha=self.scale)
+        return self._added(self.base(x), update)
 
     def weight(self) -> Tensor:
-        """W + scale · B A."""
-        return dense(self.base) + self.scale * (local(self.lora_b) @ local(self.lora_a))
+        """V, its rows of the learned lengths."""
+        v = self._direction()
+        return v if self.lora_m is None else v * (local(self.lora_m) / self._lengths())[:, None]
+
+    def state(self) -> dict[str, Tensor]:
+        """A, B and, with DoRA, the lengths."""
+        more = {} if self.lora_m is None else {"lora_m": self.lora_m}
+        return super().state() | more
 
 
 def merged(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """A model's state with the updates, times ``scale``, added to the weights under them."""
+    """A model's state with the updates, times ``scale``, added to the weights under them, rows rescaled by DoRA."""
     out: dict[str, Tensor] = {}
     for name, value in state.items():
         prefix, _, leaf = name.rpartition(".")
-        if leaf in ("lora_a", "lora_b"):
+        if leaf in ("lora_a", "lora_b", "lora_m"):
             continue
         adapted = prefix.removesuffix(".base")
         if f"{adapted}.lora_a" in state:
             name = f"{adapted}.{leaf}"
             if leaf == "weight":
                 value = value + scale * (state[f"{adapted}.lora_b"] @ state[f"{adapted}.lora_a"])
+                if f"{adapted}.lora_m" in state:
+                    value = value * (state[f"{adapted}.lora_m"] / torch.linalg.vector_norm(value, dim=1))[:, None]
         out[name] = value
     return out

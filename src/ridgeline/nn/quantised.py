@@ -87,12 +87,19 @@ class QuantisedLinear(nn.Module):
         """Whether a stored parameter is divided when the weight is divided along its input, or held whole."""
         return True
 
+    def held(self) -> list[torch.Tensor]:
+        """This rank's part of what is stored."""
+        return [local(self.get_parameter(name)) for name in self.stored]
+
+    def dense(self) -> torch.Tensor:
+        """The weight [out, in], this rank's part of it."""
+        return self.expand(*self.held(), dtype=self.dtype)
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out], without the bias."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        held = [local(getattr(self, name)) for name in self.stored]
-        y: torch.Tensor = _ExpandedMatmul.apply(x, self.expand, *held)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _ExpandedMatmul.apply(x, self.expand, *self.held())  # type: ignore[no-untyped-call]
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

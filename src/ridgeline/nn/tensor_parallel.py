@@ -123,6 +123,7 @@ class Divider:
         if isinstance(module, LoRALinear):
             self.place(module, "lora_a", Replicate(), "always")
             self.place(module, "lora_b", Shard(0))
+            self.place(module, "lora_m", Shard(0))
             module = module.base
         if isinstance(module, QuantisedLinear):
             for name in module.stored:

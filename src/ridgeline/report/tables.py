@@ -60,7 +60,7 @@ def ablation_tables(a: Ablation, width: int | None = None) -> list[Table]:
 
 
 def speed_table(a: Ablation) -> Table:
-    """Per plan: tokens/s, residual, step time, speed-up with verdict, loss and the sameness check."""
+    """Per plan: tokens/s, residual, step time, speed-up with verdict, loss, held-out loss and the sameness check."""
     sides = [r for o in a.outcomes for r in (o.predicted, o.measured)]
     rate = scale([r.metric("tokens_per_s") for r in sides if r], COUNTS)
     step = scale([r.metric("step_time_s") for r in sides if r], TIMES)
@@ -75,6 +75,7 @@ def speed_table(a: Ablation) -> Table:
                 percent(residual(o, "tokens_per_s"), signed=True),
                 sameness(o),
                 NONE if (loss := final_loss(o.measured)) is None else f"{loss:.4f}",
+                NONE if (held := _held_out(o.measured)) is None else f"{held:.4f}",
                 both(_value(o.predicted, "step_time_s", step), _spread(o.measured, "step_time_s", step)),
             ]
         )
@@ -86,6 +87,7 @@ def speed_table(a: Ablation) -> Table:
         Column("Residual", "residual"),
         Column("Same", "same"),
         Column("Loss", "loss"),
+        Column("Held out", "held_out"),
         Column(f"Step time, {step.label}, pred | meas", "step_time_s"),
     ]
     return Table(f"Speed of {len(a.outcomes)} plans against {a.baseline}", columns, rows).without_empty_columns()
@@ -252,6 +254,11 @@ def peak_residual(o: Outcome) -> float | None:
     return m / p - 1 if p and m is not None else None
 
 
+def _held_out(r: Result | None) -> float | None:
+    """Loss on what was held out, after the last step."""
+    return r.metric("eval_loss") if r else None
+
+
 def final_loss(r: Result | None) -> float | None:
     """The last loss: the metric where there is one, else the last sample's."""
     if r is None:
@@ -316,6 +323,6 @@ def _outcome_record(o: Outcome) -> Record:
         for c in MEMORY_CATEGORIES:
             size = _category(r, c)
             out[f"{side}_{c}_bytes"] = None if size is None else round(size)
-    out |= {"loss": final_loss(o.measured), "memory_ratio": o.memory_ratio}
+    out |= {"loss": final_loss(o.measured), "held_out_loss": _held_out(o.measured), "memory_ratio": o.memory_ratio}
     out["same"] = {"✓": "yes", "✗": "no"}.get(sameness(o))
     return out

@@ -365,9 +365,9 @@ class HostOptimizer(torch.optim.Optimizer):
         for part in host.parts:
             for p, m in zip(part.trained, part.masters, strict=True):
                 assert part.inner is not None
-                state = {k: _as(v, p) for k, v in part.inner.state.get(m, {}).items()}
+                state = {k: as_part_of(v, p) for k, v in part.inner.state.get(m, {}).items()}
                 if host.delayed:
-                    state["master"] = _as(m.data, p)
+                    state["master"] = as_part_of(m.data, p)
                 if state:
                     self.state[p] = state
 
@@ -375,24 +375,29 @@ class HostOptimizer(torch.optim.Optimizer):
         """Update on the host."""
         self.host.step([g["lr"] for g in self.param_groups])
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy states in place, wherever they are."""
-        order = [p for g in self.param_groups for p in g["params"]]
-        keys = [key for g in state_dict["param_groups"] for key in g["params"]]  # numbers or names, in the same order
-        of = dict(zip(keys, order, strict=True))
-        for name, theirs in state_dict["state"].items():
-            mine = self.state[of[name]]
-            for key, value in theirs.items():
-                if isinstance(value, Tensor):
-                    local(mine[key]).copy_(local(value))
-                else:
-                    mine[key] = value
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            mine.update({k: v for k, v in theirs.items() if k != "params"})
+        load_in_place(self, state_dict)
 
 
-def _as(value: Any, p: nn.Parameter) -> Any:
+@torch.no_grad()
+def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Copy a state dict into an optimizer's states, wherever their memory is."""
+    order = [p for g in optimizer.param_groups for p in g["params"]]
+    keys = [key for g in state_dict["param_groups"] for key in g["params"]]  # numbers or names, in the same order
+    of = dict(zip(keys, order, strict=True))
+    for name, theirs in state_dict["state"].items():
+        mine = optimizer.state[of[name]]
+        for key, value in theirs.items():
+            if isinstance(value, Tensor):
+                local(mine[key]).copy_(local(value))
+            else:
+                mine[key] = value
+    for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        mine.update({k: v for k, v in theirs.items() if k != "params"})
+
+
+def as_part_of(value: Any, p: nn.Parameter) -> Any:
     """A state tensor of this rank's part of ``p``, placed as ``p`` is."""
     if isinstance(p, DTensor) and isinstance(value, Tensor) and value.ndim:
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

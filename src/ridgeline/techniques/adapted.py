@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from ridgeline.nn.adapters.base import Adapter
     from ridgeline.runtime.build import TrainBuild
 
-_CHANGE_THE_BASE = ("lora", "bitfit", "bottleneck_adapter", "diff_pruning", "mask_tuning", "alpha_tuning", "qft")
+_CHANGE_THE_BASE = (
+    "lora",
+    "qlora",
+    "bitfit",
+    "bottleneck_adapter",
+    "diff_pruning",
+    "mask_tuning",
+    "alpha_tuning",
+    "qft",
+)
 
 Adapt = Callable[[Block, Op, str], None]
 """Adds to a block what adapts one of its linear layers: block, the layer's forward operator, the saved activation that
@@ -29,6 +38,8 @@ class Adapting(Technique):
 
     leaves: ClassVar[tuple[str, ...]]
     """Names of the adapter's tensors at each layer."""
+    from_zero: ClassVar[bool] = True
+    """Whether what decides the adapter's effect is zero at the start."""
 
     targets: tuple[str, ...]
     """The linear layers to adapt."""
@@ -71,13 +82,16 @@ class Adapting(Technique):
         return state
 
 
-def check_targets(technique: Technique, e: Experiment, targets: Iterable[str]) -> None:
-    """Every target must name a linear layer; a pipeline's first stage must have something to train."""
+def check_targets(technique: Adapting, e: Experiment, targets: Iterable[str]) -> None:
+    """Every target must name a linear layer; a pipeline's first stage must have something to train; the optimizer must
+    move it."""
     known = linears(e.model)
     for t in targets:
         names = ", ".join(sorted(shortest(known, known)))
         technique.needs(bool(matching(t, known)), f"target {t!r} matches no linear layer of {e.model.name}",
                         f"its linear layers: {names}")  # fmt: skip
+    technique.needs(not (technique.from_zero and e.plan.has("adalomo")), "adalomo sizes its updates by the parameters,"
+                    " and an adapter that starts at zero would hardly move", "use another optimizer")  # fmt: skip
     first = next(iter(chosen(e.model, targets)))
     technique.needs(first.startswith(("layers.0.", "encoder.0.")) or not e.plan.has("pipeline"),
                     f"the first layer to adapt is {first}, so stages of the pipeline may have nothing to train",

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.adapted import Adapting, adapt, check_targets, unwrapped
 from ridgeline.techniques.base import Card, Phase
@@ -31,7 +32,7 @@ class BitFit(Adapting):
         taxonomy="training/finetune/bitfit",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=False,
-        claim="competitive with fine-tuning the entire model on small to medium data, with 0.1 % of its parameters trained",
+        claim="on small to medium data competitive with fine-tuning all of BERT, training 0.1 % of it",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
     )
@@ -58,13 +59,15 @@ class BitFit(Adapting):
         return BitFitLinear(base)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Biases added to the base's. Raises :class:`UserError` where a family has no place for one."""
+        """Biases added to the base's. Raises :class:`UserError` where it has none to add to."""
         out = unwrapped(state, self.leaves)
         for name, value in state.items():
             layer, _, leaf = name.rpartition(".")
             if leaf == "adapter_bias":
-                own = out.get(f"{layer}.bias")
-                out[f"{layer}.bias"] = value if own is None else own + value
+                if f"{layer}.bias" not in out:
+                    raise UserError(f"{layer} has no bias in this family, so the plain model has no place for the one"
+                                    " that was trained", "save the adapter instead of exporting the model")  # fmt: skip
+                out[f"{layer}.bias"] = out[f"{layer}.bias"] + value
         return out
 
 

@@ -35,6 +35,7 @@ class DiffPruning(Adapting):
         lossless=False,
         claim="matches full fine-tuning on GLUE while changing 0.5 % of the parameters per task",
         bound="falls",
+        example={"targets": ["*.attention.*", "down_proj"]},
         quality="another set of parameters trains: the training loss must fall below its starting value",
     )
     phase: ClassVar[Phase] = "adapt"

@@ -33,7 +33,7 @@ class DynamicBatchLoading(Technique):
         claim="part of Sheared LLaMA: 1.3B and 2.7B models for 3 % of the compute of training them from scratch",
         bound="falls",
         quality="other data in each step: the training loss must fall",
-        example={"domains": ("stdlib", "stdlib-code"), "limit": "60kB", "every": 2},
+        example={"domains": ("stdlib-prose", "stdlib-code"), "limit": "60kB", "every": 2},
     )
     phase: ClassVar[Phase] = "loop"
     order: ClassVar[int] = -3
@@ -69,8 +69,7 @@ class DynamicBatchLoading(Technique):
         for name in ("weights", "reference"):
             given = getattr(self, name)
             self.needs(not (given and self.domains) or len(given) == len(self.domains),
-                       f"{len(self.domains)} domains and {len(given)} values in {name}",
-                       "give one for each")  # fmt: skip
+                       f"{len(self.domains)} domains, but {len(given)} {name}", "give one for each")  # fmt: skip
         self.needs(all(w > 0 for w in self.weights), f"weights {self.weights} are not all positive",
                    "a domain without weight would never come: leave it out")  # fmt: skip
 

@@ -70,9 +70,9 @@ class GrowLength(Technique):
         """Stages grow, divide the full length, and suit every other technique."""
         full = e.training.seq_len
         shares = self.shares
-        self.needs(not shares or len(shares) == len(self.lengths),
-                   f"{len(self.lengths)} lengths and {len(shares)} shares",
-                   "give a share for each length, or none")  # fmt: skip
+        given = len(self.lengths)
+        self.needs(not shares or len(shares) == given, f"{given} lengths and {len(shares)} shares",
+                   "give one for each length, or none")  # fmt: skip
         self.needs(all(s > 0 for s in shares) and sum(shares) < 1, f"shares {shares} leave nothing for full length",
                    "use positive shares with a sum below 1")  # fmt: skip
         lengths = [n for n, _ in self.stages(e)]

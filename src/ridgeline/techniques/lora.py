@@ -13,6 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.targets import chosen
 from ridgeline.techniques.adapted import Adapting, adapt, check_targets
 from ridgeline.techniques.base import Card, Phase
+from ridgeline.techniques.mesh import ROW
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,7 +38,7 @@ class LoRA(Adapting):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
-    leaves: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
+    leaves: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b", "lora_m")
 
     rank: int = Field(default=8, ge=1)
     """Rank of the update."""
@@ -51,6 +52,9 @@ class LoRA(Adapting):
     rslora: bool = False
     """Scale by alpha / sqrt(rank), which keeps the update's size at high ranks (arXiv:2312.03732)."""
 
+    dora: bool = False
+    """Learn the lengths of the weight's rows beside their directions (DoRA, arXiv:2402.09353)."""
+
     @property
     def scale(self) -> float:
         """What the update is multiplied by."""
@@ -63,6 +67,9 @@ class LoRA(Adapting):
             leaf, side = name.rpartition(".")[2], min(shape)
             self.needs(self.rank < side, f"rank {self.rank} is not below {leaf}'s smaller side {side}",
                        f"use a rank below {side}")  # fmt: skip
+            self.needs(not (self.dora and leaf in ROW and e.plan.has("tensor_parallel")),
+                       f"dora needs the lengths of {leaf}'s rows, which tensor_parallel divides over ranks",
+                       "leave out o_proj and down_proj, or use dora=false")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Freeze everything (no weight gradients, no optimizer state); add two thin GEMMs per target."""
@@ -77,13 +84,20 @@ class LoRA(Adapting):
         up = Op(f"{op.name}.lora_b", op.module, "gemm", flops=2.0 * m * n * r, bytes=(m * n + m * r + n * r) * w,
                 dtype=op.dtype, shape=(m, n, r), param=f"{op.name}.lora_b")  # fmt: skip
         add = Op(f"{op.name}.lora_add", op.module, "residual", bytes=3.0 * m * n * w, dtype=op.dtype)
+        after = [add]
+        if self.dora:
+            after += self._rescale(b, op)
         at = b.forward.index(op)
-        b.forward[at : at + 1] = [down, up, op, add]
+        b.forward[at : at + 1] = [down, up, op, *after]
         for part, (rows, out, inner) in ((down, (m, r, k)), (up, (m, n, r))):
             dx = changed(part, name=f"{part.name}.dx", direction="backward", shape=(rows, inner, out))
             dw = changed(part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows))
             b.backward += [dx, dw]
             b.params.append(Param(part.param, out * inner, "fp32", True, 4.0, shape=(out, inner), grad_bytes=4.0))
+        if self.dropout:  # drawn and applied, and both once more in backward
+            drop = Op(f"{op.name}.lora_drop", op.module, "cast", bytes=4.0 * m * k * w, dtype=op.dtype)
+            b.forward.insert(b.forward.index(down), drop)
+            b.backward.append(changed(drop, name=f"{drop.name}.bwd", direction="backward", bytes=5.0 * m * k * w))
         b.backward.append(
             Op(f"{op.name}.lora_add.bwd", op.module, "residual", "backward", 0, 3.0 * m * n * w, op.dtype)
         )
@@ -91,6 +105,21 @@ class LoRA(Adapting):
         users = (old.users if old else frozenset()) | {f"{down.name}.dw"}
         b.saved[source] = Saved(m * k * w, users)
         b.saved[f"{op.name}.lora_mid"] = Saved(m * r * w, frozenset({f"{up.name}.dw"}))
+
+    def _rescale(self, b: Block, op: Op) -> list[Op]:
+        """DoRA: the lengths of the sum's rows, and one pass that brings them to the learned ones."""
+        m, n, k = op.shape
+        r, w = self.rank, DTYPE_BYTES[op.dtype]
+        name = f"{op.name}.lora_m"
+        sizes = Op(f"{name}.lengths", op.module, "gemm", flops=2.0 * n * k * r, bytes=4.0 * n * k * w, dtype="fp32",
+                   shape=(n, k, r))  # fmt: skip
+        scale = Op(name, op.module, "cast", bytes=2.0 * m * n * w, dtype=op.dtype)
+        b.backward.append(changed(scale, name=f"{name}.bwd", direction="backward", bytes=4.0 * m * n * w))
+        b.params.append(Param(name, n, "fp32", True, 4.0, shape=(n,), grad_bytes=4.0))
+        b.saved[f"{name}.scaled"] = Saved(m * n * w, frozenset({f"{name}.bwd"}))
+        b.saved[f"{name}.stats"] = Saved(8.0 * n, frozenset({f"{name}.bwd"}))  # lengths, and their ratio to the learned
+        b.workspace = max(b.workspace, 1.0 * n * k * w)
+        return [sizes, scale]
 
     def build(self, run: TrainBuild) -> None:
         """Wrap each target linear, freeze the rest."""
@@ -109,7 +138,7 @@ class LoRA(Adapting):
         generator = torch.Generator().manual_seed(seed)
         for i, name in enumerate(chosen(run.model.spec, self.targets)):
             base = run.model.get_submodule(name)
-            put(run.model, name, LoRALinear(base, self.rank, self.scale, generator, dropout, i))
+            put(run.model, name, LoRALinear(base, self.rank, self.scale, generator, dropout, i, self.dora))
         run.trainable = lambda name: name.rpartition(".")[2] in self.leaves
 
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
@@ -118,7 +147,8 @@ class LoRA(Adapting):
 
         from ridgeline.nn.lora import LoRALinear
 
-        return LoRALinear(base, self.rank, self.scale, torch.Generator().manual_seed(seed + layer), layer=layer)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+        return LoRALinear(base, self.rank, self.scale, generator, layer=layer, dora=self.dora)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Updates merged into the weights."""

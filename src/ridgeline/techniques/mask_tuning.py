@@ -35,6 +35,7 @@ class MaskTuning(Adapting):
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
     leaves: ClassVar[tuple[str, ...]] = ("adapter_scores",)
+    from_zero: ClassVar[bool] = False
 
     start: float = 0.02
     """Scores at the start: above the threshold, so that all weights are used."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.base import Card, Technique
+from ridgeline.techniques.lora import LoRA
+from ridgeline.techniques.mesh import host_copy
+from ridgeline.techniques.optimisers import alone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +21,8 @@ if TYPE_CHECKING:
 _BLOCK = 64
 
 
-class QLoRA(Technique):
-    """Store the frozen linear layers in NF4 with doubly quantised scales, and expand each matrix at every use."""
+class QLoRA(LoRA):
+    """LoRA over frozen linear layers in NF4 with doubly quantised scales, each matrix expanded at every use."""
 
     card: ClassVar[Card] = Card(
         name="qlora",
@@ -29,16 +34,33 @@ class QLoRA(Technique):
         claim="a 65B model fine-tuned on one 48 GB GPU",
         bound="falls",
         quality="training loss within 1 % of LoRA's on the unquantised base",
-        requires=("lora",),
         needs_model={"head_dim": 32, "intermediate_size": 128},
     )
-    phase: ClassVar[Phase] = "adapt"
+
+    targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
+    """The linear layers to adapt, by default all (section 4 of the paper), as in ``lora``."""
+
+    paged: bool = False
+    """Keep the optimizer's states in host memory, but for those that are being updated."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """States on the device, and paged."""
+        return [cls(paged=paged) for paged in (False, True)]
+
+    def stored(self) -> dict[str, Any]:
+        """LoRA's options; where optimizer states rest is nothing to a checkpoint."""
+        return {k: v for k, v in super().stored().items() if k != "paged"}
 
     def check(self, e: Experiment) -> None:
-        """A 4-bit base cannot train by itself, is quantised once, and is divided between blocks only."""
-        self.needs(e.plan.has("lora"), "a 4-bit base cannot be trained: rounding has no useful gradient",
-                   "add lora (--with lora)")  # fmt: skip
+        """What LoRA asks; the base is quantised once, and divided between blocks only."""
+        super().check(e)
+        self.needs(
+            not e.plan.has("lora"), "it is LoRA itself", "drop lora and give its options to qlora (qlora:rank=32)"
+        )
         self.needs(not e.plan.has("rtn"), "rtn already stores the base as integers", "keep one of qlora and rtn")
+        if self.paged:
+            alone(self, e)
         tp = e.parallel.get("tp", 1)
         for p in e.model.block_parameters(0):
             if p.name.endswith("_proj.weight") and len(p.shape) == 2:
@@ -51,7 +73,7 @@ class QLoRA(Technique):
                                f"use a degree whose parts are multiples of {_BLOCK}, or zero:stage=3")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink; every use first expands one weight matrix.
+        """Weights shrink, and every use first expands one weight matrix; then as LoRA.
 
         Beside the codes each block of a row has a scale of a byte, and each row its mean and largest deviation.
         """
@@ -79,17 +101,36 @@ class QLoRA(Technique):
             b.workspace = max(b.workspace, largest)
             b.backward_workspace = max(b.backward_workspace, largest)
 
-        return g.each_block(quantise, layers_only=True)
+        if self.paged:
+            g.closing.append(_page_states)
+        return super().rewrite(g.each_block(quantise, layers_only=True), e)
 
     def build(self, run: TrainBuild) -> None:
-        """Replace the linears of every block by codes."""
+        """Replace the linears of every block by codes, then adapt them."""
         from ridgeline.nn.nf4 import NF4Linear
         from ridgeline.nn.quantised import replace_linears
 
         replace_linears(run.model, NF4Linear)
+        super().build(run)
+        if self.paged:
+            from ridgeline.runtime.paged import page_states
+
+            page_states(run)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Codes expanded."""
+        """Codes expanded, updates merged into them."""
         from ridgeline.nn.nf4 import expanded
 
-        return expanded(state)
+        return super().plain(expanded(state))
+
+
+def _page_states(g: Graph) -> None:
+    """The optimizer's states rest in host memory; each part's come to the device for its update, and go back."""
+    for b in g.blocks:
+        size = sum(p.numel / p.state_shards for p in b.params if p.trainable) * g.optimizer_bytes
+        if size:
+            times = b.repeat // g.stages or 1
+            g.host_bytes += size * times
+            pair = [host_copy("paged.in", "h2d", size, "update"), host_copy("paged.out", "d2h", size, "update")]
+            g.after_update = pair * times + g.after_update
+    g.optimizer_bytes = 0.0

@@ -186,7 +186,7 @@ def _advice(e: Experiment) -> str:
         "a smaller micro_batch_size": e.micro_batch_size > 1,
         "zero:stage=3": e.data_parallel > 1 and e.plan.option("zero", "stage") != 3,
         "more devices": e.data_parallel == 1,
-        "lora": not e.plan.has("lora"),
+        "lora": not (e.plan.has("lora") or e.plan.has("qlora")),
     }
     return ", ".join(name for name, helps in known.items() if helps)
 

@@ -33,7 +33,7 @@ class SwapAdvisor(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="models up to 12x the GPU's memory at 53-99 % of the throughput of an infinite memory",
-        example={"budget": "570kB"},
+        example={"budget": "600kB"},
     )
     phase: ClassVar[Phase] = "offload"
     order: ClassVar[int] = 2

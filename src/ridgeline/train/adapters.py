@@ -17,8 +17,12 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.adapted import Adapting
+from ridgeline.techniques.lora import LoRA
 from ridgeline.techniques.registry import make, techniques
 from ridgeline.train.engine import Trainer
+
+_FREE = {"targets", "dropout", "penalty", "density", "start"}
+"""Options that may differ from those that an adapter was saved with."""
 
 
 class Loaded(NamedTuple):
@@ -52,7 +56,7 @@ def save_adapter(e: Experiment, state: Mapping[str, Tensor], folder: Path) -> No
     options = technique.model_dump(mode="json")
     base = e.training.checkpoint or ""
     own = state_of(state, technique.leaves)
-    if technique.card.name == "lora":
+    if isinstance(technique, LoRA):
         save_lora(folder, e.model, options, own, base)
     else:
         save_own(folder, e.model, technique.card.name, options, technique.compact(dict(state)), base)
@@ -87,6 +91,11 @@ def go_on(trainer: Trainer, loaded: Loaded) -> None:
             continue  # of another stage
         raise UserError(f"the loaded adapter does not fit the plan, which {here} {name}",
                         f"use --with {call_text(loaded.call)}")  # fmt: skip
+    plan, saved = adapting(trainer.experiment).model_dump(), loaded.technique.model_dump()
+    for key in sorted(plan.keys() - _FREE):
+        if plan[key] != saved[key]:
+            raise UserError(f"the loaded adapter has {key}={saved[key]}, the plan {key}={plan[key]}",
+                            f"use --with {call_text(loaded.call)}")  # fmt: skip
     state: dict[str, Any] = {f"model.{n}": t for n, t in loaded.state.items() if n in mine}
     with trainer.run.resident(True):
         set_model_state_dict(root, state, options=StateDictOptions(strict=False, full_state_dict=True))
@@ -107,8 +116,7 @@ def adapters(model: Transformer, loaded: Loaded) -> dict[str, Adapter]:
     for name in dict.fromkeys(n.rpartition(".")[0] for n in loaded.state):
         base = model.get_submodule(name)
         adapter = loaded.technique.around(base)
-        for leaf in adapter.leaves:
-            parameter = getattr(adapter, leaf)
+        for leaf, parameter in adapter.state().items():
             parameter.data = loaded.state[f"{name}.{leaf}"].to(parameter)
             parameter.requires_grad_(False)
         out[name] = adapter
@@ -124,7 +132,7 @@ def attach(model: Transformer, loaded: Loaded) -> None:
 def merged_model(base: Path, folder: Path) -> Transformer:
     """The model in checkpoint ``base`` with the adapter in ``folder`` merged into its weights.
 
-    Raises :class:`UserError` for a kind that no weight can hold.
+    Raises :class:`UserError` for a kind that no weight, or a bias that no checkpoint of the family can hold.
     """
     model = load_checkpoint(base)
     found = adapters(model, load_adapter(folder, model.spec))
@@ -133,4 +141,9 @@ def merged_model(base: Path, folder: Path) -> Transformer:
     merge(model)
     for name, adapter in found.items():
         put(model, name, adapter.base)
+    known = {p.name for p in model.spec.parameters()}
+    for name, _ in model.named_parameters():
+        if name not in known:
+            raise UserError(f"{model.spec.name} has no {name}, so its checkpoint has no place for the one that was"
+                            " trained", "use the adapter as it is")  # fmt: skip
     return model

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.collectives import local
-from ridgeline.nn.quantised import QuantisedLinear, dequantise
+from ridgeline.nn.quantised import QuantisedLinear
 from ridgeline.spec.errors import UserError, unknown
 
 
@@ -90,12 +90,9 @@ class Adapter(nn.Module):
 def dense(base: nn.Module) -> Tensor:
     """The weight [out, in] of a linear layer, this rank's part where it is divided; codes expanded."""
     if isinstance(base, QuantisedLinear):
-        return dequantise(local(base.codes), local(base.scales), base.dtype)
-    if isinstance(base, nn.Linear):
-        return local(base.weight)
-    other: Any = base
-    found: Tensor = other.product(torch.eye(other.in_features)).t()
-    return found
+        return base.dense()
+    weight: Tensor = base.weight  # type: ignore[assignment]
+    return local(weight)
 
 
 def placed(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

@@ -22,7 +22,7 @@ OPEN = 2.0
 
 def settled(gate: Tensor) -> Tensor:
     """Gates in [0, 1] without noise."""
-    return torch.sigmoid(gate).mul_(HIGH - LOW).add_(LOW).clamp_(0, 1)
+    return (torch.sigmoid(gate) * (HIGH - LOW) + LOW).clamp(0, 1)
 
 
 def open_chance(gate: Tensor) -> Tensor:
