@@ -33,7 +33,7 @@ class DynamicBatchLoading(Technique):
         claim="part of Sheared LLaMA: 1.3B and 2.7B models for 3 % of the compute of training them from scratch",
         bound="falls",
         quality="other data in each step: the training loss must fall",
-        example={"domains": ("stdlib-prose", "stdlib-code"), "limit": "60kB", "every": 2},
+        example={"domains": ("stdlib", "stdlib-code"), "limit": "60kB", "every": 2},
     )
     phase: ClassVar[Phase] = "loop"
     order: ClassVar[int] = -3
