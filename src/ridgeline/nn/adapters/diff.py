@@ -26,7 +26,7 @@ def settled(gate: Tensor) -> Tensor:
 
 
 def open_chance(gate: Tensor) -> Tensor:
-    """Probability that a gate is not zero: the expected L0 norm is their sum (eq. 4 of the paper)."""
+    """Probability that a gate is not zero: the expected L0 norm is their sum."""
     return torch.sigmoid(gate - math.log(-LOW / HIGH))
 
 

@@ -14,7 +14,7 @@ from ridgeline.nn.collectives import local
 
 
 class _MaskedLinear(torch.autograd.Function):
-    """x · (W ∘ [s > τ])ᵀ; the gradient of the scores s passes straight through the threshold (eq. 3 of the paper)."""
+    """x · (W ∘ [s > τ])ᵀ; the gradient of the scores s passes straight through the threshold."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scores: Tensor, threshold: float) -> Tensor:
