@@ -70,7 +70,7 @@ CHANGES = [
         {"kind": "finetune"}, {"seq_len": 65}, {"batch_size": 8}, {"micro_batch_size": 1}, {"steps": 21}, {"lr": 1e-3},
         {"min_lr_ratio": 0.2}, {"warmup_steps": 3}, {"weight_decay": 0.0}, {"beta1": 0.8}, {"beta2": 0.99},
         {"grad_clip": 0.0}, {"optimizer": "sgd"}, {"seed": 1}, {"data": "x"}, {"checkpoint": "x"}, {"tokenizer": "x"},
-        {"dtype": "bf16"},
+        {"dtype": "bf16"}, {"document_mask": True}, {"eval_batches": 2},
     )),
 ]  # fmt: skip
 
