@@ -88,11 +88,12 @@ class Technique(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _lone_value(cls, values: Any) -> Any:
-        """A list option may be written with a single value, ``targets=q_proj``, as the command line does."""
+        """A list option may be written with a single value, ``targets=q_proj``, or none, ``targets=``."""
         if not isinstance(values, dict):
             return values
         lists = {k for k, f in cls.model_fields.items() if get_origin(f.annotation) in (tuple, list)}
-        return {k: (v,) if k in lists and isinstance(v, (str, int, float)) else v for k, v in values.items()}
+        one = {k: v for k, v in values.items() if k in lists and isinstance(v, (str, int, float))}
+        return {**values, **{k: () if v == "" else (v,) for k, v in one.items()}}
 
     @property
     def runs(self) -> bool:
