@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.training import MODEL, full, write_corpus
 from tests.world import world
 
+from ridgeline import catalog
 from ridgeline.measure.cell import metered_step
 from ridgeline.nn.checkpoint import save_checkpoint
 from ridgeline.nn.init import build
@@ -24,7 +25,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.matrix import CPU
-from ridgeline.techniques.registry import normalise
+from ridgeline.techniques.registry import check, normalise
 from ridgeline.train.data import IGNORE, TextBatches, load_tokens
 from ridgeline.train.engine import Trainer
 from ridgeline.train.examples import TEMPLATES, Template, find_template, read_examples
@@ -296,6 +297,8 @@ def losses_of(rank, e):
         (2, ("pipeline:degree=2",)),
         (2, ("tensor_parallel:degree=2", "sequence_parallel")),
         (2, ("zero:stage=3", "recompute")),
+        (2, ("ring_attention:degree=2", "flash_attention", "recompute")),
+        (4, ("ring_attention:degree=2", "flash_attention", "pipeline:degree=2")),
         (1, ("flash_attention", "recompute")),
         (1, ("fused_layers",)),
     ],
@@ -304,7 +307,7 @@ def losses_of(rank, e):
 def test_layouts_pack_alike(ranks, plan, checkpoint, chat):
     sgd = {"optimizer": "sgd", "lr": 1.0, "grad_clip": 0.1}
     want, _ = losses_of(0, tuning(checkpoint, chat, **sgd))
-    micro = {"micro_batch_size": 2} if "pipeline" in plan[0] else {}
+    micro = {"micro_batch_size": 2} if "pipeline:degree=2" in plan else {}
     e = tuning(checkpoint, chat, *plan, ranks=ranks, **sgd, **micro)
     got, _ = losses_of(0, e) if ranks == 1 else world(ranks).run(losses_of, e)[0]
     assert want[0] - want[2] > 1e-3
@@ -321,9 +324,10 @@ def test_memory_of_packed_rows_is_as_predicted(plan, checkpoint, chat):
     assert usage.total == pytest.approx(sum(said.values()), rel=0.05)
 
 
-def test_a_ring_refuses_packed_examples(checkpoint, chat):
-    from ridgeline.techniques.registry import check
-
+def test_a_ring_on_gpus_refuses_packed_examples(checkpoint, chat):
+    e = tuning(checkpoint, chat, "ring_attention:degree=2", "flash_attention", ranks=2)
+    check(e)
+    gpus = e.model_copy(update={"cluster": catalog.cluster("2xa100")})
     with pytest.raises(Incompatible, match="packing=false"):
-        check(tuning(checkpoint, chat, "ring_attention:degree=2", "flash_attention", ranks=2))
-    check(tuning(checkpoint, chat, "ring_attention:degree=2", "flash_attention", ranks=2, packing=False))
+        check(gpus)
+    check(gpus.model_copy(update={"workload": e.training.model_copy(update={"packing": False})}))

@@ -20,10 +20,12 @@ from ridgeline.spec.model import ModelSpec
 
 
 class Mask(NamedTuple):
-    """What attention may see: an additive bias (None: nothing to add), and whether plain causality applies on top."""
+    """What attention may see: an additive bias (None: nothing to add), whether plain causality applies on top, and, for
+    a backend that masks them itself, the numbers of the documents."""
 
     bias: Tensor | None  # [S, T] or [B, 1, S, T]
     causal: bool
+    documents: Tensor | None = None  # [B, whole sequence]
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class Backend:
 
     ``function(q [B,H,S,D], k [B,G,T,D], v [B,G,T,D], mask) -> [B,H,S,D]``; H is a multiple of G.
     ``wants_bias``: the function cannot apply causality itself and must always be given it as a bias.
+    ``separates``: it masks documents by their numbers, and is given no bias for them.
     """
 
     name: str
     function: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
     wants_bias: bool = False
+    separates: bool = False
 
 
 class LayerCache:

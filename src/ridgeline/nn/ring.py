@@ -31,18 +31,19 @@ def zigzag(length: int, ranks: int, rank: int) -> Tensor:
 # ---- one block, by PyTorch's fused kernels, with the log of the softmax's denominator --------------------------------
 
 
-def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ/√D)·v [B, H, S, D] in the dtype of q, and its log-sum-exp [B, H, S] in fp32."""
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√D + bias)·v [B, H, S, D] in the dtype of q, and its log-sum-exp [B, H, S] in fp32. ``bias``
+    [B, 1, S, T] only on CPUs."""
     k, v = (_every_head(t, q.shape[1]) for t in (k, v))
     if q.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     return out, lse
 
 
 def block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's share of the gradients of q, k and v, from the *whole* output and log-sum-exp of its queries."""
     groups = k.shape[1]
@@ -55,7 +56,7 @@ def block_backward(
         )
     else:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
         )
     return dq, _each_group(dk, groups), _each_group(dv, groups)
 
@@ -116,16 +117,39 @@ def parts(step: int, rank: int, length: int) -> tuple[slice, slice]:
     return slice(half, length), slice(0, length)
 
 
+@dataclass
+class Documents:
+    """Which tokens may see each other, where several documents share a sequence."""
+
+    numbers: Tensor
+    """[B, whole sequence], the same on every rank."""
+    ring: Ring
+
+    def bias(self, step: int, rows: slice, keys: slice, like: Tensor) -> Tensor:
+        """[B, 1, rows, keys] to add to the scores of this rank's queries with the keys that arrive at ``step``; with
+        its own, at step 0, causality is in it. Half the lowest number instead of -inf: see ``make_mask``."""
+        ring, length = self.ring, self.numbers.shape[1]
+        of = [zigzag(length, ring.ranks, r).to(like.device) for r in (ring.rank, (ring.rank - step) % ring.ranks)]
+        mine, theirs = of[0][rows], of[1][keys]
+        seen = self.numbers[:, mine, None] == self.numbers[:, None, theirs]
+        if step == 0:
+            seen = seen & (mine[:, None] >= theirs)
+        bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+        return bias.masked_fill_(~seen, torch.finfo(like.dtype).min / 2).unsqueeze(1)
+
+
 class _RingAttention(torch.autograd.Function):
     """Causal attention over the whole sequence; between forward and backward only local tensors are kept."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, documents: Documents | None) -> Tensor:
+        everything = slice(0, q.shape[2])
         pair = torch.stack((k, v))
         works: list[dist.Work] = []
         if ring.ranks > 1:
             (coming,), works = ring.send_on(pair)
-        out, lse = block_forward(q, k, v, causal=True)
+        own = documents.bias(0, everything, everything, q) if documents else None
+        out, lse = block_forward(q, k, v, documents is None, own)
         out = out.float()
         for step in range(1, ring.ranks):
             _wait(works)
@@ -134,25 +158,27 @@ class _RingAttention(torch.autograd.Function):
                 (coming,), works = ring.send_on(pair)
             rows, keys = parts(step, ring.rank, q.shape[2])
             more, more_lse = block_forward(
-                q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(), pair[1, :, :, keys].contiguous(), False
-            )
+                q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(), pair[1, :, :, keys].contiguous(), False,
+                documents.bias(step, rows, keys, q) if documents else None,
+            )  # fmt: skip
             out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.ring = ring
+        ctx.ring, ctx.documents = ring, documents
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        ring, length = ctx.ring, q.shape[2]
+        ring, documents, length = ctx.ring, ctx.documents, q.shape[2]
         grad = grad.contiguous()
         pair = torch.stack((k, v))
         works: list[dist.Work] = []
         if ring.ranks > 1:
             (coming,), works = ring.send_on(pair)
-        dq, dk, dv = (t.float() for t in block_backward(grad, q, k, v, out, lse, causal=True))
+        own = documents.bias(0, slice(0, length), slice(0, length), q) if documents else None
+        dq, dk, dv = (t.float() for t in block_backward(grad, q, k, v, out, lse, documents is None, own))
         travelling = None  # gradients of the keys and values at hand, in fp32, on their way home
         for step in range(1, ring.ranks):
             _wait(works)
@@ -163,6 +189,7 @@ class _RingAttention(torch.autograd.Function):
             found = block_backward(
                 grad[:, :, rows].contiguous(), q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(),
                 pair[1, :, :, keys].contiguous(), out[:, :, rows].contiguous(), lse[:, :, rows].contiguous(), False,
+                documents.bias(step, rows, keys, q) if documents else None,
             )  # fmt: skip
             dq[:, :, rows] += found[0]
             if travelling is None:
@@ -176,7 +203,7 @@ class _RingAttention(torch.autograd.Function):
             (home,), moves = ring.send_on(travelling)
             _wait(moves)
             dk, dv = dk + home[0], dv + home[1]
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _wait(works: list[dist.Work]) -> None:
@@ -190,7 +217,8 @@ def backend(ring: Ring) -> Backend:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         assert mask.causal
         assert mask.bias is None
-        y: Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
+        documents = None if mask.documents is None else Documents(mask.documents, ring)
+        y: Tensor = _RingAttention.apply(q, k, v, ring, documents)  # type: ignore[no-untyped-call]
         return y
 
-    return Backend("ring", attend)
+    return Backend("ring", attend, separates=True)

@@ -179,8 +179,8 @@ class Transformer(nn.Module):
         ``positions`` [S] or [B, S] default to 0, 1, … (with a cache: to those behind it). ``attention_mask`` [B, S]
         (with a cache: [B, everything so far]) is True for real tokens; None means all are. ``cache`` maps layer names
         to their :class:`LayerCache`. ``documents`` [B, S] numbers the packed documents of a row, which do not see each
-        other; their ``positions`` start anew. ``return_hidden`` gives what the head would read, [B, S, H], for
-        :func:`ridgeline.nn.token_loss`.
+        other and whose ``positions`` start anew (all of the sequence's, where that is divided over ranks).
+        ``return_hidden`` gives what the head would read, [B, S, H], for :func:`ridgeline.nn.token_loss`.
         """
         length, device = input_ids.shape[1], input_ids.device
         if self.embed is None:
@@ -189,7 +189,10 @@ class Transformer(nn.Module):
         x = input_ids if self.embed is None else self.embed(input_ids, positions, token_types, start)
         dtype = compute_dtype(x)
         padding = None if attention_mask is None else attention_mask.bool()
-        mask = make_mask(self.spec, padding, start, length, self.backend.wants_bias, device, dtype, documents)
+        own = documents if self.backend.separates else None
+        seen = None if self.backend.separates else documents
+        mask = make_mask(self.spec, padding, start, length, self.backend.wants_bias, device, dtype, seen)
+        mask = mask._replace(documents=own)
         rope = None if self.rotary is None else self.rotary.tables(positions, start, length, device, dtype)
         for name, block in self.layers.items():
             x = block(x, mask, rope, None if cache is None else cache[name])
