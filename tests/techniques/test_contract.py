@@ -153,7 +153,7 @@ BAD = [
     ("lora:rank=0", ["rank = 0 is not valid"]),
     ("lora:rank=two", ["rank = 'two' is not valid"]),
     ("lora:alpha=nan", ["alpha = nan is not valid"]),
-    ("lora:targets=", ["target '' matches no linear layer"]),
+    ("lora:targets=", ["at least 1 item"]),
     ("recompute:policy=ful", ["policy = 'ful' is not valid", "'full', 'selective' or 'budget'"]),
     ("data_parallel:bucket_mb=0", ["bucket_mb = 0 is not valid"]),
 ]

@@ -55,4 +55,4 @@ def test_systems_cover_triples(corpus):
     """What makes this more than the pairs' test: three techniques and more, over two axes."""
     plans = {n: {t.card.name for t in techniques(shrunk(n, corpus).plan)} for n in catalog.systems()}
     assert sum(len(names) >= 3 for names in plans.values()) >= 7
-    assert sum(len(shrunk(n, corpus).parallel) >= 2 for n in plans) >= 3
+    assert sum(len(shrunk(n, corpus).parallel) >= 2 for n in plans) >= 2

@@ -73,6 +73,8 @@ def fit(weight: Tensor, bits: int, group_size: int = 0, rounds: int = ROUNDS) ->
     all_signs = torch.empty(rows, width, bits, dtype=torch.int8, device=weight.device)
     all_scales = torch.empty(rows, width // size, bits, device=weight.device)
     step = max(1, _AT_ONCE // width)
+    if weight.is_meta:  # shapes only
+        return all_signs, all_scales
     for at in range(0, rows, step):
         w = weight[at : at + step].double().reshape(-1, size)
         signs, scales = _greedy(w, bits)

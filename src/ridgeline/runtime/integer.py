@@ -80,7 +80,7 @@ class IntegerUpdates:
 
     def __post_init__(self) -> None:
         run = self.run
-        self._generator = torch.Generator(run.device)
+        self._generator = torch.Generator("cpu" if run.device.type == "meta" else run.device)
         self._place: dict[IntegerWeight, int] = {}
         run.sync = self._around(run.sync)
         run.before_step.append(self._begin)

@@ -43,7 +43,8 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def assemble_rank(e: Experiment, rank: int) -> TrainBuild:
-    """What rank ``rank`` of the experiment builds, on the meta device: every technique's own ``build``, no memory.
+    """What rank ``rank`` of the experiment builds, on the meta device: every technique's own ``build`` but for those
+    that act in the loop (on batches, on recorded steps), no memory.
 
     To be called in the :func:`fake_world` of the experiment's size. Raises :class:`UserError` as training would.
     """
@@ -53,7 +54,7 @@ def assemble_rank(e: Experiment, rank: int) -> TrainBuild:
     run.model.set_attention("naive")
     if e.world > 1:
         run.mesh = Mesh.make(e, "cpu", max((t.inner() for t in made), default=1))
-    assemble(run, made)
+    assemble(run, [t for t in made if t.phase != "loop"])
     return run
 
 
