@@ -36,13 +36,19 @@ SETS = {
         "hf trainer ddp": ("hf", ["data_parallel", "flash_attention"]),
     }),
     "lora": (1, {
-        "ridgeline lora": ("native", [LORA, "flash_attention"]),
+        "ridgeline lora, fused": ("native", [LORA, "flash_attention", "fused_layers"]),
         "peft + trainer": ("hf", [LORA, "flash_attention"]),
+        "ridgeline lora": ("native", [LORA, "flash_attention"]),
         "ridgeline lora, no flash": ("native", [LORA]),
         "peft + trainer, no flash": ("hf", [LORA]),
     }),
 }  # fmt: skip
-"""Processes, and the contenders: each second one is what the one before it is compared with."""
+"""Processes and contenders."""
+PAIRS = [
+    ("ridgeline zero-2", "deepspeed zero-2"), ("ridgeline ddp", "hf trainer ddp"),
+    ("ridgeline lora, fused", "peft + trainer"), ("ridgeline lora", "peft + trainer"),
+    ("ridgeline lora, no flash", "peft + trainer, no flash"),
+]  # fmt: skip
 
 
 def main() -> None:
@@ -93,8 +99,7 @@ def main() -> None:
         }  # fmt: skip
     first = next(iter(table.values()))["losses"]
     worst = max(abs(a - b) / b for row in table.values() for a, b in zip(row["losses"], first, strict=True))
-    names = list(contenders)
-    pairs = [(a, b) for a, b in zip(names[::2], names[1::2], strict=True) if a in blocks and b in blocks]
+    pairs = [(a, b) for a, b in PAIRS if a in blocks and b in blocks]
     ratios = {f"{a} over {b}": ratio_ci(blocks[b], blocks[a], paired=True)._asdict() for a, b in pairs}
     out = {
         "environment": {**fingerprint(), **versions, "load_average_at_start": load, "processes": procs},
