@@ -1,14 +1,14 @@
 """Training throughput against other engines on the same Experiment, driven through ``--backend``.
 
     zero   two processes: our ZeRO-2 against DeepSpeed's, and our data parallelism against ``Trainer``'s (DDP)
-    lora   one process: our LoRA against ``peft`` under ``Trainer``
+    lora   one process: our LoRA against ``peft`` under ``Trainer``; lora-32k: with Llama's vocabulary
 
 Every contender trains with the same weights, batches, AdamW, clipping and schedule, in fresh processes, in ABBA order
 within one run. Reported: median step time of each with its block bootstrap interval, ratios with theirs, the process's
 peak memory, and the losses (which must agree, or the comparison is void). Needs ``pip install
 'ridgeline[deepspeed,finetune]'``; what is missing is left out.
 
-    python benchmarks/train_vs_backends.py zero|lora [--repeats 2] [--steps 12] [--out FILE]
+    python benchmarks/train_vs_backends.py zero|lora|lora-32k [--repeats 2] [--steps 12] [--out FILE]
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from ridgeline.spec.errors import UserError
 
 WORKLOAD = {"kind": "pretrain", "seq_len": 256, "batch_size": 4, "lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.0}
 LORA = "lora:rank=16,alpha=32,targets=all-linear"
+LORA_RUNS = {
+    "ridgeline lora, fused": ("native", [LORA, "flash_attention", "fused_layers"]),
+    "peft + trainer": ("hf", [LORA, "flash_attention"]),
+    "ridgeline lora": ("native", [LORA, "flash_attention"]),
+    "ridgeline lora, no flash": ("native", [LORA]),
+    "peft + trainer, no flash": ("hf", [LORA]),
+}
+MINI = {"base": "llama-mini"}
 SETS = {
-    "zero": (2, {
+    "zero": (MINI, 2, {
         "ridgeline zero-2": ("native", ["zero:stage=2", "flash_attention"]),
         "deepspeed zero-2": ("deepspeed", ["zero:stage=2", "flash_attention"]),
         "ridgeline ddp": ("native", ["data_parallel", "flash_attention"]),
         "hf trainer ddp": ("hf", ["data_parallel", "flash_attention"]),
     }),
-    "lora": (1, {
-        "ridgeline lora, fused": ("native", [LORA, "flash_attention", "fused_layers"]),
-        "peft + trainer": ("hf", [LORA, "flash_attention"]),
-        "ridgeline lora": ("native", [LORA, "flash_attention"]),
-        "ridgeline lora, no flash": ("native", [LORA]),
-        "peft + trainer, no flash": ("hf", [LORA]),
-    }),
+    "lora": (MINI, 1, LORA_RUNS),
+    "lora-32k": ({**MINI, "vocab_size": 32000}, 1, LORA_RUNS),
 }  # fmt: skip
-"""Processes and contenders."""
+"""Model, processes and contenders."""
 PAIRS = [
     ("ridgeline zero-2", "deepspeed zero-2"), ("ridgeline ddp", "hf trainer ddp"),
     ("ridgeline lora, fused", "peft + trainer"), ("ridgeline lora", "peft + trainer"),
@@ -53,19 +56,18 @@ PAIRS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="llama-mini")
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    name = {"zero": "train_vs_deepspeed", "lora": "lora_vs_peft"}[args.set]
+    name = {"zero": "train_vs_deepspeed", "lora": "lora_vs_peft", "lora-32k": "lora_vs_peft_32k"}[args.set]
     args.out = args.out or Path(f"benchmarks/results/{name}.json")
-    procs, contenders = SETS[args.set]
+    model, procs, contenders = SETS[args.set]
     catalog.allow_unprobed()
     experiments, missing = {}, {}
     for name, (backend, plan) in contenders.items():
-        e = make(args.model, f"{procs}xlocal", {**WORKLOAD, "steps": args.steps}, plan)
+        e = make(model, f"{procs}xlocal", {**WORKLOAD, "steps": args.steps}, plan)
         try:
             require(backend, e)
             experiments[name] = e
@@ -103,7 +105,7 @@ def main() -> None:
     ratios = {f"{a} over {b}": ratio_ci(blocks[b], blocks[a], paired=True)._asdict() for a, b in pairs}
     out = {
         "environment": {**fingerprint(), **versions, "load_average_at_start": load, "processes": procs},
-        "model": args.model, "workload": WORKLOAD, "steps": args.steps, "repeats": args.repeats, "contenders": table,
+        "model": model, "workload": WORKLOAD, "steps": args.steps, "repeats": args.repeats, "contenders": table,
         "ratios": ratios, "largest_relative_loss_difference": worst, "samples": blocks, "missing": missing,
         "command": f"python benchmarks/train_vs_backends.py {args.set}",
     }  # fmt: skip
