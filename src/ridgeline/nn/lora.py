@@ -24,10 +24,9 @@ class _Rescale(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, u: Tensor, bias: Tensor | None, g: Tensor, scale: float) -> Tensor:
-        out = torch.add(y, u, alpha=scale)
+    def forward(ctx: Any, y: Tensor, u: Tensor, bias: Tensor | None, g: Tensor) -> Tensor:
+        out = y + u
         v = out if bias is None else out - bias.to(out.dtype)
-        ctx.scale = scale
         ctx.save_for_backward(v, g)
         return torch.addcmul(out, v, (g - 1).to(out.dtype))
 
@@ -37,7 +36,7 @@ class _Rescale(torch.autograd.Function):
         v, g = ctx.saved_tensors
         dg = (grad * v).flatten(0, -2).sum(0, dtype=g.dtype)
         dy = grad * g.to(grad.dtype)
-        return dy, dy * ctx.scale, None, dg, None
+        return dy, dy, None, dg
 
 
 class LoRALinear(Adapter):
@@ -71,11 +70,12 @@ class LoRALinear(Adapter):
         self.lora_m = nn.Parameter(self._lengths()) if dora else None
 
     def _update(self, x: Tensor) -> Tensor:
+        # The scale goes on the narrow side: on the wide one its gradient would be one more pass and one more tensor.
         if self.dropout is not None and self.dropout.on:
             mid = self.dropout.linear(x, self.lora_a, self.layer)
         else:
             mid = linear(x, local(self.lora_a))
-        return F.linear(mid, local(self.lora_b))
+        return F.linear(mid * self.scale, local(self.lora_b))
 
     def _direction(self) -> Tensor:
         """V = W + scale · B A."""
@@ -89,10 +89,10 @@ class LoRALinear(Adapter):
 
     def _added(self, y: Tensor, update: Tensor) -> Tensor:
         if self.lora_m is None:
-            return torch.add(y, update, alpha=self.scale)
+            return y + update
         bias = None if self.base.bias is None else local(self.base.bias)
         g = local(self.lora_m) / self._lengths()
-        out: Tensor = _Rescale.apply(y, update, bias, g, self.scale)  # type: ignore[no-untyped-call]
+        out: Tensor = _Rescale.apply(y, update, bias, g)  # type: ignore[no-untyped-call]
         return out
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
