@@ -234,3 +234,22 @@ def test_energy_counters(tmp_path):
 def test_refusals(plan, says, corpus):
     with pytest.raises(Incompatible, match=says):
         check(experiment(corpus, *plan))
+
+
+def largest_gap(folder, every):
+    """How far the worst domain is from its reference after 40 steps that began with nine rows of one to one of the
+    other."""
+    call = f"dynamic_batch_loading:every={every},reference=0.2+3,weights=9+1"
+    trainer = make_trainer(experiment(folder, call, steps=40, lr=1e-2, batch_size=10), uneven=False)
+    for _ in range(40):
+        trainer.step()
+    batches = trainer.run.batches
+    losses = [trainer.run.loss_of(batches.held_out_of(i)) for i in range(2)]
+    return max(loss - reference for loss, reference in zip(losses, (0.2, 3), strict=True)), losses
+
+
+def test_gaps_close_faster_than_with_fixed_weights(folder):
+    fixed, at_fixed = largest_gap(folder, 1000)
+    moving, at_moving = largest_gap(folder, 4)
+    print(f"fixed {at_fixed}, moving {at_moving}")
+    assert 0 < moving < fixed - 0.1
