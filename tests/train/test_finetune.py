@@ -70,6 +70,7 @@ def test_going_on_from_the_adapter_and_merging_it(tuned, checkpoint, chat, tmp_p
     [
         (["--with", "lora:targets=q_prj"], "matches no linear layer", "q_proj"),
         (["--with", "lora:rank=64"], "rank 64 is not below", "rank below"),
+        (["--with", "bottleneck_adapter", "--merged"], "not linear", "save the adapter"),
         (["--template", "nothing.jinja"], "no chat template", "chatml"),
     ],
 )

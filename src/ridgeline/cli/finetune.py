@@ -78,6 +78,9 @@ def finetune(
         if not any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan))):
             plan.append(call_text(load_adapter(adapter, model).call))
     adapts = any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan)))
+    if merged:
+        for technique in techniques(experiments.plan_of(plan)):
+            technique.plain({})  # what cannot be merged says so now, not after the training
     workload = {
         "kind": "finetune", "checkpoint": str(checkpoint.resolve()), "data": data, "steps": steps,
         "lr": lr if lr is not None else 2e-4 if adapts else 2e-5,
