@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from ridgeline.spec.model import ModelSpec
 
@@ -17,6 +18,11 @@ def linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
     Experts and routers are none: they are not adapted.
     """
+    return dict(_linears(spec))
+
+
+@lru_cache(maxsize=256)  # a prediction asks several times, a search thousands
+def _linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for stack, count in (("encoder", spec.encoder_layers), ("layers", spec.num_layers)):
         for i in range(count):
@@ -44,7 +50,12 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 def chosen(spec: ModelSpec, patterns: Iterable[str]) -> dict[str, tuple[int, int]]:
     """The linear layers that any of the patterns names, in model order, with their shapes (out, in)."""
-    known = linears(spec)
+    return dict(_chosen(spec, tuple(patterns)))
+
+
+@lru_cache(maxsize=256)
+def _chosen(spec: ModelSpec, patterns: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    known = _linears(spec)
     wanted = {n for p in patterns for n in matching(p, known)}
     return {n: shape for n, shape in known.items() if n in wanted}
 

@@ -87,9 +87,10 @@ def check_targets(technique: Adapting, e: Experiment, targets: Iterable[str]) ->
     move it."""
     known = linears(e.model)
     for t in targets:
-        names = ", ".join(sorted(shortest(known, known)))
-        technique.needs(bool(matching(t, known)), f"target {t!r} matches no linear layer of {e.model.name}",
-                        f"its linear layers: {names}")  # fmt: skip
+        if not matching(t, known):
+            names = ", ".join(sorted(shortest(known, known)))
+            technique.needs(False, f"target {t!r} matches no linear layer of {e.model.name}",
+                            f"its linear layers: {names}")  # fmt: skip
     technique.needs(not (technique.from_zero and e.plan.has("adalomo")), "adalomo sizes its updates by the parameters,"
                     " and an adapter that starts at zero would hardly move", "use another optimizer")  # fmt: skip
     first = next(iter(chosen(e.model, targets)))
