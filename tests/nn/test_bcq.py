@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.nn.bcq import BinaryLinear, expand, expanded, fit, pack, unpack
+from ridgeline.nn.bcq import BinaryLinear, expand, fit, pack, unpack
+from ridgeline.nn.quantised import expanded
 
 
 def weight(rows: int = 12, width: int = 128, seed: int = 0) -> torch.Tensor:
@@ -83,7 +84,7 @@ def test_output_and_gradients_are_those_of_the_sums(group):
 
 def test_an_expanded_state_is_the_plain_models():
     holder = nn.ModuleDict({"q_proj": BinaryLinear(nn.Linear(64, 8), 2), "norm": nn.LayerNorm(8)})
-    state = expanded(holder.state_dict())
+    state = expanded(holder.state_dict(), BinaryLinear)
     assert set(state) == {"q_proj.weight", "q_proj.bias", "norm.weight", "norm.bias"}
     x = torch.randn(3, 64)
     assert torch.equal(nn.functional.linear(x, state["q_proj.weight"]) + state["q_proj.bias"], holder["q_proj"](x))

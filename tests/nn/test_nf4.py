@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.nn import nf4
 from ridgeline.nn.nf4 import NF4Linear, codebook, dequantise, expand, quantise, quantise_peaks
+from ridgeline.nn.quantised import expanded
 
 PUBLISHED = [  # arXiv:2305.14314, appendix E
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -84,7 +84,7 @@ def test_an_expanded_state_is_the_plain_models():
             self.q_proj, self.norm = NF4Linear(nn.Linear(64, 8)), nn.LayerNorm(8)
 
     holder = Holder()
-    state = nf4.expanded(holder.state_dict())
+    state = expanded(holder.state_dict(), NF4Linear)
     assert set(state) == {"q_proj.weight", "q_proj.bias", "norm.weight", "norm.bias"}
     x = torch.randn(3, 64)
     assert torch.equal(nn.functional.linear(x, state["q_proj.weight"]) + state["q_proj.bias"], holder.q_proj(x))

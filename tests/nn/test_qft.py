@@ -6,6 +6,7 @@ from torch import nn
 
 from ridgeline.nn import qft
 from ridgeline.nn.qft import IntegerEmbedding, IntegerLinear, encode_rows, expand, lion_rows, outliers_of, quantise
+from ridgeline.nn.quantised import expanded
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -116,7 +117,7 @@ def test_a_row_that_outgrows_its_scale_gets_a_wider_one():
 
 def test_an_expanded_state_is_the_plain_models():
     holder = nn.ModuleDict({"q_proj": IntegerLinear(nn.Linear(64, 8), lambda *_: None), "norm": nn.LayerNorm(8)})
-    state = qft.expanded(holder.state_dict())
+    state = expanded(holder.state_dict(), IntegerLinear)
     assert set(state) == {"q_proj.weight", "q_proj.bias", "norm.weight", "norm.bias"}
     x = torch.randn(3, 64)
     assert torch.equal(nn.functional.linear(x, state["q_proj.weight"]) + state["q_proj.bias"], holder["q_proj"](x))

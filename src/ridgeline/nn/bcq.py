@@ -186,16 +186,3 @@ class BinaryLinear(QuantisedLinear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y: Tensor = _Product.apply(x, *self.held())  # type: ignore[no-untyped-call]
         return y
-
-
-def expanded(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state with weights in the place of planes and scales."""
-    out: dict[str, Tensor] = {}
-    for name, value in state.items():
-        prefix, _, leaf = name.rpartition(".")
-        coded = f"{prefix}.planes" in state
-        if coded and leaf == "planes":
-            out[f"{prefix}.weight"] = expand(value, state[f"{prefix}.alpha"], state[f"{prefix}.rest"])
-        elif not (coded and leaf in ("alpha", "rest")):
-            out[name] = value
-    return out

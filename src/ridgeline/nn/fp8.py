@@ -142,14 +142,3 @@ class StoredFp8Linear(nn.Module):
 def _coded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = _coded(x)
     return codes.flatten(0, -2), scale
-
-
-def store_fp8(model: nn.Module) -> list[str]:
-    """Replace the linear layers of the blocks by :class:`StoredFp8Linear`; returns their names."""
-    names: list[str] = []
-    for name, module in list(model.named_modules()):
-        for leaf, child in list(module.named_children()):
-            if leaf.endswith("_proj") and isinstance(child, nn.Linear):
-                setattr(module, leaf, StoredFp8Linear(child))
-                names.append(f"{name}.{leaf}")
-    return names

@@ -123,16 +123,3 @@ class NF4Linear(QuantisedLinear):
     def cut_by_input(self, name: str) -> bool:
         """A row's mean and largest deviation belong to every part of it."""
         return name != "spans"
-
-
-def expanded(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state with weights in the place of codes, scales and spans."""
-    out: dict[str, Tensor] = {}
-    for name, value in state.items():
-        prefix, _, leaf = name.rpartition(".")
-        coded = f"{prefix}.spans" in state
-        if coded and leaf == "codes":
-            out[f"{prefix}.weight"] = dequantise(value, state[f"{prefix}.scales"], state[f"{prefix}.spans"])
-        elif not (coded and leaf in ("scales", "spans")):
-            out[name] = value
-    return out

@@ -184,17 +184,3 @@ def lion_rows(layer: IntegerWeight, rows: slice, gradient: Tensor, momentum: Ten
     scale.mul_(grow)
     codes.copy_(stochastic_round(moved.div_(grow), generator).clamp_(-_TOP, _TOP))
     codes.scatter_(1, columns, 0)
-
-
-def expanded(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state with weights in the place of codes, scales and outliers."""
-    out: dict[str, Tensor] = {}
-    for name, value in state.items():
-        prefix, _, leaf = name.rpartition(".")
-        coded = f"{prefix}.outliers" in state
-        if coded and leaf == "codes":
-            parts = [state[f"{prefix}.{part}"] for part in ("codes", "scale", "columns", "outliers")]
-            out[f"{prefix}.weight"] = expand(parts, dtype=torch.float32)
-        elif not (coded and leaf in ("scale", "columns", "outliers")):
-            out[name] = value
-    return out

@@ -128,15 +128,19 @@ class IntLinear(QuantisedLinear):
         return name != "scales" or self.get_parameter(name).shape[1] > 1
 
 
-def expanded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's state with weights in the place of codes and scales."""
+def expanded(state: dict[str, torch.Tensor], kind: type[QuantisedLinear]) -> dict[str, torch.Tensor]:
+    """A model's state with fp32 weights in the place of what layers of ``kind`` store."""
+    first = kind.stored[0]
+    coded = {n.removesuffix(f".{first}") for n in state if n.endswith(f".{first}")}
+    coded = {prefix for prefix in coded if all(f"{prefix}.{part}" in state for part in kind.stored)}
     out: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         prefix, _, leaf = name.rpartition(".")
-        if leaf == "codes":
-            out[f"{prefix}.weight"] = dequantise(value, state[f"{prefix}.scales"])
-        elif leaf != "scales":
+        if prefix not in coded or leaf not in kind.stored:
             out[name] = value
+        elif leaf == first:
+            parts = (state[f"{prefix}.{part}"] for part in kind.stored)
+            out[f"{prefix}.weight"] = kind.expand(*parts, dtype=torch.float32)
     return out
 
 

@@ -231,6 +231,16 @@ class TrainBuild(Build):
         self.score = self._score
         self.schedule = functools.partial(learning_rate, self.experiment.training)
 
+    def tell_last(self, tell: Callable[[bool], None]) -> None:
+        """Have ``tell`` hear before each micro-batch whether it is the step's last."""
+        inner = self.sync
+
+        def sync(last: bool) -> AbstractContextManager[object]:
+            tell(last)
+            return inner(last)
+
+        self.sync = sync
+
     def _execute(self, micros: list[Micro], factor: float) -> Tensor:
         total = torch.zeros((), device=self.device)
         for i, micro in enumerate(micros):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -79,7 +77,7 @@ class FusedUpdate:
                 p.register_post_accumulate_grad_hook(self._ready)
         self.inner = run.execute
         run.execute = self.execute
-        run.sync = self._around(run.sync)
+        run.tell_last(self._hear)
         run.norm = self.norm
 
     @property
@@ -92,14 +90,8 @@ class FusedUpdate:
         """Whether the norm must be known before anything is applied."""
         return self.how == "global" and self.limit > 0
 
-    def _around(self, sync: Callable[[bool], Any]) -> Callable[[bool], Any]:
-        @contextmanager
-        def around(last: bool) -> Iterator[None]:
-            self.last = last
-            with sync(last):
-                yield
-
-        return around
+    def _hear(self, last: bool) -> None:
+        self.last = last
 
     def execute(self, micros: list[Micro], factor: float) -> Tensor:
         """Forward and backward, with the updates in it; twice, where gradients are measured first."""

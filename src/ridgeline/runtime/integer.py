@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +80,7 @@ class IntegerUpdates:
         run = self.run
         self._generator = torch.Generator("cpu" if run.device.type == "meta" else run.device)
         self._place: dict[IntegerWeight, int] = {}
-        run.sync = self._around(run.sync)
+        run.tell_last(self._hear)
         run.before_step.append(self._begin)
         inner = run.norm
 
@@ -115,16 +113,8 @@ class IntegerUpdates:
     def _begin(self, step: int) -> None:
         self.step, self.squares = step, 0.0
 
-    def _around(
-        self, sync: Callable[[bool], AbstractContextManager[object]]
-    ) -> Callable[[bool], AbstractContextManager[object]]:
-        @contextmanager
-        def around(last: bool) -> Iterator[None]:
-            self.last = last
-            with sync(last):
-                yield
-
-        return around
+    def _hear(self, last: bool) -> None:
+        self.last = last
 
     @torch.no_grad()
     def take(self, layer: IntegerWeight, dw: Tensor) -> None:

@@ -135,9 +135,10 @@ class AlphaTuning(Technique):
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Signs and scales multiplied out."""
-        from ridgeline.nn.bcq import expanded
+        from ridgeline.nn.bcq import BinaryLinear
+        from ridgeline.nn.quantised import expanded
 
-        return expanded(state)
+        return expanded(state, BinaryLinear)
 
 
 def _coded(name: str, shape: tuple[int, ...]) -> bool:

@@ -80,13 +80,14 @@ class FP8(Technique):
 
     def build(self, run: Build) -> None:
         """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
-        from ridgeline.nn.fp8 import store_fp8, use_fp8
+        from ridgeline.nn.fp8 import StoredFp8Linear, use_fp8
+        from ridgeline.nn.quantised import replace_linears
         from ridgeline.runtime.build import TrainBuild
 
         if not run.experiment.is_training:
             if run.model.spec.num_experts:
                 raise Incompatible("fp8: experts are stored in fp8 in predictions only so far", "use a dense model")
-            store_fp8(run.model)
+            replace_linears(run.model, StoredFp8Linear)
             return
         use_fp8(run.model)
         if not isinstance(run, TrainBuild):

@@ -131,9 +131,10 @@ class QFT(Technique):
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Codes and outliers multiplied out."""
-        from ridgeline.nn.qft import expanded
+        from ridgeline.nn.qft import IntegerLinear
+        from ridgeline.nn.quantised import expanded
 
-        return expanded(state)
+        return expanded(state, IntegerLinear)
 
 
 def _coded(name: str, shape: tuple[int, ...], tied: bool) -> bool:

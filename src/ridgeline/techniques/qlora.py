@@ -119,9 +119,10 @@ class QLoRA(LoRA):
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Codes expanded, updates merged into them."""
-        from ridgeline.nn.nf4 import expanded
+        from ridgeline.nn.nf4 import NF4Linear
+        from ridgeline.nn.quantised import expanded
 
-        return super().plain(expanded(state))
+        return super().plain(expanded(state, NF4Linear))
 
 
 def _page_states(g: Graph) -> None:

@@ -91,6 +91,6 @@ class RTN(Technique):
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Codes expanded."""
-        from ridgeline.nn.quantised import expanded
+        from ridgeline.nn.quantised import IntLinear, expanded
 
-        return expanded(state)
+        return expanded(state, IntLinear)
