@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from ridgeline.cli import answers, finetune, looks, real  # noqa: F401  (they register their commands)
+from ridgeline.cli import answers, compress, finetune, looks, real  # noqa: F401  (they register their commands)
 from ridgeline.cli.base import app, say
 from ridgeline.spec.errors import UserError
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ridgeline.nn.formats import Format, reader
 from ridgeline.nn.hf_names import Link, links, spellings, stacked
 from ridgeline.nn.init import allocate, assign
+from ridgeline.nn.packed import Packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
@@ -52,12 +54,14 @@ def first_missing(file: Path) -> str | None:
 class _Files:
     """The tensors of a checkpoint directory by name, and the file that each stands in."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: list[Path] | None = None, form: Format | None = None) -> None:
         self.path = path
         self._open: dict[Path, Any] = {}
         if not path.is_dir():
             raise UserError(f"no checkpoint directory at {path}", "give the directory that holds config.json")
-        if (path / SINGLE).is_file():
+        if files is not None:
+            pass
+        elif (path / SINGLE).is_file():
             files = [path / SINGLE]
         elif (path / INDEX).is_file():
             files = sorted({path / str(name) for name in self._weight_map(path / INDEX).values()})
@@ -68,6 +72,7 @@ class _Files:
             if not file.is_file():
                 raise UserError(f"{path / INDEX} names the shard {file.name}, which does not exist", _AGAIN)
             self.where.update(dict.fromkeys(self._handle(file).keys(), file))
+        self.format = form if files is not None else reader(_config(path).get("quantization_config"))
 
     @staticmethod
     def _weight_map(index: Path) -> dict[str, str]:
@@ -97,6 +102,18 @@ class _Files:
     def find(self, link: Link) -> str | None:
         """The name under which the checkpoint has ``link``'s tensor."""
         return next((name for name in spellings(link.theirs) if name in self.where), None)
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A whole tensor by its name in the files; None when there is none."""
+        return self.read(name, Link("", name)) if name in self.where else None
+
+    def packed(self, link: Link) -> Packed | None:
+        """``link``'s weight, if the checkpoint has it in codes."""
+        if self.format is None or not link.theirs.endswith(".weight"):
+            return None
+        modules = (name.removesuffix(".weight") for name in spellings(link.theirs))
+        found = (self.format.read(module, self.tensor) for module in modules)
+        return next((p for p in found if p is not None), None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor ``name``."""
@@ -131,13 +148,20 @@ def load_checkpoint(
     spec = ModelSpec.from_path(path)
     with torch.device("meta"):
         model = Transformer(spec)
-    allocate(model, device, dtype or _config_dtype(path))
+    allocate(model, device, dtype or config_dtype(path))
     load_into(model, path)
     return model
 
 
-def _config_dtype(path: Path) -> torch.dtype:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config if isinstance(config, dict) else {}
+
+
+def config_dtype(path: Path) -> torch.dtype:
+    """What the checkpoint's config says its weights are in; float32 if it does not say."""
+    config = _config(path)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
     return dtype if dtype in _DTYPES else torch.float32
 
@@ -159,8 +183,44 @@ def load_into(model: Transformer, path: str | Path) -> None:
             assign(parameter, _gather(files, list(group), tuple(parameter.shape)))
 
 
+class Reader:
+    """Single parameters of a checkpoint directory, by our names: for what cannot hold a whole model."""
+
+    def __init__(
+        self, path: str | Path, spec: ModelSpec, files: list[Path] | None = None, form: Format | None = None
+    ) -> None:
+        """``files``: some of the directory's, whose codes are in format ``form``; None: a whole checkpoint."""
+        self._files = _Files(Path(path), files, form)
+        self._links = {ours: list(group) for ours, group in groupby(links(spec), key=lambda link: link.ours)}
+        self._shapes = {p.name: p.shape for p in spec.parameters()}
+
+    def read(self, ours: str, expert: int | None = None) -> Tensor:
+        """A parameter as it is stored (codes expanded to fp32), or one expert's slice of it.
+
+        Raises :class:`UserError` for what is missing, misshapen or unreadable.
+        """
+        pieces, shape = self._links[ours], self._shapes[ours]
+        if expert is None:
+            return _gather(self._files, pieces, shape)
+        own = pieces[expert]
+        if self._files.find(own) is not None or self._files.packed(own) is not None:
+            return _gather(self._files, [own._replace(expert=None)], shape[1:])
+        return _gather(self._files, pieces, shape)[expert]  # a layer's experts in one tensor
+
+
 def _gather(files: _Files, pieces: list[Link], shape: tuple[int, ...]) -> Tensor:
     """One of our parameters out of its pieces, each checked before anything is read."""
+    codes = files.find(pieces[0]) is None and files.packed(pieces[0]) is not None
+    if codes:
+        dense = [packed.dense() for packed in map(files.packed, pieces) if packed is not None]
+        whole = dense[0] if pieces[0].expert is None else torch.stack(dense)
+        if len(dense) != len(pieces) or tuple(whole.shape) != tuple(shape):
+            raise UserError(
+                f"{pieces[0].theirs!r} in {files.names_of()} holds codes of shape {list(whole.shape)}, "
+                f"config.json asks for {list(shape)}",
+                "check that config.json belongs to these files",
+            )
+        return whole
     if files.find(pieces[0]) is None:
         # Stacked experts, as transformers ≥ 5 may write them. Names that neither layout has are reported as the hub's.
         other = [link for link in map(stacked, pieces) if link is not None]

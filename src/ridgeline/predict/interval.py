@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from ridgeline.spec.result import Metric, Row
 
-STEP = {"pretrain": 0.05, "finetune": 0.05, "generate": 0.08, "serve": 0.12}
+STEP = {"pretrain": 0.05, "finetune": 0.05, "generate": 0.08, "compress": 0.08, "serve": 0.12}
 """Relative 68 % error of a whole step, batch or simulation beyond the errors of its operators."""
 QUEUE = 0.20
 """The same of a time to first token under load, which waits in queues."""

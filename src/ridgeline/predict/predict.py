@@ -21,7 +21,7 @@ def predict(e: Experiment) -> Result:
     """The predicted Result of an experiment. Raises :class:`Incompatible` for a plan that cannot work."""
     e = settle(e)
     made = check(e)
-    task = predict_training if e.is_training else predict_generation if e.task == "generate" else predict_serving
+    task = predict_training if e.is_training else predict_serving if e.task == "serve" else predict_generation
     result = over_moments([(share, task(part, made)) for share, part in moments(e, made)])
     for t in made:
         t.note(e, result)

@@ -35,7 +35,7 @@ class Experiment(BaseModel):
 
     @property
     def task(self) -> str:
-        """pretrain, finetune, generate or serve."""
+        """pretrain, finetune, compress, generate or serve."""
         return self.workload.kind
 
     @property

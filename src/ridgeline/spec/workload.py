@@ -102,6 +102,28 @@ class Generate(_Workload):
     checkpoint: str | None = None
 
 
+class Compress(Generate):
+    """Make a trained checkpoint smaller, layer by layer, with calibration text; then judge what came out: its held-out
+    perplexity, its bytes, and its speed on the fixed batch that :class:`Generate` describes."""
+
+    kind: Literal["compress"] = "compress"  # type: ignore[assignment]
+    batch_size: int = Field(default=1, ge=1)
+    prompt_len: int = Field(default=64, ge=1)
+    output_len: int = Field(default=32, ge=1)
+    data: str = "stdlib"
+    """Calibration text, as in training; its held-out end is what perplexity is taken on if ``eval_data`` is not set."""
+    samples: int = Field(default=128, ge=1)
+    """Calibration windows, drawn by ``seed``."""
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens of one window, in calibration and in evaluation."""
+    eval_data: str | None = None
+    """Other text to take perplexity on."""
+    eval_windows: int = Field(default=128, ge=2)
+    """Most windows of held-out text that are read."""
+    tokenizer: str | None = None
+    """``tokenizer.json`` or a checkpoint directory; None: the checkpoint's own."""
+
+
 class Serve(_Workload):
     """Requests to a serving engine: at a rate, in a closed loop of fixed concurrency, or from a trace (predicted)."""
 
@@ -142,8 +164,9 @@ class Serve(_Workload):
         return self
 
 
-Workload = Annotated[Pretrain | FineTune | Generate | Serve, Field(discriminator="kind")]
+Workload = Annotated[Pretrain | FineTune | Generate | Compress | Serve, Field(discriminator="kind")]
 WORKLOADS: dict[str, type[_Workload]] = {
-    "pretrain": Pretrain, "finetune": FineTune, "generate": Generate, "serve": Serve,
+    "pretrain": Pretrain, "finetune": FineTune, "generate": Generate, "compress": Compress,
+    "serve": Serve,
 }  # fmt: skip
 TRAINING_TASKS = frozenset({"pretrain", "finetune"})

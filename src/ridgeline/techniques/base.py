@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ridgeline.graph.graph import Graph
     from ridgeline.runtime.build import TrainBuild
+    from ridgeline.runtime.compression import CompressBuild
 
 Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
 PHASES: tuple[Phase, ...] = (
@@ -162,6 +163,10 @@ class Technique(BaseModel):
 
     def build(self, run: TrainBuild) -> None:
         """The real side: act on the engine's builder."""
+        raise NotImplementedError
+
+    def compress(self, run: CompressBuild) -> None:
+        """The real side in task compress: register with the layer-wise driver."""
         raise NotImplementedError
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.base import PHASES, Technique
 
-_NOT_TECHNIQUES = {"adapted", "base", "cards", "matrix", "mesh", "registry"}
+_NOT_TECHNIQUES = {"adapted", "base", "weight_only", "cards", "matrix", "mesh", "registry"}
 
 _made: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
@@ -152,14 +152,14 @@ def _check_workload(e: Experiment) -> None:
             f"{e.world} devices do not split into groups of {degree} ({axes})",
             f"use {_nearest_degrees(e.parallel, e.world)}, or a multiple of {degree} devices",
         )
-    if e.task in ("generate", "serve") and not m.causal:
+    if e.task in ("compress", "generate", "serve") and not m.causal:
         raise Incompatible(f"{m.name} is an encoder: it cannot generate", "use a decoder, or task pretrain/finetune")
     if m.is_encoder_decoder and isinstance(w, (Generate, Serve)) and w.engine:
         raise Incompatible(
             f"{m.name} has an encoder and a decoder: the serving engines here batch decoders only",
             "use a decoder, or task generate without an engine",
         )
-    length = getattr(w, "seq_len", 0) or getattr(w, "prompt_len", 0) + getattr(w, "output_len", 0)
+    length = max(getattr(w, "seq_len", 0), getattr(w, "prompt_len", 0) + getattr(w, "output_len", 0))
     if m.position not in ("relative", "alibi") and length > m.max_positions:
         raise Incompatible(
             f"sequence of {length} tokens is longer than the {m.max_positions} positions of {m.name}",

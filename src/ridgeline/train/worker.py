@@ -112,8 +112,16 @@ def run_rank(
         from ridgeline.measure.cell import measure_cell
         from ridgeline.measure.generation import generation_cell
 
+        if e.task == "compress":
+            from ridgeline.measure.compression import compression_cell
+
+            return compression_cell(e, device, rank, ranks, options, report)
         measured = measure_cell if e.is_training else generation_cell
         return measured(e, device, rank, ranks, options, report)
+    if mode == "compress":
+        from ridgeline.compress.driver import compress
+
+        return compress(e, device, options, report)
     if mode == "dissect":
         from ridgeline.measure.dissect import dissect_cell
 

@@ -1,0 +1,76 @@
+"""`ridgeline compress`: a checkpoint in, a smaller one that loads elsewhere out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ridgeline.cli.base import Json, With, app
+
+
+@app.command()
+def compress(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory, with its tokenizer.")],
+    out: Annotated[Path, typer.Option(help="Directory of the result.")],
+    with_: With = None,
+    calib: Annotated[str, typer.Option(help="Calibration text: a file, a directory, stdlib, or hf:NAME.")] = "stdlib",
+    samples: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per window (2048, or fewer if the model has fewer).")] = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="How codes are written: compressed-tensors, gptq, gguf, ridgeline, dense.")
+    ] = "compressed-tensors",
+    resume: Annotated[bool, typer.Option(help="Go on where the same command was stopped.")] = True,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the calibration windows.")] = 0,
+    json: Json = False,
+) -> None:
+    """Compress a checkpoint, layer by layer. What is done survives Ctrl-C; the same command goes on."""
+    import json as js
+
+    from ridgeline import catalog, experiments
+    from ridgeline.report.console import StepBar
+    from ridgeline.spec.errors import UserError
+    from ridgeline.train.launch import Job, JobFailed, run_job
+
+    catalog.allow_unprobed()
+    if not checkpoint.is_dir():
+        raise UserError(f"no checkpoint directory {checkpoint}", "give a directory with config.json and safetensors")
+    if not with_:
+        raise UserError("nothing to compress with", "--with gptq:bits=4,group_size=128 (see `ridgeline techniques`)")
+    path = str(checkpoint.resolve())
+    model = catalog.model(path)
+    workload = {
+        "kind": "compress", "checkpoint": path, "data": calib, "samples": samples,
+        "seq_len": seq_len or min(2048, model.max_positions), "tokenizer": tokenizer, "seed": seed,
+        "prompt_len": min(64, model.max_positions // 2), "output_len": min(32, model.max_positions // 2),
+    }  # fmt: skip
+    e = experiments.make(path, "local", workload, list(with_))
+    options = {"out": str(out.resolve()), "format": format_, "resume": resume}
+    with StepBar(f"compressing {checkpoint.name}", model.num_layers) as bar:
+        try:
+            result = run_job(Job("compress", e, options), bar.message)
+        except JobFailed as failure:
+            from ridgeline.cli.real import _failed
+
+            raise _failed(failure) from None
+    if json:
+        print(js.dumps(result))
+        return
+    _print(result, out)
+
+
+def _print(result: dict[str, Any], out: Path) -> None:
+    from ridgeline.report.units import size
+
+    layers = result["layers"]
+    worst = max((la for la in layers if la["error"] is not None), key=lambda la: la["error"], default=None)
+    print(f"{len(layers)} linear layers at {result['bits_per_weight']:.2f} bits per weight"
+          + (f", {result['zeros']:.1%} zeros" if result["zeros"] > 0.01 else ""))  # fmt: skip
+    if worst is not None:
+        mean = sum(la["error"] for la in layers) / len(layers)
+        print(f"relative layer error {mean:.3%} in the mean, at worst {worst['error']:.3%} in {worst['layer']}")
+    print(f"{size(result['checkpoint_bytes'])} of tensors, {result['seconds']:.0f} s, "
+          f"peak memory {size(result['peak_rss_bytes'])}")  # fmt: skip
+    print(f"written to {out}")

@@ -1,0 +1,247 @@
+"""The layer-wise driver: a checkpoint in, block by block through a plan's techniques, a smaller checkpoint out.
+
+One decoder block (of a mixture: one expert) is in memory at a time, beside the calibration windows' hidden states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.compress.calibration import Hidden, calibration_windows, load_text
+from ridgeline.compress.output import Output, config_of, layer_of, their_tensors
+from ridgeline.compress.walk import ReadExpert, Walker
+from ridgeline.measure.environment import fingerprint
+from ridgeline.nn.checkpoint import Reader, config_dtype, load_checkpoint, save_checkpoint
+from ridgeline.nn.formats import Format, writer
+from ridgeline.nn.hf_names import links
+from ridgeline.nn.init import assign
+from ridgeline.nn.packed import Packed
+from ridgeline.nn.transformer import Block, Transformer
+from ridgeline.runtime.compression import CompressBuild, InputCode, ModelJob
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.workload import Compress
+from ridgeline.techniques.registry import check, normalise
+
+DENSE = "dense"
+"""Format in which codes are expanded before they are written."""
+
+
+def compress(e: Experiment, device: torch.device, options: dict[str, Any], report: Any) -> dict[str, Any]:
+    """Compress ``workload.checkpoint`` by the plan into the folder ``options["out"]``; returns the report.
+
+    Options: ``out``, ``format`` (see :mod:`ridgeline.nn.formats`, or "dense"), ``resume``. Raises :class:`UserError`.
+    """
+    started = time.perf_counter()
+    e = normalise(e)
+    made = check(e)
+    w = e.workload
+    assert isinstance(w, Compress) and w.checkpoint is not None
+    source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
+    spec = ModelSpec.from_path(source)
+    form = None if options.get("format") == DENSE else writer(options.get("format") or "compressed-tensors")
+    text = load_text(w, spec.vocab_size)
+    windows = calibration_windows(w, text)
+    scale_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+    run = CompressBuild(e, spec, device, scale_dtype)
+    for technique in made:
+        technique.compress(run)
+    if not (run.whole or run.at_site or run.before_block or run.after_block):
+        raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")
+    output = Output(Path(options["out"]), _identity(e, source, windows, options), options.get("resume", True))
+    if run.whole:
+        source = _whole(run, output, source, windows, report)
+        spec = run.spec
+    reader = Reader(source, spec)
+    records, coverage = _stream(run, spec, reader, dtype, form, windows, output, report)
+    stored, inputs = _gathered(output)
+    quantised = set(stored)
+    dense = sorted(m for m in _linear_modules(spec) if m not in quantised)
+    original = Path(w.checkpoint)
+    config = config_of(json.loads((original / "config.json").read_text(encoding="utf-8")), e.model, spec, dtype, form,
+                       stored, dense, inputs)  # fmt: skip
+    total = sum(part["bytes"] for part in output.journal["parts"].values())
+    weights = {r["layer"]: r for r in records}
+    numel = {name: r.pop("numel") for name, r in weights.items()}
+    result = {
+        "schema": "ridgeline.compression/1", "plan": e.plan.strings(), "source": w.checkpoint,
+        "format": options.get("format") or "compressed-tensors", "out": str(options["out"]),
+        "calibration": {"data": w.data, "samples": w.samples, "seq_len": w.seq_len, "seed": w.seed},
+        "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
+        "zeros": sum(weights[n]["zeros"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
+        "checkpoint_bytes": total, "parameters": spec.num_parameters, "layers": list(weights.values()),
+        "experts": coverage, "seconds": time.perf_counter() - started, "peak_rss_bytes": peak_rss(),
+        "environment": {**fingerprint(), "threads": torch.get_num_threads()},
+    }  # fmt: skip
+    output.finish(config, result, original)
+    return result
+
+
+def _identity(e: Experiment, source: Path, windows: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    files = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.glob("*.safetensors"))
+    text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+    return {"plan": e.plan.strings(), "files": files, "windows": text, "format": options.get("format")}
+
+
+def _whole(run: CompressBuild, output: Output, source: Path, windows: Tensor, report: Any) -> Path:
+    """Techniques that need the whole model at once; what they made is a checkpoint of its own from then on."""
+    place = output.partial / "whole"
+    if not (place / "config.json").is_file():
+        job = ModelJob(load_checkpoint(source, dtype=torch.float32), windows, report)
+        for step in run.whole:
+            step(job)
+        save_checkpoint(job.model, place)
+    run.spec = ModelSpec.from_path(place)
+    return place
+
+
+def _stream(
+    run: CompressBuild, spec: ModelSpec, reader: Reader, dtype: torch.dtype, form: Format | None, windows: Tensor,
+    output: Output, report: Any,
+) -> tuple[list[dict[str, Any]], dict[str, int]]:  # fmt: skip
+    """All parts through the techniques; (records of layers, calibration rows of every expert)."""
+    with torch.device("meta"):
+        skeleton = Transformer(spec)
+    blocks = dict(skeleton.layers.items())
+    skeleton.layers = nn.ModuleDict()
+    assert skeleton.embed is not None
+    _load(skeleton.embed, "embed", reader)
+    walker = Walker(run, skeleton, dtype, report)
+    walker.folder, walker.expands = output.partial, form is None
+    hidden = Hidden(*windows.shape, spec.hidden_size, output.partial, "hidden")
+    walker.embed(windows, hidden)
+    teacher = None
+    if "teacher" in run.wants:
+        teacher = Hidden(*windows.shape, spec.hidden_size, output.partial, "teacher")
+        teacher.data.copy_(hidden.data)
+    if not output.done("embed"):
+        tensors, _ = their_tensors(spec, "embed", dict(_named(skeleton.embed, "embed")), {}, form, dtype)
+        output.write("embed", tensors)
+    skeleton.embed = None
+    for index in range(spec.num_layers):
+        part = f"layers.{index}"
+        report({"step": index, "steps": spec.num_layers, "stage": f"block {index + 1} of {spec.num_layers}"})
+        block = blocks.pop(str(index))
+        assert isinstance(block, Block)
+        if teacher is not None or not output.done(part):
+            _load(block, part, reader)
+        if teacher is not None:
+            if spec.is_moe_layer(index):
+                raise UserError("a teacher's hidden states need whole blocks, which a mixture's are not here",
+                                "leave norm_tweaking out")  # fmt: skip
+            walker.pass_through(block, teacher)
+        if output.done(part):
+            written = Reader(output.partial, spec, [output.file(part)], form)
+            _load(block, part, written)
+            Walker.plain(walker).block(index, block, hidden, None, _experts(written, part))
+            continue
+        at = len(walker.records)
+        kept = walker.block(index, block, hidden, teacher, _experts(reader, part))
+        tensors, stored = their_tensors(spec, part, dict(_named(block, part)), kept, form, dtype)
+        names = {our: their for their, our in _module_names(spec, part).items()}
+        output.write(
+            part, tensors, layers=walker.records[at:],
+            packed={m: _scheme(s) for m, s in stored.items()},
+            inputs={names[n]: asdict(la.input) for n, la in kept.items() if la.input is not None},
+        )  # fmt: skip
+        del block, kept, tensors, stored
+    hidden.close()
+    if not output.done("head"):
+        rest = {}
+        for name, module in (("norm", skeleton.norm), ("head", skeleton.head)):
+            if module is None or (name == "head" and spec.tie_embeddings):
+                continue
+            _load(module, name, reader)
+            rest.update(_named(module, name))
+        tensors = {}
+        for name in ("norm", "head"):
+            tensors.update(their_tensors(spec, name, rest, {}, form, dtype)[0])
+        output.write("head", tensors)
+    report({"step": spec.num_layers, "steps": spec.num_layers, "stage": "done"})
+    records = [r for part in output.journal["parts"].values() for r in part.get("layers", [])]
+    coverage = {r["layer"].rpartition(".")[0]: r["tokens"] for r in records if ".experts." in r["layer"]}
+    return records, coverage
+
+
+def _experts(reader: Reader, part: str) -> ReadExpert:
+    """What reads a block's experts one by one."""
+    return lambda name, e: reader.read(f"{part}.mlp.experts.{name}", e).float()
+
+
+def _load(module: nn.Module, prefix: str, reader: Reader) -> None:
+    """Give a module on the meta device its fp32 weights. A mixture's experts stay where they are."""
+    for name, parameter in list(module.named_parameters()):
+        if ".experts." in name:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        full = reader.read(f"{prefix}.{name}").float()
+        if not bool(torch.isfinite(full).all()):
+            bad = int((~torch.isfinite(full)).sum())
+            raise UserError(f"{prefix}.{name} holds {bad} values that are NaN or infinite",
+                            "the checkpoint is damaged: save or download it again")  # fmt: skip
+        made = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
+        assign(made, full)
+        setattr(module.get_submodule(owner), leaf, made)
+
+
+def _named(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": p.detach() for name, p in module.named_parameters()}
+
+
+def _module_names(spec: ModelSpec, block: str) -> dict[str, str]:
+    """Module name in the hub's files → the driver's, of one block's linear layers."""
+    return {link.theirs.removesuffix(".weight"): layer_of(link) for link in links(spec)
+            if link.ours.startswith(f"{block}.") and "_proj" in link.ours}  # fmt: skip
+
+
+def _linear_modules(spec: ModelSpec) -> list[str]:
+    """Names in the hub's files of all linear layers, the head's included."""
+    kinds = ("_proj.weight", "_proj", "router.weight", "head.out.weight")
+    found = {link.theirs.removesuffix(".weight") for link in links(spec) if link.ours.endswith(kinds)}
+    return sorted(found | ({"lm_head"} if spec.tie_embeddings and spec.head == "lm" else set()))
+
+
+def _scheme(stored: Any) -> dict[str, Any]:
+    """What the config says of a stored weight, without its numbers."""
+    if isinstance(stored, Packed):
+        return {"shape": list(stored.shape), "bits": stored.bits, "group_size": stored.group_size,
+                "symmetric": stored.symmetric, "kind": "packed"}  # fmt: skip
+    return {"shape": list(stored.shape), "kind": type(stored).__name__}
+
+
+def _gathered(output: Output) -> tuple[dict[str, Any], dict[str, InputCode]]:
+    """Schemes (as records on the meta device) and input codes of all modules, from the journal."""
+    stored: dict[str, Any] = {}
+    inputs: dict[str, InputCode] = {}
+    for part in output.journal["parts"].values():
+        for module, scheme in part.get("packed", {}).items():
+            stored[module] = _meta(scheme)
+        inputs.update({m: InputCode(**code) for m, code in part.get("inputs", {}).items()})
+    return stored, inputs
+
+
+def _meta(scheme: dict[str, Any]) -> Any:
+    if scheme["kind"] != "packed":
+        return scheme
+    (out, width), group = scheme["shape"], scheme["group_size"]
+    meta = {"device": "meta"}
+    zero = None if scheme["symmetric"] else torch.empty(out, width // group, dtype=torch.uint8, **meta)
+    codes, scale = torch.empty(out, width, dtype=torch.uint8, **meta), torch.empty(out, width // group, **meta)
+    return Packed(codes, scale, zero, scheme["bits"], group)
+
+
+def peak_rss() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,0 +1,182 @@
+"""What a compression writes: one file per block, as the block is done, in a folder that takes its name at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ridgeline.nn.checkpoint import INDEX, SINGLE
+from ridgeline.nn.formats import Format
+from ridgeline.nn.hf_names import Link, links
+from ridgeline.runtime.compression import InputCode, Layer
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.huggingface import to_hf_config
+from ridgeline.spec.model import ModelSpec
+
+REPORT = "ridgeline.json"
+"""The report in the finished folder."""
+_JOURNAL = "journal.json"
+
+
+class Output:
+    """The growing checkpoint in ``OUT.partial``; :meth:`finish` renames it to ``OUT``.
+
+    What is done is kept when the process dies; another start with the same ``identity`` goes on behind it.
+    """
+
+    def __init__(self, out: Path, identity: dict[str, Any], resume: bool) -> None:
+        self.out, self.partial = out, out.with_name(out.name + ".partial")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists and is not empty", "give another directory with --out, or remove it")
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+        journal = self._journal()
+        if journal and journal["identity"] != digest and resume:
+            raise UserError(
+                f"{self.partial} holds another compression that was stopped (other plan, data or checkpoint)",
+                "run that command again to finish it, or start anew with --no-resume",
+            )
+        if not resume or not journal:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"cannot write {self.partial}: {e.strerror}", "check path and permissions") from None
+        self.journal: dict[str, Any] = journal if journal and resume else {"identity": digest, "parts": {}}
+        """``parts``: part → {file, bytes, layers: records, packed: module → scheme}."""
+
+    def _journal(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.partial / _JOURNAL).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and {"identity", "parts"} <= set(found) else None
+
+    def done(self, part: str) -> bool:
+        """Whether a part was written, now or by an earlier process."""
+        return part in self.journal["parts"]
+
+    def file(self, part: str) -> Path:
+        """Where a part that is done was written."""
+        return self.partial / str(self.journal["parts"][part]["file"])
+
+    def write(self, part: str, tensors: dict[str, Tensor], **said: Any) -> None:
+        """Write one part's tensors as a file of its own, then note it as done. Raises :class:`UserError` when the disk
+        is full; what was done before stays."""
+        file = self.partial / f"part-{len(self.journal['parts']):05d}.safetensors"
+        draft = file.with_suffix(".draft")
+        try:
+            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, draft, metadata={"format": "pt"})
+            os.replace(draft, file)
+            size = sum(t.nbytes for t in tensors.values())
+            self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **said}
+            self._write_json(self.partial / _JOURNAL, self.journal)
+        except (OSError, SafetensorError) as e:
+            self.journal["parts"].pop(part, None)
+            draft.unlink(missing_ok=True)
+            why = getattr(e, "strerror", None) or str(e)
+            raise UserError(
+                f"cannot write {file}: {why}", "make room and run the same command again: it goes on with this block"
+            ) from None
+
+    @staticmethod
+    def _write_json(file: Path, value: Any) -> None:
+        draft = file.with_name(file.name + ".draft")
+        draft.write_text(json.dumps(value, indent=1), encoding="utf-8")
+        os.replace(draft, file)
+
+    def finish(self, config: dict[str, Any], report: dict[str, Any], beside: Path) -> None:
+        """Give files their final names, add index, config, report and the source's tokenizer, and move all to OUT."""
+        parts = list(self.journal["parts"].values())
+        weight_map: dict[str, str] = {}
+        for i, part in enumerate(parts, 1):
+            name = SINGLE if len(parts) == 1 else f"model-{i:05d}-of-{len(parts):05d}.safetensors"
+            if (self.partial / part["file"]).is_file():  # else renamed by an earlier, interrupted finish
+                os.replace(self.partial / part["file"], self.partial / name)
+            weight_map.update(dict.fromkeys(part["tensors"], name))
+        if len(parts) > 1:
+            index = {"metadata": {"total_size": sum(p["bytes"] for p in parts)}, "weight_map": weight_map}
+            self._write_json(self.partial / INDEX, index)
+        self._write_json(self.partial / "config.json", config)
+        self._write_json(self.partial / REPORT, report)
+        for file in sorted(beside.iterdir()):
+            ours = {"config.json", INDEX, REPORT, "quantize_config.json"}
+            if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and file.name not in ours:
+                shutil.copy2(file, self.partial / file.name)
+        shutil.rmtree(self.partial / "whole", ignore_errors=True)
+        (self.partial / _JOURNAL).unlink()
+        if self.out.is_dir():
+            self.out.rmdir()
+        os.replace(self.partial, self.out)
+
+
+def their_tensors(
+    spec: ModelSpec, block: str, ours: Mapping[str, Tensor], layers: Mapping[str, Layer], form: Format | None,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors of one block by their names in the hub's files, stored weights by module name there).
+
+    ``ours``: parameters by our names; an expert's are under ``….experts.<e>.<projection>``. ``form`` None: all dense.
+    Raises :class:`UserError` for layers that the format cannot hold.
+    """
+    pieces: dict[str, list[Link]] = defaultdict(list)
+    for link in links(spec):
+        name = link.ours
+        if (".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]) == block:
+            pieces[link.theirs].append(link)
+    tensors: dict[str, Tensor] = {}
+    stored: dict[str, Any] = {}
+    for theirs, group in pieces.items():
+        layer = layers.get(layer_of(group[0]))
+        if layer is not None and layer.stored is not None and form is not None:
+            if len(group) > 1 or group[0].transpose:
+                raise UserError(
+                    f"{spec.family} keeps {theirs} as Conv1D, which no quantised format describes",
+                    "write the rounded weights densely with --format dense, or prune instead",
+                )
+            module = theirs.removesuffix(".weight")
+            tensors.update(form.write(module, layer.stored))  # type: ignore[arg-type]
+            stored[module] = layer.stored
+            continue
+        found = []
+        for link in group:
+            own = layers.get(layer_of(link))
+            piece = own.weight if own is not None else ours[link.ours]
+            if own is None and link.expert is not None:
+                piece = piece[link.expert]
+            found.append(piece.t() if link.transpose else piece)
+        part = group[0].part
+        tensors[theirs] = (found[0] if part is None else torch.cat(found, part[2])).to(dtype)
+    return tensors, stored
+
+
+def layer_of(link: Link) -> str:
+    """The name under which the driver keeps a link's linear layer."""
+    if link.expert is not None:
+        stem, _, kind = link.ours.rpartition(".")
+        return f"{stem}.{link.expert}.{kind}"
+    return link.ours.removesuffix(".weight")
+
+
+def config_of(
+    source: dict[str, Any], old: ModelSpec, new: ModelSpec, dtype: torch.dtype, form: Format | None,
+    stored: Mapping[str, Any], dense: list[str], inputs: Mapping[str, InputCode],
+) -> dict[str, Any]:
+    """``config.json``: the source's, with the new sizes and what the weights are stored as."""
+    config = {k: v for k, v in source.items() if k not in ("quantization_config", "torch_dtype")}
+    if new != old:
+        config.update(to_hf_config(new))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if form is not None and stored:
+        config["quantization_config"] = form.config(stored, dense, inputs)
+    return config

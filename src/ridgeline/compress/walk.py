@@ -1,0 +1,228 @@
+"""One decoder block, stage by stage: each site's inputs are gathered once everything before it is compressed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.compress.calibration import Hidden
+from ridgeline.nn.attention import make_mask
+from ridgeline.nn.mlp import ACTIVATIONS, MLP, gated
+from ridgeline.nn.moe import MoE
+from ridgeline.nn.transformer import Block, Transformer
+from ridgeline.runtime.compression import BlockJob, CompressBuild, Layer, Site
+from ridgeline.runtime.solve.statistics import Gram, Peak
+
+Report = Callable[[dict[str, Any]], None]
+ReadExpert = Callable[[str, int], Tensor]
+"""One expert's slice of a parameter of the block: (name in the block, expert) → [out, in] fp32."""
+
+
+class Walker:
+    """Carries hidden states through the blocks of a model; ``skeleton`` holds what is not a block."""
+
+    folder: Path
+    """Where hidden states lie that are too large for memory."""
+    expands = False
+    """Whether codes are expanded to the file's dtype as they are written."""
+
+    def __init__(self, run: CompressBuild, skeleton: Transformer, dtype: torch.dtype, report: Report) -> None:
+        self.run, self.skeleton, self.dtype, self.report = run, skeleton, dtype, report
+        self.records: list[dict[str, Any]] = []
+        self.kept: dict[str, Layer] = {}
+        """Layers of the block under way, by name."""
+
+    def plain(self) -> Walker:
+        """One that compresses nothing: for blocks that are."""
+        other = Walker(CompressBuild(self.run.experiment, self.run.spec, self.run.device), self.skeleton, self.dtype,
+                       lambda message: None)  # fmt: skip
+        other.folder = self.folder
+        return other
+
+    # ---- plain forward passes ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def embed(self, windows: Tensor, into: Hidden) -> None:
+        """Embed token ids [windows, seq]."""
+        assert self.skeleton.embed is not None
+        for ids, x in zip(torch.split(windows, into.step), into.chunks(), strict=True):
+            x.copy_(self.skeleton.embed(ids, None, None))
+
+    def surroundings(self, x: Tensor) -> tuple[Any, Any]:
+        """Mask and rotary tables for a chunk [windows, seq, hidden]."""
+        spec, length = self.skeleton.spec, x.shape[1]
+        mask = make_mask(spec, None, 0, length, False, x.device, x.dtype)
+        rotary = self.skeleton.rotary
+        return mask, None if rotary is None else rotary.tables(None, 0, length, x.device, x.dtype)
+
+    def forward(self, block: Block, x: Tensor) -> Tensor:
+        """A whole block on a chunk."""
+        mask, rope = self.surroundings(x)
+        out: Tensor = block(x, mask, rope)
+        return out
+
+    @torch.no_grad()
+    def pass_through(self, block: Block, hidden: Hidden, into: Hidden | None = None) -> None:
+        """Replace (or fill ``into`` with) what the block gives."""
+        for x, y in zip(hidden.chunks(), (into or hidden).chunks(), strict=True):
+            y.copy_(self.forward(block, x))
+
+    # ---- the stages of a block ---------------------------------------------------------------------------------------
+
+    def block(
+        self, index: int, block: Block, hidden: Hidden, target: Hidden | None, expert: ReadExpert | None
+    ) -> dict[str, Layer]:
+        """Compress ``block`` in place and move ``hidden`` behind it; returns its layers by name.
+
+        ``target``: what the original block gives on the original model's hidden states. ``expert`` reads experts of a
+        mixture one by one.
+        """
+        self.kept = {}
+        run, prefix = self.run, f"layers.{index}"
+        peaks = self._peaks(block, hidden) if "peak" in run.wants else {}
+        norms = {n: p.detach().clone() for n, p in block.named_parameters() if "norm" in n}
+        entrance = hidden
+        if run.after_block:  # they compute the block again
+            entrance = Hidden(*hidden.shape, self.folder, "entrance")
+            entrance.data.copy_(hidden.data)
+        job = BlockJob(index, block, entrance, target, peaks, lambda x: self.forward(block, x), norms)
+        for fold in run.before_block:
+            fold(job)
+        self._round(block)
+        with torch.no_grad():
+            self._attention(prefix, block, hidden, peaks)
+            if isinstance(block.mlp, MoE):
+                assert expert is not None
+                self._experts(prefix, block, hidden, expert)
+            else:
+                self._mlp(prefix, block, hidden, peaks)
+        for tune in run.after_block:
+            tune(job)
+        self._round(block)
+        if run.after_block:
+            self.pass_through(block, entrance, hidden)
+            entrance.close()
+        return self.kept
+
+    @torch.no_grad()
+    def _round(self, block: Block) -> None:
+        """Norms, biases and routers as the file will have them."""
+        for name, p in block.named_parameters():
+            if p.is_meta or name.endswith("_proj.weight"):
+                continue
+            p.copy_(p.to(self.dtype))
+
+    def _peaks(self, block: Block, hidden: Hidden) -> dict[str, Tensor]:
+        """max |x| at every site, before anything changes. A mixture's experts have none."""
+        sites: dict[str, nn.Module] = {"attention.qkv": block.attention.q_proj, "attention.o": block.attention.o_proj}
+        if isinstance(block.mlp, MLP):
+            sites |= {"mlp.up": block.mlp.up_proj, "mlp.down": block.mlp.down_proj}
+        found = {name: Peak(m.in_features) for name, m in sites.items()}  # type: ignore[arg-type]
+        hooks = [m.register_forward_pre_hook(lambda _, x, name=name: found[name].add(x[0]))
+                 for name, m in sites.items()]  # fmt: skip
+        with torch.no_grad():
+            for x in hidden.chunks():
+                self.forward(block, x)
+        for hook in hooks:
+            hook.remove()
+        return {name: peak.value for name, peak in found.items()}
+
+    def _attention(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
+        attention = block.attention
+        read = (lambda x: x) if block.post_norm else block.attention_norm
+        self._site(f"{prefix}.attention.qkv", attention, ("q_proj", "k_proj", "v_proj"), peaks,
+                   (read(x) for x in hidden.chunks()))  # fmt: skip
+        mixed = Hidden(*hidden.shape[:2], attention.o_proj.in_features, self.folder, "mixed")
+        projection, attention.o_proj = attention.o_proj, nn.Identity()  # type: ignore[assignment]
+        for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
+            m.copy_(attention(read(x), *self.surroundings(x)))
+        attention.o_proj = projection
+        self._site(f"{prefix}.attention.o", attention, ("o_proj",), peaks, mixed.chunks())
+        for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
+            x += attention.o_proj(m)
+            if block.post_norm:
+                x.copy_(block.attention_norm(x))
+        mixed.close()
+
+    def _mlp(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
+        mlp = block.mlp
+        assert isinstance(mlp, MLP)
+        read = (lambda x: x) if block.post_norm else block.mlp_norm
+        names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
+        self._site(f"{prefix}.mlp.up", mlp, names, peaks, (read(x) for x in hidden.chunks()))
+        self._site(f"{prefix}.mlp.down", mlp, ("down_proj",), peaks,
+                   (mlp.expand(mlp, read(x)) for x in hidden.chunks()))  # fmt: skip
+        for x in hidden.chunks():
+            x += mlp(read(x))
+            if block.post_norm:
+                x.copy_(block.mlp_norm(x))
+
+    def _experts(self, prefix: str, block: Block, hidden: Hidden, expert: ReadExpert) -> None:
+        """Each expert by itself: only the tokens that the router sends it, and only its weights in memory."""
+        moe = block.mlp
+        assert isinstance(moe, MoE)
+        normed = [block.mlp_norm(x).reshape(-1, x.shape[-1]) for x in hidden.chunks()]
+        routed = [moe.route(rows) for rows in normed]
+        spec = self.skeleton.spec
+        names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
+        for e in range(moe.num_experts):
+            where = f"{prefix}.mlp.experts.{e}"
+            places = [(chosen == e).nonzero(as_tuple=True) for _, chosen in routed]
+            rows = torch.cat([n[token] for n, (token, _) in zip(normed, places, strict=True)])
+            holder = nn.Module()
+            for name in (*names, "down_proj"):
+                weight = expert(name, e)
+                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                holder.add_module(name, linear)
+            self._site(f"{where}.up", holder, names, {}, iter((rows,)), f"{where}.")
+            inner = holder.up_proj(rows)
+            act = gated(spec.activation, holder.gate_proj(rows), inner) if spec.gated else \
+                ACTIVATIONS[spec.activation](inner)  # fmt: skip
+            self._site(f"{where}.down", holder, ("down_proj",), {}, iter((act,)), f"{where}.")
+            out, at = holder.down_proj(act), 0
+            for x, (weights, _), (token, slot) in zip(hidden.chunks(), routed, places, strict=True):
+                part = out[at : at + len(token)] * weights[token, slot].unsqueeze(1).to(out.dtype)
+                x.view(-1, x.shape[-1]).index_add_(0, token, part)
+                at += len(token)
+
+    def _site(
+        self, name: str, holder: nn.Module, names: tuple[str, ...], peaks: dict[str, Tensor], inputs: Any,
+        prefix: str = "",
+    ) -> None:  # fmt: skip
+        """Show one site to the techniques and take over what they made of its weights."""
+        run, block_name = self.run, ".".join(name.split(".")[:2])
+        prefix = prefix or f"{name.rpartition('.')[0]}."
+        linears: list[nn.Linear] = [getattr(holder, n) for n in names]
+        width = linears[0].in_features
+        gram, tokens = None, 0
+        if "gram" in run.wants:
+            moments = Gram(width)
+            for x in inputs:
+                moments.add(x)
+            gram, tokens = moments.value, moments.rows
+            if tokens == 0:
+                gram = torch.eye(width)
+        layers = [Layer(prefix + n, la.weight.detach(), la.weight.detach()) for n, la in zip(names, linears, strict=True)]
+        site = Site(name, layers, gram, tokens, peaks.get(name.removeprefix(f"{block_name}.")))
+        start = time.perf_counter()
+        for step in run.at_site:
+            step(site)
+        seconds = (time.perf_counter() - start) / len(layers)
+        for layer, linear in zip(layers, linears, strict=True):
+            if layer.stored is None or self.expands:
+                layer.weight = layer.weight.to(self.dtype).float()  # as it will be read back
+            linear.weight = nn.Parameter(layer.weight, requires_grad=False)
+            record = {
+                "layer": layer.name, "error": site.error(layer), "tokens": tokens, "seconds": seconds,
+                "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
+                "numel": layer.weight.numel(), "zeros": float((layer.weight == 0).float().mean()), **layer.said,
+            }  # fmt: skip
+            self.records.append(record)
+            self.kept[layer.name] = layer
+            self.report({"layer": layer.name, **record})

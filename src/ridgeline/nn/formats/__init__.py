@@ -1,0 +1,64 @@
+"""File formats of compressed weights: pure functions between :class:`ridgeline.nn.packed.Packed` and named tensors.
+
+A format writes one module's weight as tensors under that module's name, says in ``config.json`` what it wrote, and
+reads it back. Which one a checkpoint is in, its ``quantization_config`` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ridgeline.nn.packed import Packed
+from ridgeline.spec.errors import UserError, unknown
+
+Get = Callable[[str], Tensor | None]
+"""A tensor of the checkpoint by its full name; None when it has none of that name."""
+
+
+class Format(Protocol):
+    """One format; an instance is a reader for the ``quantization_config`` it was made from, or a writer."""
+
+    name: str
+
+    def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
+        """The tensors that stand for ``module.weight``. Raises :class:`UserError` for what the format cannot say."""
+
+    def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """``quantization_config``, given the packed modules (their tensors may stand on the meta device), the linear
+        modules that stay dense, and how inputs of modules are quantised (:class:`InputCode` by module name)."""
+
+    def read(self, module: str, get: Get) -> Packed | None:
+        """The weight of ``module``; None when the file has it dense."""
+
+
+def formats() -> dict[str, type[Format]]:
+    """What can be written, by name."""
+    from ridgeline.nn.formats.compressed_tensors import CompressedTensors
+
+    return {CompressedTensors.name: CompressedTensors}
+
+
+def writer(name: str) -> Format:
+    """The format called ``name``."""
+    known = formats()
+    if name not in known:
+        raise unknown("format", name, known)
+    return known[name]()
+
+
+def reader(config: dict[str, Any] | None) -> Format | None:
+    """The format of a checkpoint with this ``quantization_config``; None for a dense one.
+
+    Raises :class:`UserError` for a method that is not read here.
+    """
+    if not config:
+        return None
+    method = str(config.get("quant_method", ""))
+    for kind in formats().values():
+        if method == kind.name:
+            made: Format = kind.from_config(config)  # type: ignore[attr-defined]
+            return made
+    raise UserError(f"checkpoints of quant_method {method!r} are not read", f"read: {', '.join(formats())}")

@@ -1,0 +1,108 @@
+"""What a quantiser chose for one weight matrix, and its exact packing into bits.
+
+This one record is what solvers return, formats write and read, and kernels are fed from; nothing is rounded again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Entries of a weight [out, in] that are kept aside, added to what the codes say."""
+
+    index: Tensor
+    """int32 [k], into the flattened weight, ascending."""
+    values: Tensor
+    """[k], in the dtype that is stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.index.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [out, in] as integers on grids: value = scale · (code - zero), per row and group of inputs."""
+
+    codes: Tensor
+    """uint8 [out, in], 0 … 2^bits - 1."""
+    scale: Tensor
+    """[out, groups], in the dtype that is stored (fp16, bf16 or fp32)."""
+    zero: Tensor | None
+    """uint8 [out, groups]; None: symmetric, 2^(bits-1)."""
+    bits: int
+    group_size: int
+    """Inputs that share a scale; ``in`` where a whole row does."""
+    outliers: Outliers | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether zero is the middle code everywhere."""
+        return self.zero is None
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [out, in] in ``dtype``, computed in fp32."""
+        out, width = self.shape
+        codes = self.codes.view(out, -1, self.group_size).float()
+        zero = float(1 << (self.bits - 1)) if self.zero is None else self.zero.float().unsqueeze(-1)
+        weight = (codes - zero).mul_(self.scale.float().unsqueeze(-1)).view(out, width)
+        if self.outliers is not None:
+            flat, index = weight.view(-1), self.outliers.index.long()
+            flat[index] += self.outliers.values.float()
+        return weight.to(dtype)
+
+    def rows(self, start: int, stop: int) -> Packed:
+        """The same for some of the rows (layers solved together are cut apart again)."""
+        width = self.shape[1]
+        aside = self.outliers
+        if aside is not None:
+            inside = (aside.index >= start * width) & (aside.index < stop * width)
+            aside = Outliers(aside.index[inside] - start * width, aside.values[inside])
+        zero = None if self.zero is None else self.zero[start:stop]
+        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], zero=zero, outliers=aside)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits over weights: codes, scales, zeros (packed like codes) and outliers."""
+        out, width = self.shape
+        total = self.bits * width * out + 8 * self.scale.nbytes
+        total += 0 if self.zero is None else self.bits * self.zero.numel()
+        total += 0 if self.outliers is None else 8 * self.outliers.nbytes
+        return total / (out * width)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [rows, n] → int32 [rows, ceil(n·bits / 32)]: dense, little-endian along the row, across words."""
+    rows, n = codes.shape
+    if 32 % bits == 0:
+        each = 32 // bits
+        padded = torch.nn.functional.pad(codes, (0, -n % each)).view(rows, -1, each).long()
+        words = (padded << (torch.arange(each, device=codes.device) * bits)).sum(-1)
+    else:
+        spread = (codes.unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8)) & 1
+        flat = torch.nn.functional.pad(spread.view(rows, n * bits), (0, -(n * bits) % 32)).view(rows, -1, 32)
+        words = (flat.long() << torch.arange(32, device=codes.device)).sum(-1)
+    return words.to(torch.int32)  # wraps above 2^31, which keeps the bits
+
+
+def unpack_bits(words: Tensor, bits: int, n: int) -> Tensor:
+    """The inverse of :func:`pack_bits`: uint8 [rows, n]."""
+    rows = words.shape[0]
+    if 32 % bits == 0:
+        shifts = torch.arange(32 // bits, device=words.device, dtype=torch.int32) * bits
+        codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+        return codes.reshape(rows, -1)[:, :n].to(torch.uint8)
+    spread = ((words.unsqueeze(-1) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1).to(torch.uint8)
+    flat = spread.reshape(rows, -1)[:, : n * bits].reshape(rows, n, bits)
+    return (flat << torch.arange(bits, device=words.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)

@@ -1,0 +1,179 @@
+"""The builder that the compression driver hands to each technique, and what it then shows to what they registered.
+
+The driver walks the checkpoint block by block. In each block it visits sites in the order of the data: the linear
+layers that read one and the same input (query, key and value; output; gate and up; down; and likewise every expert's).
+By then everything before the site is compressed, and the site's inputs are those of the compressed model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn.packed import Packed
+from ridgeline.nn.transformer import Block, Transformer
+from ridgeline.runtime.solve.sweep import relative_error
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+
+
+class Stored(Protocol):
+    """What a weight [out, in] is stored as when it is not dense: :class:`Packed` integers, or a code of our own."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits over weights, all that belongs to it counted."""
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight."""
+
+
+@dataclass(frozen=True)
+class InputCode:
+    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
+
+    bits: int = 8
+    scale: float | None = None
+    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
+    threshold: float = 0.0
+    """Inputs of at least this magnitude are computed in full precision (LLM.int8); 0: none."""
+
+
+@dataclass
+class Layer:
+    """One linear layer (or one projection of one expert)."""
+
+    name: str
+    """As in the torch twin: ``layers.3.attention.q_proj``, ``layers.3.mlp.experts.5.up_proj``."""
+    weight: Tensor
+    """[out, in] fp32: what the layer computes with, as it stands."""
+    original: Tensor
+    """The weight that the site was reached with."""
+    keep: Tensor | None = None
+    """bool [out, in]: the support that a pruning step left; quantisers keep it."""
+    stored: Stored | None = None
+    """What is written in the place of a dense weight; must expand to ``weight``."""
+    input: InputCode | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    """For the report: what the step wants to tell of this layer (damping, fallback, chosen group size, …)."""
+
+    def store(self, stored: Stored) -> None:
+        """Take ``stored`` as the layer's weight from here on."""
+        self.stored, self.weight = stored, stored.dense()
+
+
+@dataclass
+class Site:
+    """The linear layers of a block that read one input."""
+
+    name: str
+    """``layers.3.attention.qkv``, ``.attention.o``, ``.mlp.up``, ``.mlp.down``; experts: ``.mlp.experts.5.up``."""
+    layers: list[Layer]
+    gram: Tensor | None
+    """H [in, in] fp32 of the site's inputs (``wants`` has "gram"); the identity for an expert that no token reached."""
+    tokens: int
+    """Calibration rows behind it."""
+    peak: Tensor | None
+    """max |x| [in] of the site's input in the block as it was before anything in it changed (``wants`` has "peak")."""
+
+    def error(self, layer: Layer) -> float | None:
+        """Relative layer error under the site's H."""
+        return None if self.gram is None else relative_error(layer.original, layer.weight, self.gram)
+
+    def together(self) -> Tensor:
+        """The layers' weights stacked, [sum of outs, in]: they can be solved as one."""
+        return torch.cat([layer.weight for layer in self.layers])
+
+    def apart(self, stacked: Tensor) -> list[Tensor]:
+        """A stacked tensor cut into the layers' parts."""
+        return list(torch.split(stacked, [len(layer.weight) for layer in self.layers]))
+
+    def keeps(self) -> Tensor | None:
+        """The layers' supports stacked, bool [sum of outs, in]; None when all are dense."""
+        if all(layer.keep is None for layer in self.layers):
+            return None
+        return torch.cat([torch.ones_like(la.weight, dtype=torch.bool) if la.keep is None else la.keep
+                          for la in self.layers])  # fmt: skip
+
+
+class Stream(Protocol):
+    """Hidden states of all calibration windows, in chunks [windows, seq, hidden] fp32."""
+
+    def chunks(self) -> Iterator[Tensor]:
+        """In order, views that may be written to."""
+
+
+@dataclass
+class BlockJob:
+    """One decoder block before, or after, its sites are visited."""
+
+    index: int
+    block: Block
+    """Its weights in fp32, as they stand. A mixture's experts are not in it: they pass one at a time."""
+    inputs: Stream
+    """What the block reads in the compressed model."""
+    target: Stream | None
+    """What the original block gives in the original model (``wants`` has "teacher")."""
+    peaks: dict[str, Tensor]
+    """Site name (without the block's own) → max |x| [in] (``wants`` has "peak")."""
+    forward: Callable[[Tensor], Tensor]
+    """The block on a chunk, with gradients to whatever requires them."""
+    original_norms: dict[str, Tensor] = field(default_factory=dict)
+    """Name in the block → norm weight or bias that the block was loaded with."""
+
+
+@dataclass
+class ModelJob:
+    """The whole model, for techniques that cannot stream (structured pruning): fp32, in memory."""
+
+    model: Transformer
+    """They may put another one here."""
+    windows: Tensor
+    """Calibration token ids [samples, seq]."""
+    report: Callable[[dict[str, Any]], None]
+    """Progress, as ``{"stage": text}``."""
+
+
+@dataclass
+class CompressBuild:
+    """What the driver offers a technique. Techniques register steps in their canonical order."""
+
+    experiment: Experiment
+    spec: ModelSpec
+    """Of the model that is compressed (after structured pruning: of the smaller one)."""
+    device: torch.device
+    scale_dtype: torch.dtype = torch.float16
+    """What scales are stored in: bf16 for a bf16 checkpoint, else fp16."""
+    whole: list[Callable[[ModelJob], None]] = field(default_factory=list)
+    """On the whole model, before it is streamed."""
+    before_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
+    """Before the block's sites: what folds scales, keeping the function."""
+    at_site: list[Callable[[Site], None]] = field(default_factory=list)
+    """Replaces weights of layers."""
+    after_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
+    """When all weights of the block are final: what tunes the rest."""
+    wants: set[str] = field(default_factory=set)
+    """Statistics that must be gathered: "gram", "peak", "teacher"."""
+
+    def affine(self, bits: int, group_size: int, symmetric: bool, mse: bool = False) -> Any:
+        """An integer grid whose scales are stored as this checkpoint's are."""
+        from ridgeline.runtime.solve.grid import Affine
+
+        return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
+
+
+def packed_rows(site: Site, packed: Packed) -> list[Packed]:
+    """One record of the stacked layers cut into theirs."""
+    out, start = [], 0
+    for layer in site.layers:
+        out.append(packed.rows(start, start + len(layer.weight)))
+        start += len(layer.weight)
+    return out

@@ -1,0 +1,73 @@
+"""Supports: which entries of a weight may differ from zero. Scores are [out, in]; what scores least goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Support(Protocol):
+    """A rule that is asked block by block of columns during a sweep, so that it sees weights as they then stand."""
+
+    span: int
+    """Columns that are decided together: 0: a whole block at once; m of n:m."""
+
+    def keep(self, scores: Tensor, columns: slice) -> Tensor:
+        """bool, shaped as ``scores`` [columns, out] (transposed, as solvers work)."""
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """The ``sparsity`` least entries of each block of columns, over all rows (SparseGPT's adaptive rows)."""
+
+    sparsity: float
+    span: int = 0
+
+    def keep(self, scores: Tensor, columns: slice) -> Tensor:
+        """All but exactly round(sparsity · entries) of the block."""
+        return without_least(scores.reshape(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
+
+
+@dataclass(frozen=True)
+class NM:
+    """Of every ``m`` consecutive inputs of a row at most ``m - n`` … : exactly ``n`` of ``m`` entries are zero."""
+
+    n: int = 2
+    m: int = 4
+
+    @property
+    def span(self) -> int:
+        """Columns that are decided together."""
+        return self.m
+
+    def keep(self, scores: Tensor, columns: slice) -> Tensor:
+        """The m - n largest of each row's group; ``scores`` is one group [m, out]."""
+        return without_least(scores.t(), self.n).t()
+
+
+class Given:
+    """A support that was decided before: bool [out, in]."""
+
+    span = 0
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask.t()
+
+    def keep(self, scores: Tensor, columns: slice) -> Tensor:
+        """Its own part."""
+        return self._mask[columns]
+
+    def permuted(self, order: Tensor) -> Given:
+        """The same for reordered columns."""
+        return Given(self._mask[order].t())
+
+
+def without_least(scores: Tensor, count: int) -> Tensor:
+    """bool [rows, n]: all but the ``count`` least entries of each row. Exactly so many, also among equals."""
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    if count:
+        keep.scatter_(1, scores.topk(count, dim=1, largest=False, sorted=False).indices, False)
+    return keep
