@@ -36,6 +36,8 @@ class Output:
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], resume: bool) -> None:
+        self._umask = os.umask(0)
+        os.umask(self._umask)
         self.out, self.partial = out, out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not empty", "give another directory with --out, or remove it")
@@ -77,6 +79,7 @@ class Output:
         draft = file.with_suffix(".draft")
         try:
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, draft, metadata={"format": "pt"})
+            draft.chmod(0o666 & ~self._umask)  # the library writes files that only their owner can read
             os.replace(draft, file)
             size = sum(t.nbytes for t in tensors.values())
             self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **said}
