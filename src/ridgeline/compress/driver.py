@@ -50,7 +50,8 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     e = normalise(e)
     made = check(e)
     w = e.workload
-    assert isinstance(w, Compress) and w.checkpoint is not None
+    assert isinstance(w, Compress)
+    assert w.checkpoint is not None
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
     name = options.get("format") or CompressedTensors.name
@@ -245,9 +246,9 @@ def _meta(scheme: dict[str, Any]) -> Any:
     if scheme["kind"] != "packed":
         return scheme
     (out, width), group = scheme["shape"], scheme["group_size"]
-    meta = {"device": "meta"}
-    zero = None if scheme["symmetric"] else torch.empty(out, width // group, dtype=torch.uint8, **meta)
-    codes, scale = torch.empty(out, width, dtype=torch.uint8, **meta), torch.empty(out, width // group, **meta)
+    with torch.device("meta"):
+        zero = None if scheme["symmetric"] else torch.empty(out, width // group, dtype=torch.uint8)
+        codes, scale = torch.empty(out, width, dtype=torch.uint8), torch.empty(out, width // group)
     return Packed(codes, scale, zero, scheme["bits"], group)
 
 

@@ -208,7 +208,8 @@ class Walker:
             gram, tokens = moments.value, moments.rows
             if tokens == 0:
                 gram = torch.eye(width)
-        layers = [Layer(prefix + n, la.weight.detach(), la.weight.detach()) for n, la in zip(names, linears, strict=True)]
+        weights = [linear.weight.detach() for linear in linears]
+        layers = [Layer(prefix + n, weight, weight) for n, weight in zip(names, weights, strict=True)]
         site = Site(name, layers, gram, tokens, peaks.get(name.removeprefix(f"{block_name}.")))
         start = time.perf_counter()
         for step in run.at_site:

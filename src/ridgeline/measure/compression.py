@@ -15,7 +15,8 @@ from ridgeline.compress.driver import compress
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.evaluation import ROUNDS, stored_size
 from ridgeline.measure.generation import generation_times
-from ridgeline.measure.perplexity import perplexity, window_losses
+from ridgeline.measure.perplexity import window_losses
+from ridgeline.measure.stats import perplexity
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.meter import Meter, process_memory
 from ridgeline.nn.transformer import Transformer

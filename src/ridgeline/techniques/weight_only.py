@@ -10,6 +10,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Phase, Technique
+
 PRUNE, FOLD, QUANTISE, TUNE = 10, 20, 30, 40
 """Order of compression within phase adapt: supports before grids, folded scales between, norms last."""
 
