@@ -59,6 +59,7 @@ class _Files:
         self._open: dict[Path, Any] = {}
         if not path.is_dir():
             raise UserError(f"no checkpoint directory at {path}", "give the directory that holds config.json")
+        self.format = form if files is not None else reader(_config(path).get("quantization_config"))
         if files is not None:
             pass
         elif (path / SINGLE).is_file():
@@ -72,7 +73,6 @@ class _Files:
             if not file.is_file():
                 raise UserError(f"{path / INDEX} names the shard {file.name}, which does not exist", _AGAIN)
             self.where.update(dict.fromkeys(self._handle(file).keys(), file))
-        self.format = form if files is not None else reader(_config(path).get("quantization_config"))
 
     @staticmethod
     def _weight_map(index: Path) -> dict[str, str]:
