@@ -102,7 +102,8 @@ def descend(
             errors.append(_error(w - aside - q, s))
         if count and not last:
             gradient = s @ (q + aside - w)
-            aside = _largest(aside - 2 * step * gradient, count, structured)
+            moved = aside - 2 * step * gradient
+            aside = _largest(moved if mask is None else moved * mask, count, structured)
     record = None
     if count:
         kept_aside = aside[back].t().contiguous()
