@@ -169,6 +169,8 @@ def their_tensors(
                 )
             module = theirs.removesuffix(".weight")
             tensors.update(form.write(module, layer.stored))  # type: ignore[arg-type]
+            if layer.input is not None and layer.input.scale is not None:
+                tensors[f"{module}.input_scale"] = torch.tensor([layer.input.scale])
             stored[module] = layer.stored
             continue
         found = []

@@ -67,7 +67,7 @@ def compression_cell(
     result.metrics["perplexity"] = Metric(value=found.value, low=found.low, high=found.high, n=len(result.losses),
                                           better="lower", source="measured")  # fmt: skip
     for name, (value, unit, better) in known.items():
-        result.metrics[name] = Metric(value=value, unit=unit, better=better, source="measured")  # type: ignore[arg-type]
+        result.metrics[name] = Metric(value=value, unit=unit, better=better, source="measured")
     return result.model_dump(mode="json", by_alias=True)
 
 

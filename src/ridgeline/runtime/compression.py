@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ridgeline.nn.input_code import InputCode as InputCode  # for those who read the builder
 from ridgeline.nn.packed import Packed
 from ridgeline.nn.transformer import Block, Transformer
+from ridgeline.runtime.solve.grid import Grid, nearest
 from ridgeline.runtime.solve.sweep import relative_error
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -34,17 +36,6 @@ class Stored(Protocol):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight."""
-
-
-@dataclass(frozen=True)
-class InputCode:
-    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
-
-    bits: int = 8
-    scale: float | None = None
-    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
-    threshold: float = 0.0
-    """Inputs of at least this magnitude are computed in full precision (LLM.int8); 0: none."""
 
 
 @dataclass
@@ -126,6 +117,13 @@ class BlockJob:
     """Site name (without the block's own) → max |x| [in] (``wants`` has "peak")."""
     forward: Callable[[Tensor], Tensor]
     """The block on a chunk, with gradients to whatever requires them."""
+    observe: Callable[[Callable[[str, Tensor], None]], None]
+    """Runs all inputs through the block as it stands, without gradients, and shows what each site (without the block's
+    own name, as in ``peaks``) reads, chunk by chunk."""
+    settle: Callable[[], None]
+    """Round norms, biases and routers to what the file will hold."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """For the report: what steps want to tell of this block."""
     original_norms: dict[str, Tensor] = field(default_factory=dict)
     """Name in the block → norm weight or bias that the block was loaded with."""
 
@@ -168,6 +166,23 @@ class CompressBuild:
         from ridgeline.runtime.solve.grid import Affine
 
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
+
+
+def store(site: Site, packed: Packed, **said: Any) -> None:
+    """One record of the stacked layers becomes what each of them stores; ``said`` of all."""
+    for layer, own in zip(site.layers, packed_rows(site, packed), strict=True):
+        layer.store(own)
+        layer.said.update(said)
+
+
+def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
+    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
+    weight, keep = site.together(), site.keeps()
+    fitted = grid.fit(weight)
+    rounded = nearest(weight, fitted)
+    packed = fitted.pack(rounded if keep is None else rounded * keep)
+    assert packed is not None
+    store(site, packed, **said)
 
 
 def packed_rows(site: Site, packed: Packed) -> list[Packed]:

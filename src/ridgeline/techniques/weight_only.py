@@ -11,8 +11,9 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Phase, Technique
 
-PRUNE, FOLD, QUANTISE, TUNE = 10, 20, 30, 40
-"""Order of compression within phase adapt: supports before grids, folded scales between, norms last."""
+PRUNE, FOLD, QUANTISE, TUNE = -20, -10, 0, 10
+"""Order of compression within phase adapt: supports before grids, folded scales between, norms last. In training a
+quantised base comes before the adapters on it, which are behind 0."""
 
 
 class WeightOnly(Technique):
@@ -28,15 +29,24 @@ class WeightOnly(Technique):
     symmetric: bool = True
     """Whether the range is centred on zero; False: a zero point per group is stored too."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Its defaults: what its other options change is quality, which is not predicted."""
+        return [cls()]
+
     def check(self, e: Experiment) -> None:
         """Groups must divide the rows; one weight format at a time."""
-        others = [c.name for c in e.plan.calls if c.name != self.card.name and _is_weight_format(c.name)]
-        self.needs(not others, f"{', '.join(others)} already decides how weights are stored", "keep one of them")
-        for name, (_, width) in _widths(e).items():
+        self.check_alone(e)
+        for name, (_, width) in widths(e).items():
             if self.group_size:
                 self.needs(width % self.group_size == 0,
                            f"group_size {self.group_size} does not divide {name}'s input width {width}",
                            f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
+
+    def check_alone(self, e: Experiment) -> None:
+        """One weight format at a time."""
+        others = [c.name for c in e.plan.calls if c.name != self.card.name and is_weight_format(c.name)]
+        self.needs(not others, f"{', '.join(others)} already decides how weights are stored", "keep one of them")
 
     def bytes_per_weight(self, width: int, scale_bytes: float) -> float:
         """Stored bytes of one weight of a row of ``width``, its share of scale and zero included."""
@@ -67,13 +77,26 @@ def _narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
     return changed(op, bytes=op.bytes - weights * (1 - each / wide), weight_dtype=dtype)
 
 
-def _is_weight_format(name: str) -> bool:
+def in_int8(g: Graph, e: Experiment) -> Graph:
+    """Products with quantised weights computed in int8, on a device that multiplies in it."""
+    if "int8" not in e.cluster.device.peak_flops:
+        return g
+
+    def lower(b: Block) -> None:
+        b.forward = [changed(o, dtype="int8") if o.kind == "gemm" and o.weight_dtype else o for o in b.forward]
+
+    return g.each_block(lower, layers_only=True)
+
+
+def is_weight_format(name: str) -> bool:
+    """Whether the technique called ``name`` decides how weights are stored."""
     from ridgeline.techniques.registry import registry
 
     return name in ("rtn", "mxfp4", "fp8") or issubclass(registry()[name], WeightOnly)
 
 
-def _widths(e: Experiment) -> dict[str, tuple[int, int]]:
+def widths(e: Experiment) -> dict[str, tuple[int, int]]:
+    """(out, in) of all linear layers of the blocks, an expert's too, by name."""
     from ridgeline.spec.targets import linears
 
     found = linears(e.model)

@@ -62,6 +62,8 @@ class CompressedTensors:
         for name, packed in layers.items():
             whole = packed.group_size == packed.shape[1]
             code = inputs.get(name)
+            if code is not None and code.threshold:
+                code = None  # it cannot say that some inputs stay wide; all of them wide is the nearest it can say
             key = (packed.bits, packed.symmetric, None if whole else packed.group_size,
                    None if code is None else (code.bits, code.scale is None))  # fmt: skip
             groups[key].append(name)

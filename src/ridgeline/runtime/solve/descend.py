@@ -102,7 +102,8 @@ def descend(
             errors.append(_error(w - aside - q, s))
         if count and not last:
             gradient = s @ (q + aside - w)
-            aside = _largest(aside - 2 * step * gradient, count, structured)
+            moved = aside - 2 * step * gradient
+            aside = _largest(moved if mask is None else moved * mask, count, structured)
     record = None
     if count:
         kept_aside = aside[back].t().contiguous()
@@ -135,8 +136,8 @@ def _largest_eigenvalue(s: Tensor, rounds: int = 40) -> float:
     v = s.sum(0)
     for _ in range(rounds):
         v = s @ (v / v.norm().clamp_min(1e-30))
-    return 1.02 * v.norm().item()
+    return 1.02 * float(v.norm())
 
 
 def _error(difference: Tensor, s: Tensor) -> float:
-    return torch.sum((s @ difference) * difference).item()
+    return float(torch.sum((s @ difference) * difference))

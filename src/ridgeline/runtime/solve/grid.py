@@ -116,4 +116,4 @@ def nearest(weight: Tensor, fitted: Fitted) -> Tensor:
     transposed = weight.t().contiguous()
     for j, column in enumerate(transposed):
         fitted.snap(column, j, column)
-    return transposed.t()
+    return transposed.t().contiguous()
