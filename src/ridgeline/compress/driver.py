@@ -26,7 +26,8 @@ from ridgeline.nn.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.formats.gguf import require_gguf, write_gguf
 from ridgeline.nn.hf_names import links
 from ridgeline.nn.init import assign
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.packed import Outliers, Packed, Stored
+from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
 from ridgeline.runtime.compression import CompressBuild, InputCode, ModelJob
 from ridgeline.spec.errors import UserError
@@ -226,12 +227,13 @@ def _linear_modules(spec: ModelSpec) -> list[str]:
     return sorted(found | ({"lm_head"} if spec.tie_embeddings and spec.head == "lm" else set()))
 
 
-def _scheme(stored: Any) -> dict[str, Any]:
+def _scheme(stored: Stored) -> dict[str, Any]:
     """What the config says of a stored weight, without its numbers."""
     if isinstance(stored, Packed):
-        return {"shape": list(stored.shape), "bits": stored.bits, "group_size": stored.group_size,
-                "symmetric": stored.symmetric, "kind": "packed"}  # fmt: skip
-    return {"shape": list(stored.shape), "kind": type(stored).__name__}
+        outliers = 0 if stored.outliers is None else len(stored.outliers.index)
+        return {"kind": "packed", "shape": list(stored.shape), "bits": stored.bits, "group_size": stored.group_size,
+                "symmetric": stored.symmetric, "outliers": outliers}  # fmt: skip
+    return {"kind": "ternary", "shape": list(stored.shape)}
 
 
 def _gathered(output: Output) -> tuple[dict[str, Any], dict[str, InputCode]]:
@@ -245,14 +247,17 @@ def _gathered(output: Output) -> tuple[dict[str, Any], dict[str, InputCode]]:
     return stored, inputs
 
 
-def _meta(scheme: dict[str, Any]) -> Any:
-    if scheme["kind"] != "packed":
-        return scheme
-    (out, width), group = scheme["shape"], scheme["group_size"]
+def _meta(scheme: dict[str, Any]) -> Packed | Ternary:
+    """The inverse of :func:`_scheme`, its tensors on the meta device."""
+    out, width = scheme["shape"]
     with torch.device("meta"):
-        zero = None if scheme["symmetric"] else torch.empty(out, width // group, dtype=torch.uint8)
-        codes, scale = torch.empty(out, width, dtype=torch.uint8), torch.empty(out, width // group)
-    return Packed(codes, scale, zero, scheme["bits"], group)
+        if scheme["kind"] == "ternary":
+            return Ternary(torch.empty(0), torch.empty(out + 1), torch.empty(out), torch.empty(out), width)
+        groups, count = width // scheme["group_size"], scheme["outliers"]
+        zero = None if scheme["symmetric"] else torch.empty(out, groups, dtype=torch.uint8)
+        aside = Outliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
+        codes = torch.empty(out, width, dtype=torch.uint8)
+        return Packed(codes, torch.empty(out, groups), zero, scheme["bits"], scheme["group_size"], aside)
 
 
 def peak_rss() -> int:

@@ -242,7 +242,8 @@ class Walker:
         site = Site(name, layers, gram, tokens, peaks.get(name.removeprefix(f"{block_name}.")))
         start = time.perf_counter()
         for step in run.at_site:
-            step(site)
+            if any(layer.stored is None for layer in layers):  # what has its final code is not coded again
+                step(site)
         seconds = (time.perf_counter() - start) / len(layers)
         for layer, linear in zip(layers, linears, strict=True):
             if layer.stored is None or self.expands:
@@ -258,4 +259,7 @@ class Walker:
             }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer
+            layer.original = layer.weight
+            if ".experts." in layer.name and layer.stored is not None and not self.expands:
+                layer.original = layer.weight = layer.weight.to("meta")  # its code is all that is kept of an expert
             self.report({"layer": layer.name, **record})
