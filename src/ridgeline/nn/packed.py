@@ -82,6 +82,17 @@ class Packed:
         return total / (out * width)
 
 
+@dataclass(frozen=True)
+class InputCode:
+    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
+
+    bits: int = 8
+    scale: float | None = None
+    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
+    threshold: float = 0.0
+    """Inputs of at least this magnitude are computed in full precision (LLM.int8); 0: none."""
+
+
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [rows, n] → int32 [rows, ceil(n·bits / 32)]: dense, little-endian along the row, across words."""
     rows, n = codes.shape

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ridgeline.nn.packed import InputCode as InputCode
 from ridgeline.nn.packed import Packed
 from ridgeline.nn.transformer import Block, Transformer
 from ridgeline.runtime.solve.sweep import relative_error
@@ -34,17 +35,6 @@ class Stored(Protocol):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight."""
-
-
-@dataclass(frozen=True)
-class InputCode:
-    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
-
-    bits: int = 8
-    scale: float | None = None
-    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
-    threshold: float = 0.0
-    """Inputs of at least this magnitude are computed in full precision (LLM.int8); 0: none."""
 
 
 @dataclass
