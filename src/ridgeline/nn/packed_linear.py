@@ -153,32 +153,31 @@ class Bytes(Codes):
             codes -= self.shift[start:stop, None]
         return codes.mul_(self.scale[start:stop, None]).to(dtype)
 
-    def _finish(self, y: Tensor, sums: Tensor) -> Tensor:
+    def _finish(self, y: Tensor, x: Tensor) -> Tensor:
         """(Σ x·code - shift · Σ x) · scale."""
         if self.shift is not None:
-            y = y.addmm(sums[:, None], self.shift[None], alpha=-1)
+            y.addmm_(x.float().sum(1, keepdim=True), self.shift[None], alpha=-1)
         return y.mul_(self.scale)
 
     def product(self, x: Tensor) -> Tensor:
         """Few rows by PyTorch's kernel for int8 weights, many with the codes widened."""
-        low = x.to(torch.bfloat16)
         if len(x) <= FEW_BYTES and self.width % 16 == 0:  # the kernel reads past the end of other rows, unasked
-            one = torch.ones((), dtype=torch.bfloat16).expand(self.out).contiguous()
-            y = torch._weight_int8pack_mm(low, self.codes, one).float()
+            x, one = x.to(torch.bfloat16), torch.ones(self.out, dtype=torch.bfloat16)
+            y = torch._weight_int8pack_mm(x, self.codes, one).float()
         else:
             wide = wide_dtype()
             x, y = x.to(wide), torch.empty(len(x), self.out)
             step = max(64, _BLOCK // self.width)
             for at in range(0, self.out, step):
                 y[:, at : at + step] = F.linear(x, self.codes[at : at + step].to(wide))
-        return self._finish(y, low.float().sum(1))
+        return self._finish(y, x)
 
     def integer_product(self, q: Tensor) -> Tensor:
         """int8 by int8, summed in int32."""
         if not has_vnni():
             return self.expanded(q, torch.float32)
         y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()
-        return self._finish(y, q.sum(1))
+        return self._finish(y, q)
 
 
 class Nibbles(Codes):
@@ -225,7 +224,7 @@ class Nibbles(Codes):
 
     def product(self, x: Tensor) -> Tensor:
         """Few rows by PyTorch's kernel for 4-bit weights, many with the weight expanded."""
-        if len(x) > FEW_NIBBLES // len(self.planes):
+        if len(x) > FEW_NIBBLES:
             return self.expanded(x, wide_dtype())
         low = x.to(torch.bfloat16)
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
