@@ -37,8 +37,9 @@ class Format(Protocol):
 def formats() -> dict[str, type[Format]]:
     """What can be written, by name."""
     from ridgeline.nn.formats.compressed_tensors import CompressedTensors
+    from ridgeline.nn.formats.gptq import GPTQFormat
 
-    return {CompressedTensors.name: CompressedTensors}
+    return {kind.name: kind for kind in (CompressedTensors, GPTQFormat)}
 
 
 def writer(name: str) -> Format:
