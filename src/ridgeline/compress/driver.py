@@ -26,10 +26,11 @@ from ridgeline.nn.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.formats.gguf import require_gguf, write_gguf
 from ridgeline.nn.hf_names import links
 from ridgeline.nn.init import assign
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed, Stored
 from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.compression import CompressBuild, InputCode, ModelJob
+from ridgeline.runtime.compression import CompressBuild, ModelJob
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec

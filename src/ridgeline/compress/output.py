@@ -20,8 +20,9 @@ from ridgeline.nn.checkpoint import INDEX, SINGLE
 from ridgeline.nn.formats import Format
 from ridgeline.nn.formats.ridgeline import Ridgeline
 from ridgeline.nn.hf_names import Link, links
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed
-from ridgeline.runtime.compression import InputCode, Layer
+from ridgeline.runtime.compression import Layer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ridgeline.nn.input_code import InputCode as InputCode  # for those who read the builder
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed, Stored
 from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
