@@ -54,7 +54,7 @@ def descend(
     gram = gram.clone()
     dead = gram.diagonal() == 0
     gram.diagonal()[dead] = 1
-    w = weight.t().contiguous()
+    w = weight.t().clone(memory_format=torch.contiguous_format)
     w[dead] = 0
     mask = None if keep is None else keep.t().contiguous()
     order = torch.argsort(gram.diagonal(), descending=True, stable=True)
