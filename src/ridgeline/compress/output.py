@@ -18,8 +18,11 @@ from torch import Tensor
 
 from ridgeline.nn.checkpoint import INDEX, SINGLE
 from ridgeline.nn.formats import Format
+from ridgeline.nn.formats.ridgeline import Ridgeline
 from ridgeline.nn.hf_names import Link, links
-from ridgeline.runtime.compression import InputCode, Layer
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed
+from ridgeline.runtime.compression import Layer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec
@@ -167,6 +170,9 @@ def their_tensors(
                     f"{spec.family} keeps {theirs} as Conv1D, which no quantised format describes",
                     "write the rounded weights densely with --format dense, or prune instead",
                 )
+            if not isinstance(layer.stored, Packed) and form.name != Ridgeline.name:
+                raise UserError(f"{layer.name} is stored in a code that {form.name} cannot hold",
+                                "use --format ridgeline, or --format dense to expand it")  # fmt: skip
             module = theirs.removesuffix(".weight")
             tensors.update(form.write(module, layer.stored))  # type: ignore[arg-type]
             if layer.input is not None and layer.input.scale is not None:

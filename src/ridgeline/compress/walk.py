@@ -24,6 +24,10 @@ ReadExpert = Callable[[str, int], Tensor]
 """One expert's slice of a parameter of the block: (name in the block, expert) → [out, in] fp32."""
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 class Walker:
     """Carries hidden states through the blocks of a model; ``skeleton`` holds what is not a block."""
 
@@ -158,7 +162,7 @@ class Walker:
 
     def _attention(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
         attention = block.attention
-        read = (lambda x: x) if block.post_norm else block.attention_norm
+        read = _same if block.post_norm else block.attention_norm
         self._site(f"{prefix}.attention.qkv", attention, ("q_proj", "k_proj", "v_proj"), peaks,
                    (read(x) for x in hidden.chunks()))  # fmt: skip
         mixed = Hidden(*hidden.shape[:2], attention.o_proj.in_features, self.folder, "mixed")
@@ -176,7 +180,7 @@ class Walker:
     def _mlp(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
-        read = (lambda x: x) if block.post_norm else block.mlp_norm
+        read = _same if block.post_norm else block.mlp_norm
         names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
         self._site(f"{prefix}.mlp.up", mlp, names, peaks, (read(x) for x in hidden.chunks()))
         self._site(f"{prefix}.mlp.down", mlp, ("down_proj",), peaks,
@@ -232,12 +236,14 @@ class Walker:
             gram, tokens = moments.value, moments.rows
             if tokens == 0:
                 gram = torch.eye(width)
-        layers = [Layer(prefix + n, la.weight.detach(), la.weight.detach(), input=self.inputs.get(prefix + n))
-                  for n, la in zip(names, linears, strict=True)]  # fmt: skip
+        weights = [linear.weight.detach() for linear in linears]
+        layers = [Layer(prefix + n, weight, weight, input=self.inputs.get(prefix + n))
+                  for n, weight in zip(names, weights, strict=True)]  # fmt: skip
         site = Site(name, layers, gram, tokens, peaks.get(name.removeprefix(f"{block_name}.")))
         start = time.perf_counter()
         for step in run.at_site:
-            step(site)
+            if any(layer.stored is None for layer in layers):  # what has its final code is not coded again
+                step(site)
         seconds = (time.perf_counter() - start) / len(layers)
         for layer, linear in zip(layers, linears, strict=True):
             if layer.stored is None or self.expands:
@@ -253,4 +259,7 @@ class Walker:
             }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer
+            layer.original = layer.weight
+            if ".experts." in layer.name and layer.stored is not None and not self.expands:
+                layer.original = layer.weight = layer.weight.to("meta")  # its code is all that is kept of an expert
             self.report({"layer": layer.name, **record})

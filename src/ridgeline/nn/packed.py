@@ -6,9 +6,25 @@ This one record is what solvers return, formats write and read, and kernels are 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Stored(Protocol):
+    """What a weight [out, in] is stored as when it is not dense: :class:`Packed` integers, or a code of our own."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits over weights, all that belongs to it counted."""
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight."""
 
 
 @dataclass(frozen=True)

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ridgeline.nn.input_code import InputCode as InputCode  # for those who read the builder
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed, Stored
+from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
 from ridgeline.runtime.solve.grid import Grid, nearest
 from ridgeline.runtime.solve.sweep import relative_error
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
-
-
-class Stored(Protocol):
-    """What a weight [out, in] is stored as when it is not dense: :class:`Packed` integers, or a code of our own."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits over weights, all that belongs to it counted."""
-
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight."""
 
 
 @dataclass
@@ -185,7 +171,10 @@ def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
     store(site, packed, **said)
 
 
-def packed_rows(site: Site, packed: Packed) -> list[Packed]:
+Rows = TypeVar("Rows", Packed, Ternary)
+
+
+def packed_rows(site: Site, packed: Rows) -> list[Rows]:
     """One record of the stacked layers cut into theirs."""
     out, start = [], 0
     for layer in site.layers:

@@ -16,7 +16,8 @@ from ridgeline.techniques.weight_only import WeightOnly, in_int8
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ridgeline.runtime.compression import BlockJob, CompressBuild, InputCode, Site
+    from ridgeline.nn.input_code import InputCode
+    from ridgeline.runtime.compression import BlockJob, CompressBuild, Site
 
 INPUT_BITS = 8
 
@@ -87,7 +88,7 @@ class FPTQ(WeightOnly):
         return lambda site: store_nearest(site, grid)
 
     def _decide(self, job: BlockJob, decided: dict[str, InputCode]) -> None:
-        from ridgeline.runtime.compression import InputCode
+        from ridgeline.nn.input_code import InputCode
         from ridgeline.runtime.solve.fold import fold, unfoldable
 
         decided.clear()
@@ -115,6 +116,6 @@ def equaliser(peak: Tensor) -> Tensor:
 
 
 def _per_token() -> InputCode:
-    from ridgeline.runtime.compression import InputCode
+    from ridgeline.nn.input_code import InputCode
 
     return InputCode(INPUT_BITS)

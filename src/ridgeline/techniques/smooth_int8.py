@@ -70,7 +70,8 @@ class SmoothInt8(WeightOnly):
             fold(job.block, site, torch.where(peak > 0, scale, 1.0).clamp_min(1e-5))
 
     def _round(self, run: CompressBuild, site: Site) -> None:
-        from ridgeline.runtime.compression import InputCode, store_nearest
+        from ridgeline.nn.input_code import InputCode
+        from ridgeline.runtime.compression import store_nearest
 
         store_nearest(site, run.affine(self.bits, self.group_size, self.symmetric))
         for layer in site.layers:

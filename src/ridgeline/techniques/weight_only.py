@@ -61,16 +61,18 @@ class WeightOnly(Technique):
         def shrink(b: Block) -> None:
             each: dict[str, float] = {}
             for p in b.params:
+                if p.dtype == "ternary":  # qmoe's
+                    continue
                 if p.name.endswith(("_proj.weight", ".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")):
                     each[p.name] = self.bytes_per_weight(p.shape[-1], 2.0)
                     p.bytes_per_element, p.dtype, p.trainable = each[p.name], dtype, False
-            b.forward = [_narrow(o, each[o.param], wide, dtype) if o.kind == "gemm" and o.param in each else o
+            b.forward = [narrow(o, each[o.param], wide, dtype) if o.kind == "gemm" and o.param in each else o
                          for o in b.forward]  # fmt: skip
 
         return g.each_block(shrink, layers_only=True)
 
 
-def _narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
+def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
     """The product with weights of ``each`` bytes instead of ``wide``; rows and results stay as they are."""
     rows, out, inner = op.shape[-3:]
     weights = max(0.0, op.bytes - (rows * out + rows * inner) * wide)

@@ -56,7 +56,7 @@ def their_name(ours: str) -> str:
 
 def _turned(spec: ModelSpec, ours: str, rows: int, back: bool = False) -> Tensor | None:
     """The order of a weight's (or bias's) rows in the file, or back; None: as they are."""
-    if _ARCHITECTURES[spec.family] != "llama" or ".q_proj." not in ours and ".k_proj." not in ours:
+    if _ARCHITECTURES[spec.family] != "llama" or (".q_proj." not in ours and ".k_proj." not in ours):
         return None
     order = torch.arange(rows).view(-1, 2, spec.head_dim // 2).transpose(1, 2).reshape(-1)
     return torch.argsort(order) if back else order

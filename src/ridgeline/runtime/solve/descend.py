@@ -135,8 +135,8 @@ def _largest_eigenvalue(s: Tensor, rounds: int = 40) -> float:
     v = s.sum(0)
     for _ in range(rounds):
         v = s @ (v / v.norm().clamp_min(1e-30))
-    return 1.02 * v.norm().item()
+    return 1.02 * float(v.norm())
 
 
 def _error(difference: Tensor, s: Tensor) -> float:
-    return torch.sum((s @ difference) * difference).item()
+    return float(torch.sum((s @ difference) * difference))
