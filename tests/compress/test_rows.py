@@ -109,7 +109,7 @@ def test_outliers_of_quantease_survive_in_a_dense_file(bench, tmp_path):
     assert aside["bits_per_weight"] == pytest.approx(plain["bits_per_weight"] + 0.02 * 48, abs=0.02)
 
 
-# ---- one layer --------------------------------------------------------------------------------------------------------
+# ---- one layer ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [2, 3])
@@ -152,7 +152,7 @@ def test_awq_searches_scales_that_lower_the_layer_error():
     assert error(weight, scaled.weight / scale, gram) < error(weight, plain.weight, gram)
 
 
-# ---- finequant --------------------------------------------------------------------------------------------------------
+# ---- finequant ------------------------------------------------------------------------------------------------------
 
 
 def test_even_weights_keep_one_scale_per_row_and_an_outlier_isolates_itself():

@@ -10,7 +10,7 @@ from ridgeline.runtime.solve.sweep import relative_error, sweep
 
 
 def layer(out, width, rows=None, seed=0, dtype=torch.float32):
-    """(W, H): a weight, and the second moments of inputs whose channels differ much in size and depend on each other."""
+    """(W, H): a weight, and the second moments of inputs whose channels differ in size and depend on each other."""
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(out, width, generator=draw, dtype=dtype)
     mix = torch.randn(width, width, generator=draw, dtype=dtype) / width**0.5 + torch.eye(width, dtype=dtype)
