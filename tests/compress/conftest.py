@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ import pytest
 import torch
 from tests.training import write_corpus
 
+from ridgeline.compress.calibration import Hidden, calibration_windows
 from ridgeline.compress.driver import compress
+from ridgeline.compress.walk import Walker
 from ridgeline.nn import build, save_checkpoint
 from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.runtime.compression import CompressBuild
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Compress
 from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.registry import techniques
 from ridgeline.train.data import load_tokens
 
 LLAMA = ModelSpec(
@@ -72,6 +77,28 @@ class Bench:
         e = self.experiment(checkpoint, *plan, **workload)
         return compress(e, torch.device("cpu"), {"out": str(out), "format": format}, lambda message: None)
 
+    def walk(self, checkpoint: Path, *plan: str, **workload: Any) -> tuple[torch.Tensor, torch.Tensor, Walker, Any]:
+        """(hidden states behind the last block as the compressed model computes them, those of the original, the
+        walker, the compressed model): the driver's walk without files. Dense models only."""
+        e = self.experiment(checkpoint, *plan, **workload)
+        run = CompressBuild(e, e.model, torch.device("cpu"))
+        for technique in techniques(e.plan):
+            technique.compress(run)
+        model = load_checkpoint(checkpoint, dtype=torch.float32).requires_grad_(False)
+        tokens = load_tokens(self.text, e.model.vocab_size, str(checkpoint))
+        windows = calibration_windows(e.workload, tokens)
+        walker = Walker(run, model, torch.float32, lambda message: None)
+        walker.folder = self.folder
+        hidden, target = (Hidden(*windows.shape, e.model.hidden_size, self.folder, name) for name in ("a", "b"))
+        for stream in (hidden, target):
+            walker.embed(windows, stream)
+        walker.blocks_said = []
+        for i, block in enumerate(model.layers.values()):
+            walker.pass_through(block, target)
+            walker.block(i, block, hidden, target if "teacher" in run.wants else None, None)
+            walker.blocks_said.append(walker.said)
+        return hidden.data, target.data, walker, model
+
     @torch.no_grad()
     def loss(self, checkpoint: Path) -> float:
         """Mean loss of a checkpoint on the end of the text."""
@@ -79,6 +106,23 @@ class Bench:
         ids = torch.from_numpy(load_tokens(self.text, model.spec.vocab_size).ids[-32 * SEQ - 1 :].astype("int64"))
         logits = model(ids[:-1].view(32, SEQ))
         return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[1:]))
+
+
+def with_outliers(checkpoint: Path, to: Path, factor: float, channels: tuple[int, ...] = (3, 20)) -> Path:
+    """The same function with some large inputs: those channels of the norms times ``factor``, columns divided by it."""
+    model = load_checkpoint(checkpoint, dtype=torch.float32).requires_grad_(False)
+    for block in model.layers.values():
+        attention, mlp = block.attention, block.mlp
+        for norm, layers in (
+            (block.attention_norm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (block.mlp_norm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight[list(channels)] *= factor
+            for linear in layers:
+                linear.weight[:, list(channels)] /= factor
+    save_checkpoint(model, to)
+    shutil.copy(checkpoint / "tokenizer.json", to)
+    return to
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ class AWQ(WeightOnly):
 
     card: ClassVar[Card] = Card(
         name="awq",
-        title="AWQ",
+        title="Activation-aware weight quantization (AWQ)",
         paper="arXiv:2306.00978",
         taxonomy="training/compression/quantization",
         tasks=frozenset({"compress", "generate", "serve"}),

@@ -61,7 +61,7 @@ class QuantEase(WeightOnly):
 
     def _solve(self, run: CompressBuild, site: Site) -> None:
         from ridgeline.runtime.compression import store
-        from ridgeline.runtime.solve.descend import descend
+        from ridgeline.runtime.solve.descend import descend, largest
         from ridgeline.runtime.solve.support import Given
         from ridgeline.runtime.solve.sweep import sweep
 
@@ -71,8 +71,11 @@ class QuantEase(WeightOnly):
         weight = site.together().masked_fill(site.gram.diagonal() == 0, 0)
         start = None
         if self.start == "gptq":
-            support = None if keep is None else Given(keep)
-            start = sweep(weight, site.gram, grid.fit(weight), support, act_order=True, damp=self.damp).weight
+            rest, support = weight, None if keep is None else Given(keep)
+            if self.outliers:  # which are not to be made up for
+                count = round(self.outliers * (weight.shape[1] if self.structured else weight.numel()))
+                rest = weight - largest(weight.t(), count, self.structured).t()
+            start = sweep(rest, site.gram, grid.fit(rest), support, act_order=True, damp=self.damp).weight
         found = descend(weight, site.gram, grid, start, keep, self.passes, self.outliers, self.structured)
         packed = found.fitted.pack(found.on_grid, found.outliers)
         assert packed is not None
