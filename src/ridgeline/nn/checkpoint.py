@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ridgeline.nn.formats import Format, reader
 from ridgeline.nn.hf_names import Link, links, spellings, stacked
 from ridgeline.nn.init import allocate, assign
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.packed import InputCode, Packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
@@ -114,6 +114,14 @@ class _Files:
         modules = (name.removesuffix(".weight") for name in spellings(link.theirs))
         found = (self.format.read(module, self.tensor) for module in modules)
         return next((p for p in found if p is not None), None)
+
+    def input(self, link: Link) -> InputCode | None:
+        """How the input of the layer that ``link``'s weight belongs to is quantised."""
+        if self.format is None:
+            return None
+        modules = (name.removesuffix(".weight") for name in spellings(link.theirs))
+        found = (self.format.input(module, self.tensor) for module in modules)
+        return next((code for code in found if code is not None), None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor ``name``."""
@@ -211,6 +219,10 @@ class Reader:
     def packed(self, ours: str, expert: int | None = None) -> Packed | None:
         """A parameter's (or one expert's) codes; None where it is stored densely."""
         return self._files.packed(self._links[ours][expert or 0])
+
+    def input(self, ours: str, expert: int | None = None) -> InputCode | None:
+        """How the input of a parameter's (or one expert's) layer is quantised; None: it is not."""
+        return self._files.input(self._links[ours][expert or 0])
 
     def read(self, ours: str, expert: int | None = None) -> Tensor:
         """A parameter as it is stored (codes expanded to fp32), or one expert's slice of it.

@@ -9,6 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.weight_only import packed, shrunk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +62,9 @@ class RTN(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Weights shrink; every use first expands one weight matrix to the compute dtype."""
 
+        if not e.is_training:
+            return shrunk(g, e, self.bits, self.group_size, True)
+
         def quantise(b: Block) -> None:
             sizes: dict[str, float] = {}
             for p in b.params:
@@ -84,7 +88,10 @@ class RTN(Technique):
         return g.each_block(quantise, layers_only=True)
 
     def build(self, run: Build) -> None:
-        """Replace the linears of every block by integer codes."""
+        """Replace the linears of every block by integer codes; where nothing trains, by those of the fast kernels."""
+        if not run.experiment.is_training:
+            packed(run, self.card.name, self.bits, self.group_size, True, codes_dense=True)
+            return
         from ridgeline.nn.quantised import IntLinear, replace_linears
 
         replace_linears(run.model, lambda linear: IntLinear(linear, self.bits, self.group_size))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.packed import InputCode, Packed
 from ridgeline.spec.errors import UserError, unknown
 
 Get = Callable[[str], Tensor | None]
@@ -32,6 +32,9 @@ class Format(Protocol):
 
     def read(self, module: str, get: Get) -> Packed | None:
         """The weight of ``module``; None when the file has it dense."""
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """How the input of ``module`` is quantised when the model runs; None: not."""
 
 
 def formats() -> dict[str, type[Format]]:
