@@ -7,6 +7,7 @@ as in :mod:`ridgeline.graph`. Inputs rotate through more memory than the caches 
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -208,8 +209,7 @@ def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, A
     """Forward products that wait for weights, plain ones and codes; and of codes those with many rows."""
     rates: dict[str, dict[str, Any]] = {}
     made: dict[str, Callable[[int, int], nn.Module]] = {
-        name: lambda out, width, dtype=dtype: nn.Linear(width, out, bias=False, dtype=dtype)
-        for name, dtype in dtypes.items()
+        name: functools.partial(_plain, dtype) for name, dtype in dtypes.items()
     }
     made["int4"] = lambda out, width: PackedLinear(_codes(out, width, 4, 64))
     made["int8"] = lambda out, width: PackedLinear(_codes(out, width, 8, width))
@@ -236,6 +236,10 @@ def _expanding(timer: _Timer, layer: nn.Module, name: str, few: int, latency: fl
     expand = max(fast - latency - less / speed, 0.1 * fast)
     return {f"expand.{name}": _rate([(0, 0, 0.0), (0, codes, expand)]),
             f"gemm_many.{name}": {**_rate([(0, 0, latency), (more, 0, slow)]), "flop_rate": speed}}  # fmt: skip
+
+
+def _plain(dtype: torch.dtype, out: int, width: int) -> nn.Linear:
+    return nn.Linear(width, out, bias=False, dtype=dtype)
 
 
 def _codes(out: int, width: int, bits: int, group: int) -> Packed:

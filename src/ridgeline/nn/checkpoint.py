@@ -240,9 +240,11 @@ class Reader:
 
 def _gather(files: _Files, pieces: list[Link], shape: tuple[int, ...]) -> Tensor:
     """One of our parameters out of its pieces, each checked before anything is read."""
-    codes = files.find(pieces[0]) is None and files.packed(pieces[0]) is not None
-    if codes:
-        dense = [packed.dense() for packed in map(files.packed, pieces) if packed is not None]
+    names = [files.find(link) for link in pieces]
+    coded = [None if name else files.packed(link) for name, link in zip(names, pieces, strict=True)]
+    if any(packed is not None for packed in coded):  # of a mixture's experts, maybe not all
+        both = zip(coded, names, pieces, strict=True)
+        dense = [files.read(n, link).float() if n else p.dense() for p, n, link in both if n or p is not None]
         whole = dense[0] if pieces[0].expert is None else torch.stack(dense)
         if len(dense) != len(pieces) or tuple(whole.shape) != tuple(shape):
             raise UserError(

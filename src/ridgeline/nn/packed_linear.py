@@ -114,6 +114,10 @@ class Codes(nn.Module):
 class Words(Codes):
     """The bits as they are stored, in 32-bit words along the inputs."""
 
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
     def __init__(self, packed: Packed) -> None:
         super().__init__(*packed.shape)
         self.bits, self.group = packed.bits, packed.group_size
@@ -146,6 +150,10 @@ def _ones(n: int) -> Tensor:
 
 class Bytes(Codes):
     """int8 codes [out, in] with one fp32 scale per row, and for asymmetric ones what a row's codes are shifted by."""
+
+    codes: Tensor
+    scale: Tensor
+    shift: Tensor | None
 
     def __init__(self, packed: Packed) -> None:
         super().__init__(*packed.shape)
@@ -184,7 +192,7 @@ class Bytes(Codes):
         """int8 by int8, summed in int32."""
         if not has_vnni():
             return self.expanded(q, torch.float32)
-        y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()
+        y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()  # type: ignore[operator]
         return self._finish(y, q)
 
 

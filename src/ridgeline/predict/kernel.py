@@ -63,9 +63,9 @@ def op_time(op: Op, device: Device) -> Timed:
 def _low_rate(op: Op, device: Device) -> Rate | None:
     """The measured rate of a forward product with few rows, or with weights in codes.
 
-    ``gemm_few.D`` holds up to the rows at which the kernel for codes gives way to expanding them (and for plain
-    weights: up to which they are waited for more than multiplied); its bytes are those of the weights above all. ``gemm_many.D``
-    is the product with expanded weights, and ``expand.D`` the expansion, in bytes of codes; both take their time.
+    ``gemm_few.D`` holds up to the rows at which the kernel for codes gives way to expanding them (for plain weights: up
+    to which they are waited for more than multiplied). ``gemm_many.D`` is the product with expanded weights, and
+    ``expand.D`` the expansion, in bytes of codes; both take their time.
     """
     if op.kind != "gemm" or op.direction != "forward" or len(op.shape) != 3:
         return None

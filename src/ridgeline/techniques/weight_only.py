@@ -89,7 +89,10 @@ def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool)
 
 def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[int, float]:
     """(bytes of all tensors of the checkpoint that compressed-tensors holds this model in, stored bits per weight of
-    its linear layers). What stays dense is in the dtype of the checkpoint that is compressed; without one, of the plan."""
+    its linear layers).
+
+    What stays dense is in the dtype of the checkpoint that is compressed; without one, in that of the plan.
+    """
     wide = DTYPE_BYTES[_checkpoint_dtype(e)]
     total, kept, count = 0.0, 0.0, 0
     for p in e.model.parameters():
