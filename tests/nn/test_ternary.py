@@ -118,5 +118,3 @@ def test_product_decodes_a_block_of_rows_at_a_time(monkeypatch, dtype):
     monkeypatch.setattr(Ternary, "dense", dense)
     torch.testing.assert_close(code.product(x), expected)
     assert most == 8
-
-

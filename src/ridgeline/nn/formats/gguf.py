@@ -40,7 +40,7 @@ _NORMAL, _CONTROL, _BYTE = 1, 3, 6
 def require_gguf(spec: ModelSpec) -> None:
     """Raise :class:`UserError` where GGUF cannot be written: the package is missing, or for the model's family."""
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[gguf]'")
+        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[compress]'")
     if spec.family not in _ARCHITECTURES:
         raise UserError(f"models of family {spec.family!r} are not written as GGUF", f"{', '.join(_ARCHITECTURES)} are")
 
@@ -193,7 +193,7 @@ def spec_of(file: Path) -> ModelSpec:
 
 def _open(file: Path) -> Any:
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[gguf]'")
+        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[compress]'")
     import gguf
 
     try:
