@@ -1,11 +1,14 @@
 """Quantised inputs: the code itself, scales folded into what produces them, and what repairs planted outliers."""
 
+import json
+
 import pytest
 import torch
 from tests.compress.conftest import with_outliers
 
 from ridgeline.nn import build
 from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.formats import reader
 from ridgeline.nn.input_code import InputCode, fake_quantise
 from ridgeline.runtime.solve.fold import SITES, fold, unfoldable
 from ridgeline.spec.errors import Incompatible, UserError
@@ -191,3 +194,11 @@ def test_refusals(bench, plan, says):
 def test_bad_patterns_are_named(bench):
     with pytest.raises(UserError, match="pattern"):
         check(normalise(bench.experiment(bench.checkpoint(), "wanda:pattern=2-4")))
+
+
+def test_our_own_format_says_how_inputs_are_quantised(bench, tmp_path):
+    bench.compress(bench.checkpoint(steps=30), tmp_path / "out", "smooth_int8:threshold=4", format="ridgeline")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    form = reader(config)
+    assert form.input("model.layers.1.mlp.up_proj", {}.get) == InputCode(8, threshold=4.0)
+    assert form.input("lm_head", {}.get) is None
