@@ -60,6 +60,7 @@ class QuantEase(WeightOnly):
         run.at_site.append(lambda site: self._solve(run, site))
 
     def _solve(self, run: CompressBuild, site: Site) -> None:
+        from ridgeline.nn.packed import Packed
         from ridgeline.runtime.compression import store
         from ridgeline.runtime.solve.descend import descend, largest
         from ridgeline.runtime.solve.support import Given
@@ -78,5 +79,5 @@ class QuantEase(WeightOnly):
             start = sweep(rest, site.gram, grid.fit(rest), support, act_order=True, damp=self.damp).weight
         found = descend(weight, site.gram, grid, start, keep, self.passes, self.outliers, self.structured)
         packed = found.fitted.pack(found.on_grid, found.outliers)
-        assert packed is not None
+        assert isinstance(packed, Packed)
         store(site, packed, objective=[found.errors[0], found.errors[-1]])
