@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.compress.conftest import with_outliers
 
+from ridgeline import experiments
 from ridgeline.nn import build
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.formats import reader
@@ -189,6 +190,14 @@ def test_a_compression_that_was_stopped_goes_on_with_the_inputs_it_had_decided(b
 def test_refusals(bench, plan, says):
     with pytest.raises(Incompatible, match=says):
         check(normalise(bench.experiment(bench.checkpoint(), *plan)))
+
+
+@pytest.mark.parametrize(("option", "says"), [
+    ("bits=3", "not 3 bits"), ("symmetric=false", "symmetrically"), ("mse=true", "symmetrically"),
+])  # fmt: skip
+def test_what_only_compression_can_round_is_refused_under_adapters(option, says):
+    with pytest.raises(Incompatible, match=says):
+        experiments.make("llama-tiny", "a100", {"kind": "pretrain", "seq_len": 64}, [f"rtn:{option}", "lora"])
 
 
 def test_bad_patterns_are_named(bench):
