@@ -80,7 +80,7 @@ def test_end_to_end(source, tmp_path):
     reader = Reader(out, ModelSpec.from_path(out))
     name = "layers.1.mlp.experts.up_proj"
     assert torch.equal(reader.read(name, 2), dict(model.named_parameters())[name][2])
-    assert len(reader.read(name, 2).unique(dim=1)) and all(len(row.unique()) <= 3 for row in reader.read(name, 2))
+    assert all(len(row.unique()) <= 3 for row in reader.read(name, 2))
     ids = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         assert not torch.equal(model(ids), original(ids))

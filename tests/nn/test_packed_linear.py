@@ -75,7 +75,7 @@ def test_a_layout_that_is_not_known_is_not_read(monkeypatch):
     assert torch.allclose(layer(x), F.linear(x, p.dense()), atol=1e-4)
 
 
-@pytest.mark.parametrize("bits, group", [(8, 64), (4, 32)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 64), (4, 32)])
 @pytest.mark.parametrize("scale", [None, 0.03])
 def test_integer_inputs_are_the_same_in_both_ways(bits, group, scale):
     p = record(64, 64, bits, group, bits == 8, outliers=9)
@@ -114,13 +114,14 @@ def test_bias_and_shape_and_dtype():
     p, bias = record(64, 64, 4, 32, False, outliers=5), torch.randn(64)
     x = rows(6, 64).view(2, 3, 64).bfloat16()
     y = PackedLinear(p, bias)(x)
-    assert y.shape == (2, 3, 64) and y.dtype == torch.bfloat16
+    assert y.shape == (2, 3, 64)
+    assert y.dtype == torch.bfloat16
     assert torch.allclose(y.float(), F.linear(x.float(), p.dense(), bias), rtol=3e-2, atol=3e-2)
 
 
 def test_forms_are_chosen_by_what_kernels_take():
-    assert held(64, 128, 4, 128).form == "nibbles" and held(64, 128, 4, 128).planes == 1
-    assert held(64, 128, 8, 32).planes == 2  # more bits than a nibble, and a scale that is not the row's
+    assert held(64, 128, 4, 128) == ("nibbles", 1, 128)
+    assert held(64, 128, 8, 32) == ("nibbles", 2, 32)  # more bits than a nibble, and a scale that is not the row's
     assert held(64, 128, 8, 0).form == "bytes"
     assert held(60, 128, 4, 128).form == "words"  # rows that are no multiple of 16
     assert held(64, 96, 4, 96).group == 32  # a whole row's scale, repeated

@@ -19,6 +19,7 @@ from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.meter import Meter, process_memory
+from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -62,7 +63,7 @@ def compression_cell(
         judged = load_checkpoint(place, dtype=torch.float32, device=device)
         result.losses = window_losses(judged, windows, lambda n: report({"stage": f"held-out window {n}"}))
         del judged
-        _speed(load_checkpoint(place, device=device), w, result, known, ranks, options)
+        _speed(load_packed(place, device=device), w, result, known, ranks, options)
     found = perplexity(result.losses)
     result.metrics["perplexity"] = Metric(value=found.value, low=found.low, high=found.high, n=len(result.losses),
                                           better="lower", source="measured")  # fmt: skip

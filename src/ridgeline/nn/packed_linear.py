@@ -1,8 +1,8 @@
-"""Linear layers that compute from low-bit codes: few rows straight from them, many rows from a weight expanded in blocks.
+"""Linear layers that compute from low-bit codes: few rows straight from them, many from a weight that is expanded.
 
-Two ways to compute. *Exact* expands to fp32: the reference. *Fast* is what the hardware is quickest at; on a CPU it rounds
-activations to bf16, for PyTorch's kernels for packed weights take a scalar path on any other type. Activations are
-quantised to integers only where an :class:`InputCode` says so, in both ways alike.
+Two ways to compute. *Exact* expands to fp32: the reference. *Fast* is what the hardware is quickest at; on a CPU it
+rounds activations to bf16, for PyTorch's kernels for packed weights take a scalar path on any other type. Activations
+are quantised to integers only where an :class:`InputCode` says so, in both ways alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def has_vnni() -> bool:
 def unpack_nibbles(packed: Tensor, start: int, stop: int) -> Tensor:
     """Rows ``start`` (a multiple of 64) to ``stop`` of codes uint8 [out, in] that PyTorch packed as [out, in / 2].
 
-    Of every 64 rows, byte d of input i holds row d in its low and row d + 32 in its high half; of a rest, rows 2d, 2d + 1.
+    Of every 64 rows, byte d of an input holds row d in its low and row d + 32 in its high half; of a rest, rows 2d and
+    2d + 1.
     """
     width = packed.shape[1] * 2
     flat = packed.view(-1)
@@ -71,7 +72,7 @@ def unpack_nibbles(packed: Tensor, start: int, stop: int) -> Tensor:
 
 
 class Codes(nn.Module):
-    """What a layer holds of a :class:`Packed` (outliers apart). Parameters without gradient, so that they are counted."""
+    """What a layer holds of a :class:`Packed` (outliers apart). In parameters, so that memory is counted."""
 
     def __init__(self, out: int, width: int) -> None:
         super().__init__()
@@ -114,6 +115,10 @@ class Codes(nn.Module):
 class Words(Codes):
     """The bits as they are stored, in 32-bit words along the inputs."""
 
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
     def __init__(self, packed: Packed) -> None:
         super().__init__(*packed.shape)
         self.bits, self.group = packed.bits, packed.group_size
@@ -137,8 +142,19 @@ class Words(Codes):
         return self.expanded(x, torch.float32)
 
 
+@lru_cache(maxsize=64)
+def _ones(n: int) -> Tensor:
+    """Scales that change nothing: the kernel would round ours to bf16."""
+    with torch.inference_mode(False):
+        return torch.ones(n, dtype=torch.bfloat16)
+
+
 class Bytes(Codes):
     """int8 codes [out, in] with one fp32 scale per row, and for asymmetric ones what a row's codes are shifted by."""
+
+    codes: Tensor
+    scale: Tensor
+    shift: Tensor | None
 
     def __init__(self, packed: Packed) -> None:
         super().__init__(*packed.shape)
@@ -163,8 +179,8 @@ class Bytes(Codes):
     def product(self, x: Tensor) -> Tensor:
         """Few rows by PyTorch's kernel for int8 weights, many with the codes widened."""
         if len(x) <= FEW_BYTES and self.width % 16 == 0:  # the kernel reads past the end of other rows, unasked
-            x, one = x.to(torch.bfloat16), torch.ones(self.out, dtype=torch.bfloat16)
-            y = torch._weight_int8pack_mm(x, self.codes, one).float()
+            x = x.to(torch.bfloat16)
+            y = torch._weight_int8pack_mm(x, self.codes, _ones(self.out)).float()
         else:
             wide = wide_dtype()
             x, y = x.to(wide), torch.empty(len(x), self.out)
@@ -177,15 +193,15 @@ class Bytes(Codes):
         """int8 by int8, summed in int32."""
         if not has_vnni():
             return self.expanded(q, torch.float32)
-        y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()
+        y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()  # type: ignore[operator]
         return self._finish(y, q)
 
 
 class Nibbles(Codes):
     """4-bit codes as PyTorch's CPU kernel reads them, one plane for up to 4 bits, two for more: 16 · high + low.
 
-    ``planes[p]`` uint8 [out, in / 2]; ``affine[p]`` bf16 [groups, out, 2]: scale and offset, value = (code - 8) · scale +
-    offset.
+    ``planes[p]`` uint8 [out, in / 2]; ``affine[p]`` bf16 [groups, out, 2]: scale and offset, value = (code - 8) · scale
+    + offset.
     """
 
     def __init__(self, packed: Packed, planes: int, group: int) -> None:
@@ -209,15 +225,16 @@ class Nibbles(Codes):
             self.planes.append(nn.Parameter(pack(half.int(), 1), requires_grad=False))
             self.affine.append(nn.Parameter(table.transpose(0, 1).contiguous(), requires_grad=False))
             offset = offset - rounded.float()  # the next plane takes what bf16 could not say
+        self._pairs = list(zip(self.planes, self.affine, strict=True))  # a ParameterList is slow to walk
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Codes`."""
         total: Tensor | None = None
-        for plane, affine in zip(self.planes, self.affine, strict=True):
+        for plane, affine in self._pairs:
             table = affine[:, start:stop].to(dtype).permute(2, 1, 0).unsqueeze(-1)  # [2, rows, groups, 1]
             weight = unpack_nibbles(plane, start, stop).to(dtype).view(stop - start, -1, self.group)
             weight.sub_(8.0).mul_(table[0])
-            if self.shifted or len(self.planes) > 1:
+            if self.shifted or len(self._pairs) > 1:
                 weight += table[1]
             total = weight if total is None else total.add_(weight)
         assert total is not None
@@ -229,10 +246,11 @@ class Nibbles(Codes):
             return self.expanded(x, wide_dtype())
         low = x.to(torch.bfloat16)
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
-        first, *rest = (kernel(low, p, self.group, a) for p, a in zip(self.planes, self.affine, strict=True))
-        y: Tensor = first.float()
-        for other in rest:
-            y += other
+        y: Tensor | None = None
+        for plane, affine in self._pairs:
+            part = kernel(low, plane, self.group, affine)
+            y = part.float() if y is None else y.add_(part)
+        assert y is not None
         return y
 
 

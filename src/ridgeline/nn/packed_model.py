@@ -10,22 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.checkpoint import Reader, config_dtype
+from ridgeline.nn.checkpoint import Reader, config_dtype, gguf_file, load_checkpoint
 from ridgeline.nn.hf_names import links
-from ridgeline.nn.init import allocate, assign
+from ridgeline.nn.init import assign
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.mlp import ACTIVATIONS, gated
 from ridgeline.nn.moe import Experts
 from ridgeline.nn.packed import Packed
 from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.nn.transformer import Transformer
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
 
 class PackedExperts(nn.Module):
-    """A mixture's experts, each projection a :class:`PackedLinear`: the interface of :class:`ridgeline.nn.moe.Experts`."""
+    """A mixture's experts, each projection a :class:`PackedLinear`; otherwise as :class:`ridgeline.nn.moe.Experts`."""
 
-    def __init__(self, activation: str, gate: list[nn.Module] | None, up: list[nn.Module], down: list[nn.Module]) -> None:
+    def __init__(
+        self, activation: str, gate: list[nn.Module] | None, up: list[nn.Module], down: list[nn.Module]
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.gate_proj = None if gate is None else nn.ModuleList(gate)
@@ -65,20 +68,30 @@ Code = Callable[[str, int | None], tuple[Packed, InputCode | None] | None]
 def load_packed(
     path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", fast: bool = True
 ) -> Transformer:
-    """The model in a compressed checkpoint directory; its compressed layers hold codes, and never were dense.
+    """The model in a checkpoint directory; layers that it has in integer codes hold these, and never were dense.
 
     ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.packed_linear`.
-    Raises :class:`UserError` for whatever is wrong with the directory.
+    GGUF files are expanded. Raises :class:`UserError` for whatever is wrong with the directory.
     """
     path = Path(path)
+    if gguf_file(path) is not None:
+        return load_checkpoint(path, dtype, device)
     spec = ModelSpec.from_path(path)
     reader, device, dtype = Reader(path, spec), torch.device(device), dtype or config_dtype(path)
     with torch.device("meta"):
         model = Transformer(spec)
-    pack_layers(model, lambda name, e: reader.packed(name, e), device, fast,
-                lambda name, e: reader.read(name, e).to(device, dtype))  # fmt: skip
+
+    def code(name: str, expert: int | None) -> tuple[Packed, InputCode | None] | None:
+        packed = reader.packed(name, expert)
+        return (packed, reader.input(name, expert)) if isinstance(packed, Packed) else None
+
+    pack_layers(model, code, device, fast, lambda name, e: reader.read(name, e).to(device, dtype))
     fresh = {n for n, p in model.named_parameters() if p.is_meta}
-    allocate(model, device, dtype)
+    for name in fresh:
+        owner, _, leaf = name.rpartition(".")
+        empty = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
+    model.tie()
     with torch.no_grad():
         for ours, _ in groupby(links(spec), key=lambda link: link.ours):
             if ours in fresh:
@@ -101,9 +114,9 @@ def pack_layers(
             if isinstance(child, nn.Linear) and leaf.endswith("_proj"):
                 found = code(f"{name}.weight", None)
                 if found is not None:
-                    bias = child.bias
+                    _fits(found[0], (child.out_features, child.in_features), name)
                     layer = PackedLinear(found[0], None, found[1], fast, device)
-                    layer.bias = bias  # read, and moved, with all that is dense
+                    layer.bias = child.bias  # read with all that is dense
                     setattr(module, leaf, layer)
                     count += 1
             elif isinstance(child, Experts):
@@ -119,18 +132,31 @@ def _experts(
 ) -> PackedExperts | None:
     kinds = [k for k in ("gate_proj", "up_proj", "down_proj") if getattr(old, k) is not None]
     made: dict[str, list[nn.Module]] = {}
+    missing: list[tuple[str, int]] = []
     any_packed = False
     for kind in kinds:
         made[kind] = []
         for e in range(len(old.up_proj)):
             found = code(f"{name}.{kind}", e)
             if found is not None:
+                _fits(found[0], tuple(getattr(old, kind).shape[1:]), f"{name}.{kind}.{e}")
                 made[kind].append(PackedLinear(found[0], None, found[1], fast, device))
                 any_packed = True
             else:
-                weight = dense(f"{name}.{kind}", e) if dense is not None else getattr(old, kind).data[e]
-                made[kind].append(Dense(weight))
-    return PackedExperts(old.activation, made.get("gate_proj"), made["up_proj"], made["down_proj"]) if any_packed else None
+                missing.append((kind, e))
+                made[kind].append(nn.Identity())
+    if not any_packed:
+        return None
+    for kind, e in missing:
+        weight = getattr(old, kind).detach()[e] if dense is None else dense(f"{name}.{kind}", e)
+        made[kind][e] = Dense(weight)
+    return PackedExperts(old.activation, made.get("gate_proj"), made["up_proj"], made["down_proj"])
+
+
+def _fits(packed: Packed, shape: tuple[int, ...], name: str) -> None:
+    if packed.shape != shape:
+        raise UserError(f"{name} holds codes of shape {list(packed.shape)}, config.json asks for {list(shape)}",
+                        "check that config.json belongs to these files")  # fmt: skip
 
 
 def holds_codes(model: nn.Module) -> list[PackedLinear]:

@@ -1,4 +1,4 @@
-"""How low-bit weights lie in memory while a model runs, and in a checkpoint: one place for what loads and what predicts.
+"""How low-bit weights lie in memory while a model runs, and in a checkpoint: one place for loading and predicting.
 
 Sizes in bytes. What is held is chosen by the kernels that there are (see :mod:`ridgeline.nn.packed_linear`).
 """

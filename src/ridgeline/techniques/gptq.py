@@ -29,7 +29,7 @@ class GPTQ(WeightOnly):
         tolerance=0.05,
         quality="layer error and perplexity below round-to-nearest at the same bits",
         example={"bits": 4, "group_size": 32},
-        runs_in=frozenset({"compress"}),
+        runs_in=frozenset({"compress", "generate"}),
     )
 
     act_order: bool = True

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
 from ridgeline.techniques.base import Card, Technique
-from ridgeline.techniques.weight_only import WeightOnly
+from ridgeline.techniques.weight_only import WeightOnly, coded_weights
 
 if TYPE_CHECKING:
     from ridgeline.runtime.compression import CompressBuild, Site
@@ -50,9 +51,11 @@ class QuantEase(WeightOnly):
         """None: gptq stores the same."""
         return []
 
-    def bytes_per_weight(self, width: int, scale_bytes: float) -> float:
-        """Codes, scales and zeros, and for an outlier its index (4 bytes) and value."""
-        return super().bytes_per_weight(width, scale_bytes) + self.outliers * (4 + scale_bytes)
+    def note(self, e: Experiment, result: Result) -> None:
+        """Outliers too: each has an index (4 bytes) and a value (2 bytes)."""
+        super().note(e, result)
+        result.metrics["checkpoint_bytes"].value += 6 * self.outliers * coded_weights(e)
+        result.metrics["bits_per_weight"].value += 48 * self.outliers
 
     def compress(self, run: CompressBuild) -> None:
         """Solve the layers of a site as one: they share H."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Technique
-from ridgeline.techniques.weight_only import WeightOnly
+from ridgeline.techniques.weight_only import WeightOnly, packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +36,11 @@ class RTN(WeightOnly):
     )
 
     bits: int = Field(default=8, ge=2, le=8)
-    """Bits of one weight; 4 or 8 where it runs (all tasks but compress)."""
+    """Bits of one weight; 4 or 8 as the base of a training run."""
     group_size: int = Field(default=0, ge=0)
     """Weights that share a scale along the input dimension; 0: the whole row."""
     mse: bool = False
-    """Shrink each group's range to the least error (task compress)."""
+    """Shrink each group's range to the least error (not in training)."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -55,31 +55,27 @@ class RTN(WeightOnly):
             "add lora (--with lora), or use task generate",
         )
         super().check(e)
-        if not self._expands(e):
+        if not e.is_training:
             return
-        self.needs(self.bits in (4, 8), f"task {e.task} runs symmetric int4 and int8, not {self.bits} bits",
-                   "use bits=4 or bits=8, or `ridgeline compress`")  # fmt: skip
-        self.needs(self.symmetric and not self.mse, f"task {e.task} rounds symmetrically to the largest weight",
-                   "use symmetric=true and mse=false, or `ridgeline compress`")  # fmt: skip
+        self.needs(self.bits in (4, 8), f"a training base is held in int4 or int8, not {self.bits} bits",
+                   "use bits=4 or bits=8")  # fmt: skip
+        self.needs(self.symmetric and not self.mse, "a training base is rounded symmetrically to the largest weight",
+                   "use symmetric=true and mse=false")  # fmt: skip
         for p in e.model.block_parameters(0):
             if p.name.endswith("_proj.weight") and len(p.shape) == 2:
                 k = p.shape[1]
                 self.needs(self.bits == 8 or k % 2 == 0, f"{p.name} has odd width {k}: int4 packs pairs", "use bits=8")
 
-    def _expands(self, e: Experiment) -> bool:
-        """Whether whole matrices are expanded before their use, from codes with scales in fp32."""
-        return e.task != "compress"
-
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink; where they run, every use first expands one weight matrix to the compute dtype."""
-        if not self._expands(e):
+        """Weights shrink; in training every use first expands one weight matrix to the compute dtype."""
+        if not e.is_training:
             return super().rewrite(g, e)
 
         def quantise(b: Block) -> None:
             sizes: dict[str, float] = {}
             for p in b.params:
                 if p.name.endswith("_proj.weight") and len(p.shape) == 2:
-                    p.bytes_per_element = self.bytes_per_weight(p.shape[1], 4.0)
+                    p.bytes_per_element = self.bits / 8 + 4.0 / (self.group_size or p.shape[1])
                     p.dtype = f"int{self.bits}"
                     p.trainable = False
                     sizes[p.name] = p.numel
@@ -98,7 +94,10 @@ class RTN(WeightOnly):
         return g.each_block(quantise, layers_only=True)
 
     def build(self, run: Build) -> None:
-        """Replace the linears of every block by integer codes."""
+        """Replace the linears of every block by integer codes; where nothing trains, by those of the fast kernels."""
+        if not run.experiment.is_training:
+            packed(run, self.card.name, self.bits, self.group_size, self.symmetric, codes_dense=True, mse=self.mse)
+            return
         from ridgeline.nn.quantised import IntLinear, replace_linears
 
         replace_linears(run.model, lambda linear: IntLinear(linear, self.bits, self.group_size))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed, Stored
 from ridgeline.spec.errors import UserError, unknown
 
@@ -33,6 +34,9 @@ class Format(Protocol):
 
     def read(self, module: str, get: Get) -> Stored | None:
         """The weight of ``module``; None when the file has it dense."""
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """How the input of ``module`` is quantised when the model runs; None: not."""
 
 
 def formats() -> dict[str, type[Format]]:

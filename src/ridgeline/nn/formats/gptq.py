@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.formats import Get
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import UserError
 
@@ -72,6 +73,10 @@ class GPTQFormat:
         middle = bool((zero == 1 << (self.bits - 1)).all())
         codes = unpack_bits(words.t().contiguous(), self.bits, width)
         return Packed(codes, scales.t().contiguous(), None if middle else zero, self.bits, group)
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """Never: the format is for weights."""
+        return None
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """One scheme for all layers, as the format has it. Raises :class:`UserError` for several."""
