@@ -7,14 +7,17 @@ import torch
 from tests.compress.conftest import with_outliers
 
 from ridgeline import experiments
+from ridgeline.compress.calibration import calibration_windows
 from ridgeline.nn import build
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.formats import reader
 from ridgeline.nn.input_code import InputCode, fake_quantise
+from ridgeline.nn.packed_model import load_packed
 from ridgeline.runtime.solve.fold import SITES, fold, unfoldable
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.fptq import equaliser
 from ridgeline.techniques.registry import check, normalise
+from ridgeline.train.data import load_tokens
 
 
 def rms(found, wanted):
@@ -176,6 +179,23 @@ def test_a_compression_that_was_stopped_goes_on_with_the_inputs_it_had_decided(b
     for file in sorted(whole.glob("*.safetensors")):
         assert file.read_bytes() == (parts / file.name).read_bytes()
     assert (whole / "config.json").read_text() == (parts / "config.json").read_text()
+
+
+@pytest.mark.parametrize(("plan", "form"), [
+    ("smooth_int8:threshold=0,alpha=0.5", "compressed-tensors"), ("smooth_int8", "ridgeline"),
+    ("fptq:group_size=32,low=5,high=40", "compressed-tensors"), ("fptq:group_size=32,low=5,high=40", "ridgeline"),
+])  # fmt: skip
+def test_what_is_loaded_computes_what_the_walk_had(bench, planted, tmp_path, plan, form):
+    """Folded norms, codes, static scales and thresholds all pass through the file."""
+    bench.compress(planted[1], tmp_path / "out", plan, format=form)
+    walked, dense, _, _ = bench.walk(planted[1], plan)
+    model = load_packed(tmp_path / "out", torch.float32, fast=False)
+    model.norm = None
+    e = bench.experiment(planted[1], plan)
+    windows = calibration_windows(e.workload, load_tokens(bench.text, e.model.vocab_size, str(planted[1])))
+    with torch.no_grad():
+        loaded = model(windows, return_hidden=True)
+    assert rms(loaded, walked) < 0.1 * rms(dense, walked)
 
 
 @pytest.mark.parametrize(("plan", "says"), [

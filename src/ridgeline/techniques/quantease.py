@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from ridgeline.graph.graph import Block, Graph, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.techniques.base import Card, Technique
-from ridgeline.techniques.weight_only import WeightOnly, coded_weights
+from ridgeline.techniques.weight_only import CODED, WeightOnly, coded_weights
 
 if TYPE_CHECKING:
     from ridgeline.runtime.compression import CompressBuild, Site
+
+_HELD = 4 + 2 * 8
+"""Bytes in memory of one weight that is kept aside: its value, its row and its column."""
 
 
 class QuantEase(WeightOnly):
@@ -30,7 +34,7 @@ class QuantEase(WeightOnly):
         tolerance=0.05,
         quality="layer error at most GPTQ's when started from it",
         example={"bits": 4, "group_size": 32},
-        runs_in=frozenset({"compress"}),
+        runs_in=frozenset({"compress", "generate"}),
     )
 
     start: Literal["gptq", "cold"] = "gptq"
@@ -50,6 +54,18 @@ class QuantEase(WeightOnly):
     def choices(cls, e: Experiment) -> list[Technique]:
         """None: gptq stores the same."""
         return []
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Weights shrink; those that are kept aside are added at run time, by value, row and column."""
+
+        def add(b: Block) -> None:
+            aside = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
+            for p in b.params:
+                p.bytes_per_element += self.outliers * _HELD if p.name in aside else 0.0
+            b.forward = [changed(o, bytes=o.bytes + aside.get(o.param, 0.0)) for o in b.forward]
+
+        g = super().rewrite(g, e)
+        return g.each_block(add, layers_only=True) if self.outliers else g
 
     def note(self, e: Experiment, result: Result) -> None:
         """Outliers too: each has an index (4 bytes) and a value (2 bytes)."""
