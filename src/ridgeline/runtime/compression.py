@@ -167,7 +167,7 @@ def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
     fitted = grid.fit(weight)
     rounded = nearest(weight, fitted)
     packed = fitted.pack(rounded if keep is None else rounded * keep)
-    assert packed is not None
+    assert isinstance(packed, Packed)
     store(site, packed, **said)
 
 

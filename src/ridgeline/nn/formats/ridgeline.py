@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.formats import Get
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed, Stored, pack_bits, unpack_bits
 from ridgeline.nn.ternary import PAIRS, WORDS, ZEROS, Ternary
 from ridgeline.spec.errors import UserError
@@ -28,6 +29,9 @@ class Ridgeline:
 
     name = "ridgeline"
 
+    def __init__(self, inputs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._inputs = inputs or {}
+
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Ridgeline:
         """A reader. Raises :class:`UserError` for a version or a dictionary that is not this one."""
@@ -35,7 +39,11 @@ class Ridgeline:
         if version != VERSION or book != _dictionary():
             raise UserError(f"ridgeline format of version {version} with dictionary {book} is not read",
                             f"read: version {VERSION} with dictionary {_dictionary()}")  # fmt: skip
-        return cls()
+        return cls(config.get("inputs"))
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """How the input of ``module`` is quantised when the model runs; None: not."""
+        return InputCode(**self._inputs[module]) if module in self._inputs else None
 
     def write(self, module: str, packed: Stored) -> dict[str, Tensor]:
         """See the class."""
