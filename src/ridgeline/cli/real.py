@@ -198,7 +198,7 @@ def run_training(
         try:
             return run_with_restarts(start or run_job, Job("train", e, options, ranks=e.world), bar.message, restarts)
         except JobFailed as failure:
-            raise _failed(failure) from None
+            raise failed(failure) from None
 
 
 def _dry_run(spec: Any, folder: Path, json: bool) -> None:
@@ -247,7 +247,7 @@ def _print_training(result: dict[str, Any], json: bool) -> None:
         print(f"{name}: {t['bytes'] / 1e6:.1f} MB in {t['count']} moves at {t['bandwidth'] / 1e9:.2f} GB/s")
 
 
-def _failed(failure: Any) -> Exception:
+def failed(failure: Any) -> Exception:
     if failure.log:
         say(failure.log)
     say(f"the run failed ({failure.status}): {failure.reason}")

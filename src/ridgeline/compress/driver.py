@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from ridgeline.compress.calibration import Hidden, calibration_windows, load_text
 from ridgeline.compress.output import Output, config_of, layer_of, their_tensors
 from ridgeline.compress.walk import ReadExpert, Walker
-from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.checkpoint import Reader, config_dtype, load_checkpoint, save_checkpoint
 from ridgeline.nn.formats import Format, writer
+from ridgeline.nn.formats.compressed_tensors import CompressedTensors
+from ridgeline.nn.formats.gguf import require_gguf, write_gguf
 from ridgeline.nn.hf_names import links
 from ridgeline.nn.init import assign
 from ridgeline.nn.packed import Outliers, Packed, Stored
@@ -37,6 +38,8 @@ from ridgeline.techniques.registry import check, normalise
 
 DENSE = "dense"
 """Format in which codes are expanded before they are written."""
+GGUF = "gguf"
+"""Format that is one file beside the checkpoint, converted from it at the end."""
 
 
 def compress(e: Experiment, device: torch.device, options: dict[str, Any], report: Any) -> dict[str, Any]:
@@ -51,10 +54,14 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     assert isinstance(w, Compress) and w.checkpoint is not None
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
-    form = None if options.get("format") == DENSE else writer(options.get("format") or "compressed-tensors")
+    name = options.get("format") or CompressedTensors.name
+    form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)
     text = load_text(w, spec.vocab_size)
     windows = calibration_windows(w, text)
-    scale_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+    if name == GGUF:
+        require_gguf(spec)
+    wide = dtype == torch.bfloat16 and name not in ("gptq", GGUF)
+    scale_dtype = torch.bfloat16 if wide else torch.float16  # what the format stores, or the checkpoint
     run = CompressBuild(e, spec, device, scale_dtype)
     for technique in made:
         technique.compress(run)
@@ -77,15 +84,18 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     numel = {name: r.pop("numel") for name, r in weights.items()}
     result = {
         "schema": "ridgeline.compression/1", "plan": e.plan.strings(), "source": w.checkpoint,
-        "format": options.get("format") or "compressed-tensors", "out": str(options["out"]),
+        "format": name, "out": str(options["out"]),
         "calibration": {"data": w.data, "samples": w.samples, "seq_len": w.seq_len, "seed": w.seed},
         "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "zeros": sum(weights[n]["zeros"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "checkpoint_bytes": total, "parameters": spec.num_parameters, "layers": list(weights.values()),
         "experts": coverage, "seconds": time.perf_counter() - started, "peak_rss_bytes": peak_rss(),
-        "environment": {**fingerprint(), "threads": torch.get_num_threads()},
+        "environment": {"torch": torch.__version__, "threads": torch.get_num_threads()},
     }  # fmt: skip
-    output.finish(config, result, original)
+    if name == GGUF:
+        output.finish(config, result, original, lambda folder: write_gguf(folder, folder / "model.gguf"))
+    else:
+        output.finish(config, result, original)
     return result
 
 

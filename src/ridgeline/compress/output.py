@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Output:
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], resume: bool) -> None:
+        self._umask = os.umask(0)
+        os.umask(self._umask)
         self.out, self.partial = out, out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not empty", "give another directory with --out, or remove it")
@@ -79,6 +81,7 @@ class Output:
         draft = file.with_suffix(".draft")
         try:
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, draft, metadata={"format": "pt"})
+            draft.chmod(0o666 & ~self._umask)  # the library writes files that only their owner can read
             os.replace(draft, file)
             size = sum(t.nbytes for t in tensors.values())
             self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **said}
@@ -97,8 +100,13 @@ class Output:
         draft.write_text(json.dumps(value, indent=1), encoding="utf-8")
         os.replace(draft, file)
 
-    def finish(self, config: dict[str, Any], report: dict[str, Any], beside: Path) -> None:
-        """Give files their final names, add index, config, report and the source's tokenizer, and move all to OUT."""
+    def finish(
+        self, config: dict[str, Any], report: dict[str, Any], beside: Path, convert: Callable[[Path], None] | None = None
+    ) -> None:
+        """Give files their final names, add index, config, report and the source's tokenizer, and move all to OUT.
+
+        ``convert`` writes the folder's model in a format of one file, which then takes the place of the tensors.
+        """
         parts = list(self.journal["parts"].values())
         weight_map: dict[str, str] = {}
         for i, part in enumerate(parts, 1):
@@ -115,8 +123,15 @@ class Output:
             ours = {"config.json", INDEX, REPORT, "quantize_config.json"}
             if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and file.name not in ours:
                 shutil.copy2(file, self.partial / file.name)
+        if convert is not None:
+            convert(self.partial)
         shutil.rmtree(self.partial / "whole", ignore_errors=True)
         (self.partial / _JOURNAL).unlink()
+        if convert is not None:
+            for file in (*self.partial.glob("model*.safetensors"), self.partial / INDEX):
+                file.unlink(missing_ok=True)
+            config = {k: v for k, v in config.items() if k != "quantization_config"}
+            self._write_json(self.partial / "config.json", config)
         if self.out.is_dir():
             self.out.rmdir()
         os.replace(self.partial, self.out)

@@ -15,6 +15,7 @@ from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.generate import decode, make_cache, prefill
 from ridgeline.nn.init import build
 from ridgeline.nn.meter import Meter, process_memory
+from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
@@ -52,7 +53,7 @@ def generation_cell(
     with torch.inference_mode():
         for round_ in range(ROUNDS + 1):
             report({"stage": f"round {round_ + 1} of {ROUNDS + 1}"})
-            times = _generate(run, prompt, w.output_len)
+            times = _generate(run.model, prompt, w.output_len)
             if round_ == 0:
                 continue  # the first round pays for allocation and warm caches
             firsts.append(times[0])
@@ -64,7 +65,7 @@ def generation_cell(
         meter = Meter(model)
         meter.register(model.parameters(), "parameters")
         with meter:
-            _generate(run, prompt, min(2, w.output_len))
+            _generate(run.model, prompt, min(2, w.output_len))
     steps = max(1, w.output_len - 1)
     end, first = statistics.median(total), statistics.median(firsts)
     rate = batch * ranks * w.output_len / end
@@ -96,22 +97,28 @@ def generation_cell(
     return result.model_dump(mode="json", by_alias=True)
 
 
-def _generate(run: Build, prompt: torch.Tensor, output_len: int) -> list[float]:
+@torch.inference_mode()
+def generation_times(model: Transformer, prompt: torch.Tensor, output_len: int, rounds: int) -> list[list[float]]:
+    """Seconds of the prefill of ``prompt`` [B, S] and of each further token, of every round after one warm-up."""
+    return [_generate(model, prompt, output_len) for _ in range(rounds + 1)][1:]
+
+
+def _generate(model: Transformer, prompt: torch.Tensor, output_len: int) -> list[float]:
     """Seconds of the prefill (with the first token) and of each further token."""
 
     def now() -> float:
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
+        if prompt.is_cuda:
+            torch.cuda.synchronize(prompt.device)
         return time.perf_counter()
 
     batch, length = prompt.shape
-    cache = make_cache(run.model, batch, length + output_len)
+    cache = make_cache(model, batch, length + output_len)
     times: list[float] = []
     start = now()
-    tokens = prefill(run.model, prompt, cache).argmax(-1)
+    tokens = prefill(model, prompt, cache).argmax(-1)
     for _ in range(output_len - 1):
         times.append(now() - start)
         start = now()
-        tokens = decode(run.model, tokens, cache).argmax(-1)
+        tokens = decode(model, tokens, cache).argmax(-1)
     times.append(now() - start)
     return times

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ridgeline.nn.formats import Format, reader
 from ridgeline.nn.hf_names import Link, links, spellings, stacked
 from ridgeline.nn.init import allocate, assign
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
@@ -59,6 +59,7 @@ class _Files:
         self._open: dict[Path, Any] = {}
         if not path.is_dir():
             raise UserError(f"no checkpoint directory at {path}", "give the directory that holds config.json")
+        self.format = reader(_config(path).get("quantization_config")) if files is None else form
         if files is not None:
             pass
         elif (path / SINGLE).is_file():
@@ -72,7 +73,6 @@ class _Files:
             if not file.is_file():
                 raise UserError(f"{path / INDEX} names the shard {file.name}, which does not exist", _AGAIN)
             self.where.update(dict.fromkeys(self._handle(file).keys(), file))
-        self.format = form if files is not None else reader(_config(path).get("quantization_config"))
 
     @staticmethod
     def _weight_map(index: Path) -> dict[str, str]:
@@ -107,7 +107,7 @@ class _Files:
         """A whole tensor by its name in the files; None when there is none."""
         return self.read(name, Link("", name)) if name in self.where else None
 
-    def packed(self, link: Link) -> Packed | None:
+    def packed(self, link: Link) -> Stored | None:
         """``link``'s weight, if the checkpoint has it in codes."""
         if self.format is None or not link.theirs.endswith(".weight"):
             return None
@@ -142,15 +142,29 @@ def load_checkpoint(
 ) -> Transformer:
     """The model in the checkpoint directory ``path``, in ``dtype`` (default: as its config says, else float32).
 
+    Codes of compressed checkpoints are expanded. A GGUF file, or a directory with nothing else, is read too.
+
     Raises :class:`UserError` for whatever is wrong with the directory; the message names file and tensor.
     """
     path = Path(path)
+    if (file := gguf_file(path)) is not None:
+        from ridgeline.nn.formats.gguf import load_gguf  # it reads checkpoints, too
+
+        return load_gguf(file, dtype or torch.float32).to(device)
     spec = ModelSpec.from_path(path)
     with torch.device("meta"):
         model = Transformer(spec)
     allocate(model, device, dtype or config_dtype(path))
     load_into(model, path)
     return model
+
+
+def gguf_file(path: Path) -> Path | None:
+    """``path`` itself if it is a GGUF file, or the only one in a directory without safetensors."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    return files[0] if len(files) == 1 and not any(path.glob("*.safetensors")) else None
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -193,6 +207,10 @@ class Reader:
         self._files = _Files(Path(path), files, form)
         self._links = {ours: list(group) for ours, group in groupby(links(spec), key=lambda link: link.ours)}
         self._shapes = {p.name: p.shape for p in spec.parameters()}
+
+    def packed(self, ours: str, expert: int | None = None) -> Stored | None:
+        """A parameter's (or one expert's) codes; None where it is stored densely."""
+        return self._files.packed(self._links[ours][expert or 0])
 
     def read(self, ours: str, expert: int | None = None) -> Tensor:
         """A parameter as it is stored (codes expanded to fp32), or one expert's slice of it.

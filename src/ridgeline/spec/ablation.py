@@ -28,6 +28,8 @@ class Outcome(BaseModel):
     predicted_speedup: float | None = None
     memory_ratio: float | None = None
     """Measured peak bytes over the baseline's."""
+    perplexity_ratio: Metric | None = None
+    """Measured perplexity over the baseline's on the same windows, with the 95 % interval of the paired ratio."""
     verdict: Verdict = "failed"
     checks: list[Check] = Field(default_factory=list)
     """Sameness of the loss against the baseline, per the cards of the techniques."""

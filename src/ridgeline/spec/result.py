@@ -125,6 +125,8 @@ class Result(_Record):
     memory: list[Memory] = Field(default_factory=list)
     traffic: list[Traffic] = Field(default_factory=list)
     samples: list[Sample] = Field(default_factory=list)
+    losses: list[float] = Field(default_factory=list)
+    """Mean loss of every held-out window, nats per token: what perplexity is compared by, window by window."""
     checks: list[Check] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     created: str = ""

@@ -13,6 +13,9 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.weight_only import QUANTISE, narrow
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ridgeline.nn.packed import Stored
     from ridgeline.runtime.compression import CompressBuild, Site
 
 WORD_BITS = 0.737
@@ -86,8 +89,6 @@ class QMoE(Technique):
     def _solve(self, run: CompressBuild, site: Site) -> None:
         import torch
 
-        from ridgeline.nn.packed import Packed, Stored
-        from ridgeline.nn.ternary import Ternary
         from ridgeline.runtime.compression import packed_rows
         from ridgeline.runtime.solve import grid
         from ridgeline.runtime.solve.support import Given
@@ -100,7 +101,7 @@ class QMoE(Technique):
         plain = site.tokens < self.min_tokens
         gram = torch.eye(len(site.gram)) if plain else site.gram
         support = None if keep is None else Given(keep)
-        records: list[Ternary] | list[Packed]
+        records: Sequence[Stored]
         if self.grid == "2bit":
             whole = run.affine(2, 0, symmetric=False).fit(weight)
             solved = sweep(weight, gram, whole, support, act_order=True, damp=self.damp)
@@ -109,7 +110,6 @@ class QMoE(Technique):
             three = grid.Ternary(run.scale_dtype).fit(weight)
             solved = sweep(weight, gram, three, support, act_order=True, damp=self.damp)
             records = packed_rows(site, three.pack(solved.weight))
-        own: Stored
         for layer, own in zip(site.layers, records, strict=True):
             layer.store(own)
             layer.said |= {"damp": solved.damp, "rounded": plain}

@@ -101,6 +101,10 @@ def run_rank(
         from ridgeline.measure.probe_worker import probe_rank
 
         return probe_rank(device, rank, ranks, options, report)
+    if mode == "eval":
+        from ridgeline.measure.evaluation import evaluate
+
+        return evaluate(options, device, report)
     assert e is not None
     if mode == "train":
         if options.get("backend", "native") != "native":

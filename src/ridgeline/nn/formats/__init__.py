@@ -38,9 +38,10 @@ class Format(Protocol):
 def formats() -> dict[str, type[Format]]:
     """What can be written, by name."""
     from ridgeline.nn.formats.compressed_tensors import CompressedTensors
+    from ridgeline.nn.formats.gptq import GPTQFormat
     from ridgeline.nn.formats.ridgeline import Ridgeline
 
-    return {CompressedTensors.name: CompressedTensors, Ridgeline.name: Ridgeline}
+    return {kind.name: kind for kind in (CompressedTensors, GPTQFormat, Ridgeline)}
 
 
 def writer(name: str) -> Format:

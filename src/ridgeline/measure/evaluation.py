@@ -1,0 +1,89 @@
+"""``ridgeline eval``: what a checkpoint is worth: perplexity on a text, bits per weight, bytes, tokens per second."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.compress.calibration import windows_of
+from ridgeline.measure.environment import fingerprint
+from ridgeline.measure.generation import generation_times
+from ridgeline.measure.perplexity import perplexity, perplexity_ratio, window_losses
+from ridgeline.nn.checkpoint import first_missing, gguf_file, load_checkpoint
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
+from ridgeline.train.data import MAX_BYTES, load_tokenizer, own_tokenizer, token_ids
+
+ROUNDS = 3
+"""Times that generation is timed, after one warm-up."""
+
+
+def evaluate(options: dict[str, Any], device: torch.device, report: Any) -> dict[str, Any]:
+    """Evaluate ``options["checkpoint"]`` on ``options["text"]``.
+
+    Options: ``seq_len``, ``windows`` (at most so many), ``tokenizer``, ``against`` (a checkpoint to compare with,
+    window by window), ``prompt_len``, ``output_len`` (of the timed generation; 0: none). Raises :class:`UserError`.
+    """
+    path = Path(options["checkpoint"])
+    spec = ModelSpec.from_path(path)
+    if not spec.causal:
+        raise UserError(f"{path} is an encoder: it has no perplexity of running text", "evaluate a decoder")
+    seq_len = min(options["seq_len"], spec.max_positions)
+    source = options.get("tokenizer") or own_tokenizer(str(path))
+    if source is None:
+        raise UserError(f"{path} has no tokenizer.json", "give one with --tokenizer")
+    ids = token_ids(options["text"], MAX_BYTES, load_tokenizer(source))
+    if len(ids) and int(ids.max()) >= spec.vocab_size:
+        raise UserError(f"{source} makes token ids up to {int(ids.max())}, the model has {spec.vocab_size}",
+                        "use the model's own tokenizer")  # fmt: skip
+    windows = windows_of(ids, seq_len, options["windows"], options["text"])
+    result: dict[str, Any] = {
+        "schema": "ridgeline.evaluation/1", "checkpoint": str(path), "text": options["text"], "seq_len": seq_len,
+        "windows": len(windows), "tokens": len(windows) * seq_len, **stored_size(path),
+        "parameters": spec.num_parameters,
+    }  # fmt: skip
+    losses = {}
+    for name in filter(None, ("checkpoint", "against" if options.get("against") else "")):
+        model = load_checkpoint(options[name], dtype=torch.float32, device=device)
+        if model.spec.vocab_size != spec.vocab_size:
+            raise UserError(f"{options[name]} has another vocabulary than {path}", "compare like with like")
+        losses[name] = window_losses(model, windows, lambda n, name=name: report(
+            {"step": n, "steps": len(windows), "stage": f"perplexity of {Path(options[name]).name}"}))  # fmt: skip
+        if name == "checkpoint" and options.get("output_len"):
+            report({"stage": "timing generation"})
+            prompt = windows[:1, : min(options["prompt_len"], seq_len)].to(device)
+            times = generation_times(model, prompt, options["output_len"], ROUNDS)
+            result["decode_tokens_per_s"] = 1 / statistics.median(t for run in times for t in run[1:])
+            result["ttft_s"] = statistics.median(run[0] for run in times)
+        del model
+    result["perplexity"] = perplexity(losses["checkpoint"])._asdict()
+    result["losses"] = losses["checkpoint"]
+    if "against" in losses:
+        result["against"] = {"checkpoint": options["against"], "perplexity": perplexity(losses["against"])._asdict(),
+                             "ratio": perplexity_ratio(losses["checkpoint"], losses["against"])._asdict()}  # fmt: skip
+    result["environment"] = {**fingerprint(), "threads": torch.get_num_threads()}
+    return result
+
+
+def stored_size(path: Path) -> dict[str, float]:
+    """Bytes of all tensors in a checkpoint's files (headers not counted), and bits per weight of the linear layers that
+    a compression report beside them tells of (else of all parameters). A GGUF file counts whole."""
+    total = 0
+    if (single := gguf_file(path)) is not None:
+        total = single.stat().st_size
+    files = list(path.glob("*.safetensors"))
+    for file in files:
+        if first_missing(file) is not None:
+            raise UserError(f"{file} is truncated", "save or download the checkpoint again")
+        with file.open("rb") as f:
+            total += file.stat().st_size - 8 - int.from_bytes(f.read(8), "little")
+    known = path / "ridgeline.json"
+    if known.is_file():
+        bits = json.loads(known.read_text(encoding="utf-8")).get("bits_per_weight")
+        if bits is not None:
+            return {"checkpoint_bytes": total, "bits_per_weight": bits}
+    return {"checkpoint_bytes": total, "bits_per_weight": 8 * total / ModelSpec.from_path(path).num_parameters}
