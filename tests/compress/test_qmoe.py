@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze, text
 
 from ridgeline.compress import walk
 from ridgeline.nn.checkpoint import Reader, load_checkpoint
@@ -12,7 +13,6 @@ from ridgeline.runtime.solve.grid import Ternary, nearest
 from ridgeline.runtime.solve.sweep import relative_error, sweep
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.model import ModelSpec
-from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze, text
 
 WIDE = {**MIXTRAL, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
 
@@ -80,7 +80,7 @@ def test_end_to_end(source, tmp_path):
     reader = Reader(out, ModelSpec.from_path(out))
     name = "layers.1.mlp.experts.up_proj"
     assert torch.equal(reader.read(name, 2), dict(model.named_parameters())[name][2])
-    assert len(reader.read(name, 2).unique(dim=1)) and all(len(row.unique()) <= 3 for row in reader.read(name, 2))
+    assert all(len(row.unique()) <= 3 for row in reader.read(name, 2))
     ids = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         assert not torch.equal(model(ids), original(ids))
@@ -98,9 +98,10 @@ def test_reloaded_model_computes_what_the_driver_had(source, tmp_path, monkeypat
     monkeypatch.setattr(walk.Walker, "block", block)
     out = tmp_path / "out"
     squeeze(source, out, "qmoe")
+    from tests.compressing import workload
+
     from ridgeline import experiments
     from ridgeline.compress.calibration import calibration_windows, load_text
-    from tests.compressing import workload
 
     e = experiments.make(str(source), "a100", workload(source, text(tmp_path)), ["qmoe"])
     windows = calibration_windows(e.workload, load_text(e.workload, 258))

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_dictionary_holds_the_most_probable_sequences():
     assert len(known) == WORDS
     assert max(map(len, all_words)) == 2 * PAIRS
     chances = [probability(w) for w in all_words]
-    assert all(a >= b * (1 - 1e-9) for a, b in zip(chances, chances[1:], strict=False))
+    assert all(a >= b * (1 - 1e-9) for a, b in pairwise(chances))
     pairs = [(a, b) for a in range(3) for b in range(3)]
     for word in all_words[:: WORDS // 500]:  # a word's beginnings are words; what is left out is less probable
         assert len(word) == 2 or word[:-2] in known
@@ -118,5 +119,3 @@ def test_product_decodes_a_block_of_rows_at_a_time(monkeypatch, dtype):
     monkeypatch.setattr(Ternary, "dense", dense)
     torch.testing.assert_close(code.product(x), expected)
     assert most == 8
-
-

@@ -76,9 +76,13 @@ def _is_weight_format(name: str) -> bool:
 
 def _widths(e: Experiment) -> dict[str, tuple[int, int]]:
     from ridgeline.spec.targets import linears
+    from ridgeline.techniques.registry import techniques
 
-    found = linears(e.model)
-    if e.model.num_experts:
-        h, f = e.model.hidden_size, e.model.intermediate_size
+    spec = e.model
+    for t in techniques(e.plan):
+        spec = t.resized(spec)
+    found = linears(spec)
+    if spec.num_experts:
+        h, f = spec.hidden_size, spec.intermediate_size
         found |= {"an expert's up_proj": (f, h), "an expert's down_proj": (h, f)}
     return found
