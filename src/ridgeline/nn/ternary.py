@@ -1,4 +1,4 @@
-"""Ternary weights in less than a bit: a fixed dictionary of runs (QMoE, arXiv:2310.16795, section 3).
+"""Ternary weights in less than a bit: a fixed dictionary of runs (QMoE, arXiv:2310.16795).
 
 A row holds 0, its minimum or its maximum. Of Gaussian weights rounded so about 89 % are zero, and a sequence of such
 symbols is worth far less than a bit each. The code's words are the 2^16 most probable sequences of pairs of symbols

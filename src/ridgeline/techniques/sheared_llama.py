@@ -64,8 +64,10 @@ class ShearedLLaMA(Technique):
         m = e.model
         self.needs(not e.plan.has("llm_pruner"), "llm_pruner decides the model's shape too", "keep one of them")
         self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
-        asked = {"layers": (self.layers, m.num_layers), "hidden": (self.hidden, m.hidden_size),
-                 "heads": (self.heads, m.num_heads), "intermediate": (self.intermediate, m.intermediate_size)}  # fmt: skip
+        asked = {
+            "layers": (self.layers, m.num_layers), "hidden": (self.hidden, m.hidden_size),
+            "heads": (self.heads, m.num_heads), "intermediate": (self.intermediate, m.intermediate_size),
+        }  # fmt: skip
         for name, (left, whole) in asked.items():
             self.needs(left <= whole, f"{name}={left} exceeds the {whole} of {m.name}", f"use at most {whole}")
         self.needs(any(0 < left < whole for left, whole in asked.values()), f"that is the shape of {m.name} already",
