@@ -43,6 +43,14 @@ def test_many_rows_share_a_dense_product():
     assert tally.skipped == 0
 
 
+@pytest.mark.parametrize(("most", "skips"), [(0.3, False), (0.7, True)])
+def test_too_many_active_entries_share_a_dense_product(most, skips):
+    linear, tally = nn.Linear(40, 24), Tally()
+    x = rectified(4, 40)
+    torch.testing.assert_close(SkippingLinear(linear, 0.0, 8, tally, most)(x), linear(x))
+    assert (tally.skipped > 0) == skips
+
+
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 2.0])
 def test_error_is_bounded_by_what_was_skipped(threshold):
     linear, tally = nn.Linear(40, 24), Tally()

@@ -25,7 +25,9 @@ def plan(*calls, model=OPT, **workload):
 def test_share_of_flops_is_reported():
     import torch
 
-    found = generation_cell(plan("zero_skipping:attention=true,block=4"), torch.device("cpu"), 0, 1, {}, lambda m: None)
+    found = generation_cell(
+        plan("zero_skipping:attention=true,block=4,most=1"), torch.device("cpu"), 0, 1, {}, lambda m: None
+    )
     metrics = found["metrics"]
     # 4 rounds and the memory run: prompts of 20 tokens are dense, every later token skips about half.
     assert 0.05 < metrics["skipped_inner_flops"]["value"] < 0.2
@@ -45,6 +47,13 @@ def test_prediction_shrinks_decoding_only():
             down, was = new["mlp.down_proj"], old["mlp.down_proj"]
             assert down.flops == was.flops / 4
             assert was.bytes - down.bytes == 0.75 * 32 * 64 * 4
+
+
+def test_nothing_shrinks_where_skipping_does_not_pay():
+    for call, size in (("zero_skipping:zeros=0.5", 1), ("zero_skipping:rows=2", 3)):
+        e = plan(call, batch_size=size)
+        (t,) = techniques(e.plan)
+        assert t.rewrite(decode_graph(e), e).flops == decode_graph(e).flops
 
 
 def test_refusals():

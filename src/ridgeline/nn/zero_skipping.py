@@ -42,22 +42,23 @@ class SkippingLinear(nn.Module):
     row skipped; at threshold 0 nothing but the order of summation changes.
     """
 
-    def __init__(self, linear: nn.Linear, threshold: float, rows: int, tally: Tally) -> None:
-        """``rows``: most rows at once for which skipping is tried; more share one dense product."""
+    def __init__(self, linear: nn.Linear, threshold: float, rows: int, tally: Tally, most: float = 1.0) -> None:
+        """``rows``, ``most``: rows at once, and share of their inputs that is active, up to which skipping pays; beyond
+        that all share one dense product."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.transposed = nn.Parameter(linear.weight.detach().t().contiguous(), requires_grad=False)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
-        self.threshold, self.rows, self.tally = threshold, rows, tally
+        self.threshold, self.rows, self.tally, self.most = threshold, rows, tally, most
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
         flat = x.reshape(-1, self.in_features)
         flops = 2 * flat.shape[0] * self.in_features * self.out_features
-        if x.is_meta or flat.shape[0] > self.rows:
+        active = None if x.is_meta or flat.shape[0] > self.rows else flat.abs() > self.threshold
+        if active is None or int(active.sum()) > self.most * active.numel():
             self.tally.add(flops, 0)
             return F.linear(x, self.transposed.t(), self.bias)
-        active = flat.abs() > self.threshold
         row, column = active.nonzero(as_tuple=True)
         begins = active.sum(1).cumsum(0).roll(1)
         begins[0] = 0

@@ -108,7 +108,7 @@ def shear(
         logits = functional_call(model, masked(spec, dict(parameters), z), (ids[:, :-1],))
         loss = token_loss(logits, nn.Identity(), ids[:, 1:])[0] / ids[:, 1:].numel()
         progress = min(1.0, (step + 1) / max(1, round(how.warmup * how.steps)))
-        (loss + sum(g.penalty(progress) for g in gates.values())).backward()  # type: ignore[union-attr]
+        (loss + sum(g.penalty(progress) for g in gates.values())).backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         for optimizer in (update, move, climb):
             optimizer.step()

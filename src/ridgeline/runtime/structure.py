@@ -150,7 +150,7 @@ def cut(model: Transformer, keep: Keep, layers: Sequence[int] | None = None) -> 
     growth = math.sqrt(old.hidden_size / kept["hidden"])
     for name, target in made.named_parameters():
         source = _source(name, chosen)
-        value = sources[source]
+        value: Tensor = sources[source]
         for part, entries in parts.get(source, []):
             value = value.index_select(part.dim, entries)
         if name.endswith("norm.weight") and not name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -169,4 +169,5 @@ def _source(name: str, chosen: list[int]) -> str:
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by name, all with gradients."""
-    return {name: p.requires_grad_() for name, p in model.named_parameters()}
+    model.requires_grad_(True)
+    return dict(model.named_parameters())

@@ -34,7 +34,7 @@ class ShearedLLaMA(Technique):
         tolerance=0.09,
         quality="the shape asked for exactly; after the same training a lower loss than the same shape from scratch",
         runs_in=frozenset({"compress"}),
-        example={"intermediate": 64},
+        example={"intermediate": 32},
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = PRUNE - 2
@@ -109,6 +109,6 @@ class ShearedLLaMA(Technique):
     def _shear(self, run: CompressBuild, job: ModelJob) -> None:
         from ridgeline.runtime.shearing import Shearing, shear
 
-        seed = run.experiment.workload.seed  # type: ignore[union-attr]
+        seed = run.experiment.workload.seed
         how = Shearing(self.steps, self.batch, self.warmup, self.lr, self.mask_lr, seed)
         job.model = shear(job.model, job.windows, self.resized(job.model.spec), how, job.report)

@@ -36,6 +36,8 @@ class ZeroSkipping(Technique):
     """Inner entries of at most this magnitude are skipped."""
     rows: int = Field(default=8, ge=1)
     """Most tokens at once for which single entries are skipped: more of them share one dense product."""
+    most: float = Field(default=0.35, gt=0, le=1)
+    """Largest share of active entries at which skipping pays: single entries cost more than they would in a product."""
     attention: bool = False
     """Whether attention skips too (its scores are then computed unfused)."""
     probability: float = Field(default=0.0, ge=0, lt=1)
@@ -61,7 +63,7 @@ class ZeroSkipping(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """The last projection shrinks to its expected active part, for few tokens at once. Attention's saving depends
         on the text and is not predicted."""
-        if e.model.activation != "relu" or e.model.num_experts or g.tokens > self.rows:
+        if e.model.activation != "relu" or e.model.num_experts or g.tokens > self.rows or 1 - self.zeros > self.most:
             return g
         wide = DTYPE_BYTES[e.dtype]
 
@@ -87,7 +89,7 @@ class ZeroSkipping(Technique):
             inner = Tally()
             for module in list(run.model.modules()):
                 if isinstance(module, MLP) and isinstance(module.down_proj, nn.Linear):
-                    module.down_proj = SkippingLinear(module.down_proj, self.threshold, self.rows, inner)  # type: ignore[assignment]
+                    module.down_proj = SkippingLinear(module.down_proj, self.threshold, self.rows, inner, self.most)  # type: ignore[assignment]
             run.said["skipped_inner_flops"] = lambda: inner.share
         if self.attention:
             keys = Tally()
