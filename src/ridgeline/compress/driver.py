@@ -26,10 +26,11 @@ from ridgeline.nn.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.formats.gguf import require_gguf, write_gguf
 from ridgeline.nn.hf_names import links
 from ridgeline.nn.init import assign
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed, Stored
 from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.compression import CompressBuild, InputCode, ModelJob
+from ridgeline.runtime.compression import CompressBuild, ModelJob
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -51,7 +52,8 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     e = normalise(e)
     made = check(e)
     w = e.workload
-    assert isinstance(w, Compress) and w.checkpoint is not None
+    assert isinstance(w, Compress)
+    assert w.checkpoint is not None
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
     name = options.get("format") or CompressedTensors.name
@@ -89,6 +91,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
         "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "zeros": sum(weights[n]["zeros"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "checkpoint_bytes": total, "parameters": spec.num_parameters, "layers": list(weights.values()),
+        "blocks": {name: part["said"] for name, part in output.journal["parts"].items() if part.get("said")},
         "experts": coverage, "seconds": time.perf_counter() - started, "peak_rss_bytes": peak_rss(),
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads()},
     }  # fmt: skip
@@ -130,11 +133,11 @@ def _stream(
     _load(skeleton.embed, "embed", reader)
     walker = Walker(run, skeleton, dtype, report)
     walker.folder, walker.expands = output.partial, form is None
-    hidden = Hidden(*windows.shape, spec.hidden_size, output.partial, "hidden")
+    hidden = Hidden(windows.shape[0], windows.shape[1], spec.hidden_size, output.partial, "hidden")
     walker.embed(windows, hidden)
     teacher = None
     if "teacher" in run.wants:
-        teacher = Hidden(*windows.shape, spec.hidden_size, output.partial, "teacher")
+        teacher = Hidden(windows.shape[0], windows.shape[1], spec.hidden_size, output.partial, "teacher")
         teacher.data.copy_(hidden.data)
     if not output.done("embed"):
         tensors, _ = their_tensors(spec, "embed", dict(_named(skeleton.embed, "embed")), {}, form, dtype)
@@ -155,14 +158,16 @@ def _stream(
         if output.done(part):
             written = Reader(output.partial, spec, [output.file(part)], form)
             _load(block, part, written)
-            Walker.plain(walker).block(index, block, hidden, None, _experts(written, part))
+            ours = _module_names(spec, part)
+            codes = {ours[m]: InputCode(**c) for m, c in output.journal["parts"][part]["inputs"].items()}
+            walker.plain(codes).block(index, block, hidden, None, _experts(written, part))
             continue
         at = len(walker.records)
         kept = walker.block(index, block, hidden, teacher, _experts(reader, part))
         tensors, stored = their_tensors(spec, part, dict(_named(block, part)), kept, form, dtype)
         names = {our: their for their, our in _module_names(spec, part).items()}
         output.write(
-            part, tensors, layers=walker.records[at:],
+            part, tensors, layers=walker.records[at:], said=walker.said,
             packed={m: _scheme(s) for m, s in stored.items()},
             inputs={names[n]: asdict(la.input) for n, la in kept.items() if la.input is not None},
         )  # fmt: skip

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.generate import decode, make_cache, prefill
 from ridgeline.nn.init import build
 from ridgeline.nn.meter import Meter, process_memory
+from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
 from ridgeline.spec.experiment import Experiment
@@ -36,7 +36,7 @@ def generation_cell(
     assert isinstance(w, Generate)
     dtype = DTYPES[e.dtype]
     if w.checkpoint:
-        model = load_checkpoint(Path(w.checkpoint), dtype=dtype).to(device)
+        model = load_packed(Path(w.checkpoint), dtype, device)
     else:
         model = build(e.model, device, dtype, w.seed)
     model.set_attention("naive")

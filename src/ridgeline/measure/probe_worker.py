@@ -6,6 +6,8 @@ as in :mod:`ridgeline.graph`. Inputs rotate through more memory than the caches 
 
 from __future__ import annotations
 
+import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -25,8 +27,12 @@ from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
 from ridgeline.nn.mlp import gated
 from ridgeline.nn.norm import RMSNorm
+from ridgeline.nn.packed import Packed
+from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.nn.quantised import dequantise, quantise
 from ridgeline.nn.rotary import rotate
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES
 
 CACHE_BYTES = 96 * 2**20
 """Inputs rotate through at least this much memory."""
@@ -59,6 +65,9 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     for name, dtype in dtypes.items():
         report({"stage": f"matrix products {name}"})
         rates.update(_gemm(timer, device, name, dtype, peaks))
+    if device.type == "cpu":
+        report({"stage": "products with few rows, or weights in codes"})
+        rates.update(_low(timer, dtypes))
     for name, dtype in dtypes.items():
         report({"stage": f"operators {name}"})
         rates.update(_kinds(timer, device, name, dtype))
@@ -194,6 +203,59 @@ def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int,
         )
 
     return Work("gemm", name, make, F.linear, flops=2.0 * m * n * k)
+
+
+def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, Any]]:
+    """Forward products that wait for weights, plain ones and codes; and of codes those with many rows."""
+    rates: dict[str, dict[str, Any]] = {}
+    made: dict[str, Callable[[int, int], nn.Module]] = {
+        name: functools.partial(_plain, dtype) for name, dtype in dtypes.items()
+    }
+    made["int4"] = lambda out, width: PackedLinear(_codes(out, width, 4, 64))
+    made["int8"] = lambda out, width: PackedLinear(_codes(out, width, 8, width))
+    with torch.inference_mode():
+        for name, make in made.items():
+            few, dtype = FEW_NIBBLES if name == "int4" else FEW_BYTES, dtypes.get(name, torch.float32)
+            tiny, *streamed = (
+                _layers(timer, make(out, width), dtype, 1) for out, width in ((64, 64), (1024, 1024), (768, 2048))
+            )
+            middle = make(1024, 1024)
+            flops, _, busy = _layers(timer, middle, dtype, few)
+            rate = _rate([tiny, *((0.0, moved, s) for _, moved, s in streamed)])
+            rates[f"gemm_few.{name}"] = {**rate, "flop_rate": flops / max(busy - tiny[2], 0.1 * busy)}
+            if name not in dtypes:
+                rates.update(_expanding(timer, middle, name, few + 1, tiny[2]))
+    return rates
+
+
+def _expanding(timer: _Timer, layer: nn.Module, name: str, few: int, latency: float) -> dict[str, dict[str, Any]]:
+    """Products of so many rows that codes are expanded first: the time at two numbers of rows tells both parts."""
+    (less, _, fast), (more, _, slow) = (_layers(timer, layer, torch.float32, rows) for rows in (few, 1024))
+    speed = (more - less) / max(slow - fast, 0.1 * slow)
+    codes = 1024 * 1024 * DTYPE_BYTES[name]
+    expand = max(fast - latency - less / speed, 0.1 * fast)
+    return {f"expand.{name}": _rate([(0, 0, 0.0), (0, codes, expand)]),
+            f"gemm_many.{name}": {**_rate([(0, 0, latency), (more, 0, slow)]), "flop_rate": speed}}  # fmt: skip
+
+
+def _plain(dtype: torch.dtype, out: int, width: int) -> nn.Linear:
+    return nn.Linear(width, out, bias=False, dtype=dtype)
+
+
+def _codes(out: int, width: int, bits: int, group: int) -> Packed:
+    codes = torch.randint(1 << bits, (out, width), dtype=torch.int32).to(torch.uint8)
+    return Packed(codes, torch.rand(out, width // group).half(), None, bits, group)
+
+
+def _layers(timer: _Timer, first: nn.Module, dtype: torch.dtype, rows: int) -> tuple[float, float, float]:
+    """(flops, bytes, seconds) of a linear layer on ``rows`` rows, its weights from memory rather than from a cache."""
+    size = sum(p.numel() * p.element_size() for p in first.parameters())
+    layers = [first, *(copy.deepcopy(first) for _ in range(min(255, int(2 * CACHE_BYTES / size))))]
+    out, width = int(first.out_features), int(first.in_features)  # type: ignore[arg-type]
+    x = torch.randn(rows, width, dtype=dtype)
+    moved = size + float(rows * (out + width) * x.element_size())
+    calls = [lambda layer=layer: layer(x) for layer in layers]
+    return 2.0 * rows * out * width, moved, timer.median(calls)
 
 
 def _kinds(timer: _Timer, device: torch.device, name: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:

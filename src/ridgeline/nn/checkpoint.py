@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ridgeline.nn.formats import Format, reader
 from ridgeline.nn.hf_names import Link, links, spellings, stacked
 from ridgeline.nn.init import allocate, assign
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
@@ -114,6 +115,14 @@ class _Files:
         modules = (name.removesuffix(".weight") for name in spellings(link.theirs))
         found = (self.format.read(module, self.tensor) for module in modules)
         return next((p for p in found if p is not None), None)
+
+    def input(self, link: Link) -> InputCode | None:
+        """How the input of the layer that ``link``'s weight belongs to is quantised."""
+        if self.format is None:
+            return None
+        modules = (name.removesuffix(".weight") for name in spellings(link.theirs))
+        found = (self.format.input(module, self.tensor) for module in modules)
+        return next((code for code in found if code is not None), None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor ``name``."""
@@ -212,6 +221,10 @@ class Reader:
         """A parameter's (or one expert's) codes; None where it is stored densely."""
         return self._files.packed(self._links[ours][expert or 0])
 
+    def input(self, ours: str, expert: int | None = None) -> InputCode | None:
+        """How the input of a parameter's (or one expert's) layer is quantised; None: it is not."""
+        return self._files.input(self._links[ours][expert or 0])
+
     def read(self, ours: str, expert: int | None = None) -> Tensor:
         """A parameter as it is stored (codes expanded to fp32), or one expert's slice of it.
 
@@ -228,9 +241,15 @@ class Reader:
 
 def _gather(files: _Files, pieces: list[Link], shape: tuple[int, ...]) -> Tensor:
     """One of our parameters out of its pieces, each checked before anything is read."""
-    codes = files.find(pieces[0]) is None and files.packed(pieces[0]) is not None
-    if codes:
-        dense = [packed.dense() for packed in map(files.packed, pieces) if packed is not None]
+    names = [files.find(link) for link in pieces]
+    coded = [None if name else files.packed(link) for name, link in zip(names, pieces, strict=True)]
+    if any(packed is not None for packed in coded):  # of a mixture's experts, maybe not all
+        dense = []
+        for packed, name, link in zip(coded, names, pieces, strict=True):
+            if packed is not None:
+                dense.append(packed.dense())
+            elif name is not None:
+                dense.append(files.read(name, link).float())
         whole = dense[0] if pieces[0].expert is None else torch.stack(dense)
         if len(dense) != len(pieces) or tuple(whole.shape) != tuple(shape):
             raise UserError(

@@ -26,6 +26,9 @@ class Stored(Protocol):
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight."""
 
+    def rows(self, start: int, stop: int) -> Stored:
+        """The same for some of the rows (layers solved together are cut apart again)."""
+
 
 @dataclass(frozen=True)
 class Outliers:
@@ -107,7 +110,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         words = (padded << (torch.arange(each, device=codes.device) * bits)).sum(-1)
     else:
         spread = (codes.unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8)) & 1
-        flat = torch.nn.functional.pad(spread.view(rows, n * bits), (0, -(n * bits) % 32)).view(rows, -1, 32)
+        flat = torch.nn.functional.pad(spread.reshape(rows, n * bits), (0, -(n * bits) % 32)).view(rows, -1, 32)
         words = (flat.long() << torch.arange(32, device=codes.device)).sum(-1)
     return words.to(torch.int32)  # wraps above 2^31, which keeps the bits
 

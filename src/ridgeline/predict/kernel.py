@@ -13,6 +13,7 @@ from ridgeline.predict.attention import attention_time
 from ridgeline.predict.gemm import constants, gemm_time, quantise_time
 from ridgeline.predict.machine import Machine, machine
 from ridgeline.spec.device import DTYPE_BYTES, Device, Rate
+from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES
 
 
 class Timed(NamedTuple):
@@ -45,7 +46,7 @@ def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | N
 
 def op_time(op: Op, device: Device) -> Timed:
     """Seconds of one call of ``op`` on ``device``; collectives and copies have files of their own."""
-    rate = find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
+    rate = _low_rate(op, device) or find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
         memory = op.bytes / rate.byte_rate if rate.byte_rate else 0.0
@@ -57,6 +58,27 @@ def op_time(op: Op, device: Device) -> Timed:
         memory = op.bytes / (m.bandwidth * _CPU_MEMORY_SHARE)
         return _bounded(device.launch_latency, compute, memory, "class default", _CPU_SPREAD)
     return _modelled(op, m)
+
+
+def _low_rate(op: Op, device: Device) -> Rate | None:
+    """The measured rate of a forward product with few rows, or with weights in codes.
+
+    ``gemm_few.D`` holds up to the rows at which the kernel for codes gives way to expanding them (for plain weights: up
+    to which they are waited for more than multiplied). ``gemm_many.D`` is the product with expanded weights, and
+    ``expand.D`` the expansion, in bytes of codes; both take their time.
+    """
+    if op.kind != "gemm" or op.direction != "forward" or len(op.shape) != 3:
+        return None
+    rows, out, inner = op.shape
+    each, low = rows / max(1.0, op.experts), op.weight_dtype
+    few = device.rates.get(f"gemm_few.{low or op.dtype}")
+    if few is None or each <= (FEW_NIBBLES if low == "int4" else FEW_BYTES):
+        return few
+    many, expand = device.rates.get(f"gemm_many.{low}"), device.rates.get(f"expand.{low}")
+    if not low or many is None or expand is None:
+        return None
+    codes = op.experts * out * inner * DTYPE_BYTES[low] / expand.byte_rate
+    return many.model_copy(update={"latency": many.latency + codes})
 
 
 def _modelled(op: Op, m: Machine) -> Timed:

@@ -9,28 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ridgeline.nn.packed import Packed, Stored
-from ridgeline.nn.ternary import Ternary
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Block, Transformer
+from ridgeline.runtime.solve.grid import Grid, nearest
 from ridgeline.runtime.solve.sweep import relative_error
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
-
-
-@dataclass(frozen=True)
-class InputCode:
-    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
-
-    bits: int = 8
-    scale: float | None = None
-    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
-    threshold: float = 0.0
-    """Inputs of at least this magnitude are computed in full precision (LLM.int8); 0: none."""
 
 
 @dataclass
@@ -112,6 +102,13 @@ class BlockJob:
     """Site name (without the block's own) → max |x| [in] (``wants`` has "peak")."""
     forward: Callable[[Tensor], Tensor]
     """The block on a chunk, with gradients to whatever requires them."""
+    observe: Callable[[Callable[[str, Tensor], None]], None]
+    """Runs all inputs through the block as it stands, without gradients, and shows what each site (without the block's
+    own name, as in ``peaks``) reads, chunk by chunk."""
+    settle: Callable[[], None]
+    """Round norms, biases and routers to what the file will hold."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """For the report: what steps want to tell of this block."""
     original_norms: dict[str, Tensor] = field(default_factory=dict)
     """Name in the block → norm weight or bias that the block was loaded with."""
 
@@ -156,12 +153,27 @@ class CompressBuild:
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 
-Rows = TypeVar("Rows", Packed, Ternary)
+def store(site: Site, packed: Stored, **said: Any) -> None:
+    """One record of the stacked layers becomes what each of them stores; ``said`` of all."""
+    for layer, own in zip(site.layers, packed_rows(site, packed), strict=True):
+        layer.store(own)
+        layer.said.update(said)
 
 
-def packed_rows(site: Site, packed: Rows) -> list[Rows]:
+def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
+    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
+    weight, keep = site.together(), site.keeps()
+    fitted = grid.fit(weight)
+    rounded = nearest(weight, fitted)
+    packed = fitted.pack(rounded if keep is None else rounded * keep)
+    assert packed is not None
+    store(site, packed, **said)
+
+
+def packed_rows(site: Site, packed: Stored) -> list[Stored]:
     """One record of the stacked layers cut into theirs."""
-    out, start = [], 0
+    out: list[Stored] = []
+    start = 0
     for layer in site.layers:
         out.append(packed.rows(start, start + len(layer.weight)))
         start += len(layer.weight)

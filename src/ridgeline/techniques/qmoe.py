@@ -13,8 +13,6 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.weight_only import QUANTISE, narrow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ridgeline.nn.packed import Stored
     from ridgeline.runtime.compression import CompressBuild, Site
 
@@ -89,7 +87,7 @@ class QMoE(Technique):
     def _solve(self, run: CompressBuild, site: Site) -> None:
         import torch
 
-        from ridgeline.runtime.compression import packed_rows
+        from ridgeline.runtime.compression import store
         from ridgeline.runtime.solve import grid
         from ridgeline.runtime.solve.support import Given
         from ridgeline.runtime.solve.sweep import sweep
@@ -101,15 +99,12 @@ class QMoE(Technique):
         plain = site.tokens < self.min_tokens
         gram = torch.eye(len(site.gram)) if plain else site.gram
         support = None if keep is None else Given(keep)
-        records: Sequence[Stored]
         if self.grid == "2bit":
             whole = run.affine(2, 0, symmetric=False).fit(weight)
             solved = sweep(weight, gram, whole, support, act_order=True, damp=self.damp)
-            records = packed_rows(site, whole.pack(solved.weight))
+            record: Stored = whole.pack(solved.weight)
         else:
             three = grid.Ternary(run.scale_dtype).fit(weight)
             solved = sweep(weight, gram, three, support, act_order=True, damp=self.damp)
-            records = packed_rows(site, three.pack(solved.weight))
-        for layer, own in zip(site.layers, records, strict=True):
-            layer.store(own)
-            layer.said |= {"damp": solved.damp, "rounded": plain}
+            record = three.pack(solved.weight)
+        store(site, record, damp=solved.damp, rounded=plain)

@@ -1,4 +1,4 @@
-"""File formats of compressed weights: pure functions between :class:`ridgeline.nn.packed.Packed` and named tensors.
+"""File formats of compressed weights: pure functions between records and named tensors.
 Only our own holds other codes too.
 
 A format writes one module's weight as tensors under that module's name, says in ``config.json`` what it wrote, and
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed, Stored
 from ridgeline.spec.errors import UserError, unknown
 
@@ -33,6 +34,9 @@ class Format(Protocol):
 
     def read(self, module: str, get: Get) -> Stored | None:
         """The weight of ``module``; None when the file has it dense."""
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """How the input of ``module`` is quantised when the model runs; None: not."""
 
 
 def formats() -> dict[str, type[Format]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.formats import Get
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import UserError
 
@@ -20,13 +21,16 @@ class CompressedTensors:
 
     name = "compressed-tensors"
 
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
+        self._groups: list[dict[str, Any]] = list((config or {}).get("config_groups", {}).values())
+
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensors:
         """A reader. Raises :class:`UserError` for another storage format than pack-quantized."""
         kind = str(config.get("format", ""))
         if kind != "pack-quantized":
             raise UserError(f"compressed-tensors format {kind!r} is not read", "read: pack-quantized")
-        return cls()
+        return cls(config)
 
     def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
         """See the class."""
@@ -56,12 +60,24 @@ class CompressedTensors:
         zero = None if zeros is None else unpack_bits(zeros.t().contiguous(), bits, out).t().contiguous()
         return Packed(unpack_bits(words, bits, width), scale, zero, bits, width // scale.shape[1])
 
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """Of the group that names the module; a calibrated scale is the tensor ``input_scale``."""
+        for group in self._groups:
+            acts, targets = group.get("input_activations"), group.get("targets", [])
+            if acts is None or not ("Linear" in targets or module in targets):
+                continue
+            scale = None if acts.get("dynamic") else get(f"{module}.input_scale")
+            return InputCode(acts["num_bits"], None if scale is None else float(scale))
+        return None
+
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """One group per combination of bits, symmetry, group size and input quantisation."""
         groups: dict[Any, list[str]] = defaultdict(list)
         for name, packed in layers.items():
             whole = packed.group_size == packed.shape[1]
             code = inputs.get(name)
+            if code is not None and code.threshold:
+                code = None  # it cannot say that some inputs stay wide; all of them wide is the nearest it can say
             key = (packed.bits, packed.symmetric, None if whole else packed.group_size,
                    None if code is None else (code.bits, code.scale is None))  # fmt: skip
             groups[key].append(name)

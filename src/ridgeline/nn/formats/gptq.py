@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.formats import Get
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import UserError
 
@@ -40,8 +41,10 @@ class GPTQFormat:
             raise UserError(f"{module} keeps outliers aside, which the GPTQ format cannot say",
                             "use --format ridgeline, or quantease with outliers=0")  # fmt: skip
         if packed.bits not in (2, 3, 4, 8) or out % 32 or width % 32:
-            raise UserError(f"the GPTQ format cannot hold {module}: {packed.bits} bits, shape [{out}, {width}]",
-                            "it has 2, 3, 4 or 8 bits and sizes that 32 divides; use --format compressed-tensors")  # fmt: skip
+            raise UserError(
+                f"the GPTQ format cannot hold {module}: {packed.bits} bits, shape [{out}, {width}]",
+                "it has 2, 3, 4 or 8 bits and sizes that 32 divides; use --format compressed-tensors",
+            )
         zero = packed.zero
         if zero is None:
             zero = torch.full((out, packed.scale.shape[1]), (1 << (packed.bits - 1)) - 1, dtype=torch.uint8)
@@ -70,6 +73,10 @@ class GPTQFormat:
         middle = bool((zero == 1 << (self.bits - 1)).all())
         codes = unpack_bits(words.t().contiguous(), self.bits, width)
         return Packed(codes, scales.t().contiguous(), None if middle else zero, self.bits, group)
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """Never: the format is for weights."""
+        return None
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """One scheme for all layers, as the format has it. Raises :class:`UserError` for several."""

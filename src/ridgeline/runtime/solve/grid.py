@@ -146,7 +146,7 @@ class FittedTernary:
 
 def nearest(weight: Tensor, fitted: Fitted) -> Tensor:
     """Round-to-nearest of a whole weight [out, in] on a fitted grid."""
-    transposed = weight.t().contiguous()
+    transposed = weight.t().clone(memory_format=torch.contiguous_format)  # a copy, also of a single row
     for j, column in enumerate(transposed):
         fitted.snap(column, j, column)
-    return transposed.t()
+    return transposed.t().contiguous()

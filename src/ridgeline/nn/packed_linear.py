@@ -1,0 +1,331 @@
+"""Linear layers that compute from low-bit codes: few rows straight from them, many from a weight that is expanded.
+
+Two ways to compute. *Exact* expands to fp32: the reference. *Fast* is what the hardware is quickest at; on a CPU it
+rounds activations to bf16, for PyTorch's kernels for packed weights take a scalar path on any other type. Activations
+are quantised to integers only where an :class:`InputCode` says so, in both ways alike.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
+from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, held
+
+_BLOCK = 2**20
+"""Weights that are expanded at a time."""
+_NIBBLE_ROWS = 64
+"""Rows that the AVX512 kernel for nibbles interleaves; a rest of them is stored pairwise."""
+
+
+def _cpu_has(feature: str) -> bool:
+    asked = getattr(torch.cpu, f"_is_{feature}_supported", None)  # private to PyTorch: not in every version
+    return bool(asked and asked())
+
+
+@lru_cache(maxsize=1)
+def wide_dtype() -> torch.dtype:
+    """What a CPU multiplies expanded weights in: bf16 where it has matrix units for it, else fp32."""
+    return torch.bfloat16 if _cpu_has("amx_tile") else torch.float32
+
+
+@lru_cache(maxsize=1)
+def knows_nibbles() -> bool:
+    """Whether this CPU's kernel lays nibbles out as :func:`unpack_nibbles` takes them apart."""
+    codes = (torch.arange(112 * 32, dtype=torch.int32) * 7 % 16).view(112, 32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return torch.equal(unpack_nibbles(packed, 0, 112), codes.to(torch.uint8))
+
+
+@lru_cache(maxsize=1)
+def has_vnni() -> bool:
+    """Whether this CPU multiplies int8 by itself."""
+    return _cpu_has("vnni")
+
+
+def unpack_nibbles(packed: Tensor, start: int, stop: int) -> Tensor:
+    """Rows ``start`` (a multiple of 64) to ``stop`` of codes uint8 [out, in] that PyTorch packed as [out, in / 2].
+
+    Of every 64 rows, byte d of an input holds row d in its low and row d + 32 in its high half; of a rest, rows 2d and
+    2d + 1.
+    """
+    width = packed.shape[1] * 2
+    flat = packed.view(-1)
+    whole = min(stop, packed.shape[0] // _NIBBLE_ROWS * _NIBBLE_ROWS)
+    out = torch.empty(stop - start, width, dtype=torch.uint8, device=packed.device)
+    if whole > start:
+        blocks = flat[start * width // 2 : whole * width // 2].view(-1, width, _NIBBLE_ROWS // 2)
+        halves = out[: whole - start].view(-1, 2, _NIBBLE_ROWS // 2, width)
+        halves[:, 0] = (blocks & 15).transpose(1, 2)
+        halves[:, 1] = (blocks >> 4).transpose(1, 2)
+    if whole < stop:
+        rest = flat[whole * width // 2 :].view(width, -1)
+        pairs = out[whole - start :].view(-1, 2, width)
+        pairs[:, 0] = (rest & 15).t()
+        pairs[:, 1] = (rest >> 4).t()
+    return out
+
+
+class Codes(nn.Module):
+    """What a layer holds of a :class:`Packed` (outliers apart). In parameters, so that memory is counted."""
+
+    def __init__(self, out: int, width: int) -> None:
+        super().__init__()
+        self.out, self.width = out, width
+
+    def hold(self, **tensors: Tensor | None) -> None:
+        """Make tensors frozen parameters."""
+        for name, t in tensors.items():
+            setattr(self, name, None if t is None else nn.Parameter(t, requires_grad=False))
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight, [stop - start, in], expanded to ``dtype``."""
+        raise NotImplementedError
+
+    def columns(self, index: Tensor) -> Tensor:
+        """Some inputs' columns of the weight, [out, k] fp32."""
+        step = max(_NIBBLE_ROWS, _BLOCK // self.width // _NIBBLE_ROWS * _NIBBLE_ROWS)
+        spans = [(at, min(self.out, at + step)) for at in range(0, self.out, step)]
+        return torch.cat([self.rows(a, b, torch.float32)[:, index] for a, b in spans])
+
+    def expanded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` [M, in] times the weight, expanded to ``dtype`` in blocks of rows → [M, out] fp32."""
+        x = x.to(dtype)
+        y = torch.empty(len(x), self.out, device=x.device)
+        step = max(_NIBBLE_ROWS, _BLOCK // self.width // _NIBBLE_ROWS * _NIBBLE_ROWS)
+        for at in range(0, self.out, step):
+            end = min(self.out, at + step)
+            y[:, at:end] = F.linear(x, self.rows(at, end, dtype))
+        return y
+
+    def product(self, x: Tensor) -> Tensor:
+        """``x`` [M, in] times the weight → [M, out] fp32, the fast way."""
+        raise NotImplementedError
+
+    def integer_product(self, q: Tensor) -> Tensor:
+        """``q`` [M, in] of whole numbers up to 127 (fp32) times the weight → [M, out] fp32."""
+        return self.product(q)  # bf16 has them exactly
+
+
+class Words(Codes):
+    """The bits as they are stored, in 32-bit words along the inputs."""
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__(*packed.shape)
+        self.bits, self.group = packed.bits, packed.group_size
+        self.hold(words=pack_bits(packed.codes, packed.bits), scale=packed.scale, zero=packed.zero)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`Codes`."""
+        zero = None if self.zero is None else self.zero[start:stop]
+        codes = unpack_bits(self.words[start:stop], self.bits, self.width)
+        return Packed(codes, self.scale[start:stop], zero, self.bits, self.group).dense(dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """On CUDA a Triton kernel that expands in registers; elsewhere there is none."""
+        from ridgeline.nn.kernels.dispatch import has_triton
+
+        if x.is_cuda and has_triton():
+            from ridgeline.nn.kernels.lowbit import lowbit_product
+
+            y: Tensor = lowbit_product(x, self.words, self.scale, self.zero, self.bits, self.group)
+            return y
+        return self.expanded(x, torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _ones(n: int) -> Tensor:
+    """Scales that change nothing: the kernel would round ours to bf16."""
+    with torch.inference_mode(False):
+        return torch.ones(n, dtype=torch.bfloat16)
+
+
+class Bytes(Codes):
+    """int8 codes [out, in] with one fp32 scale per row, and for asymmetric ones what a row's codes are shifted by."""
+
+    codes: Tensor
+    scale: Tensor
+    shift: Tensor | None
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__(*packed.shape)
+        middle = 1 << (packed.bits - 1)
+        shift = None if packed.zero is None else packed.zero.float().squeeze(1) - middle
+        self.hold(codes=(packed.codes ^ 128 if middle == 128 else packed.codes - middle).view(torch.int8),
+                  scale=packed.scale.float().squeeze(1), shift=shift)  # fmt: skip
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`Codes`."""
+        codes = self.codes[start:stop].float()
+        if self.shift is not None:
+            codes -= self.shift[start:stop, None]
+        return codes.mul_(self.scale[start:stop, None]).to(dtype)
+
+    def _finish(self, y: Tensor, x: Tensor) -> Tensor:
+        """(Σ x·code - shift · Σ x) · scale."""
+        if self.shift is not None:
+            y.addmm_(x.float().sum(1, keepdim=True), self.shift[None], alpha=-1)
+        return y.mul_(self.scale)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Few rows by PyTorch's kernel for int8 weights, many with the codes widened."""
+        if len(x) <= FEW_BYTES and self.width % 16 == 0:  # the kernel reads past the end of other rows, unasked
+            x = x.to(torch.bfloat16)
+            y = torch._weight_int8pack_mm(x, self.codes, _ones(self.out)).float()
+        else:
+            wide = wide_dtype()
+            x, y = x.to(wide), torch.empty(len(x), self.out)
+            step = max(64, _BLOCK // self.width)
+            for at in range(0, self.out, step):
+                y[:, at : at + step] = F.linear(x, self.codes[at : at + step].to(wide))
+        return self._finish(y, x)
+
+    def integer_product(self, q: Tensor) -> Tensor:
+        """int8 by int8, summed in int32."""
+        if not has_vnni():
+            return self.expanded(q, torch.float32)
+        y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()  # type: ignore[operator]
+        return self._finish(y, q)
+
+
+class Nibbles(Codes):
+    """4-bit codes as PyTorch's CPU kernel reads them, one plane for up to 4 bits, two for more: 16 · high + low.
+
+    ``planes[p]`` uint8 [out, in / 2]; ``affine[p]`` bf16 [groups, out, 2]: scale and offset, value = (code - 8) · scale
+    + offset.
+    """
+
+    def __init__(self, packed: Packed, planes: int, group: int) -> None:
+        super().__init__(*packed.shape)
+        self.group, self.shifted = group, packed.zero is not None
+        top = 8 if planes == 1 else 128
+        scale = packed.scale.float().bfloat16().float()
+        codes, offset = packed.codes, torch.zeros_like(scale)
+        if packed.zero is None:
+            codes = codes + (top - (1 << (packed.bits - 1)))  # as many steps above the kernel's zero as above its own
+        else:
+            offset = (top - packed.zero.float()) * scale
+        halves = [(codes, scale)] if planes == 1 else [(codes >> 4, 16.0 * scale), (codes & 15, scale)]
+        if planes == 2:
+            offset = offset + 8.0 * scale  # of the low half, which has no sign
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        self.planes, self.affine = nn.ParameterList(), nn.ParameterList()
+        for half, step in halves:
+            rounded = offset.bfloat16()
+            table = torch.stack((step.bfloat16(), rounded), -1).repeat_interleave(packed.group_size // group, 1)
+            self.planes.append(nn.Parameter(pack(half.int(), 1), requires_grad=False))
+            self.affine.append(nn.Parameter(table.transpose(0, 1).contiguous(), requires_grad=False))
+            offset = offset - rounded.float()  # the next plane takes what bf16 could not say
+        self._pairs = list(zip(self.planes, self.affine, strict=True))  # a ParameterList is slow to walk
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`Codes`."""
+        total: Tensor | None = None
+        for plane, affine in self._pairs:
+            table = affine[:, start:stop].to(dtype).permute(2, 1, 0).unsqueeze(-1)  # [2, rows, groups, 1]
+            weight = unpack_nibbles(plane, start, stop).to(dtype).view(stop - start, -1, self.group)
+            weight.sub_(8.0).mul_(table[0])
+            if self.shifted or len(self._pairs) > 1:
+                weight += table[1]
+            total = weight if total is None else total.add_(weight)
+        assert total is not None
+        return total.view(stop - start, self.width)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Few rows by PyTorch's kernel for 4-bit weights, many with the weight expanded."""
+        if len(x) > FEW_NIBBLES:
+            return self.expanded(x, wide_dtype())
+        low = x.to(torch.bfloat16)
+        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+        y: Tensor | None = None
+        for plane, affine in self._pairs:
+            part = kernel(low, plane, self.group, affine)
+            y = part.float() if y is None else y.add_(part)
+        assert y is not None
+        return y
+
+
+def make_codes(packed: Packed, device: torch.device, fast: bool = True) -> Codes:
+    """What :func:`ridgeline.spec.lowbit.held` says this weight is held as."""
+    form = held(*packed.shape, packed.bits, packed.group_size, device.type, fast)
+    if form.form == "nibbles" and knows_nibbles():
+        return Nibbles(packed, form.planes, form.group)
+    if form.form == "bytes":
+        return Bytes(packed)
+    return Words(packed)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that holds codes only. The record it is made from need not be kept."""
+
+    def __init__(
+        self, packed: Packed, bias: Tensor | None = None, input: InputCode | None = None, fast: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        """``bias`` [out]. ``input``: how inputs are quantised; None: not. ``fast``: see the module."""
+        super().__init__()
+        device = torch.device(device)
+        self.out_features, self.in_features = packed.shape
+        self.bits, self.group_size, self.input, self.fast = packed.bits, packed.group_size, input, fast
+        self.codes = make_codes(packed, device, fast).to(device)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().to(device), requires_grad=False)
+        self.aside: nn.Parameter | None = None
+        """Values of the entries that are kept aside, which ``_aside`` has in rows."""
+        if packed.outliers is not None and packed.outliers.index.numel():
+            index, values = packed.outliers.index.long(), packed.outliers.values.float()
+            at = torch.stack((index // self.in_features, index % self.in_features))
+            self._aside = torch.sparse_coo_tensor(at, values, packed.shape, device=device, check_invariants=False)
+            self._aside = self._aside.coalesce()
+            self.aside = nn.Parameter(self._aside.values(), requires_grad=False)
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] in fp32, as it is computed with."""
+        weight = self.codes.rows(0, self.out_features, torch.float32)
+        return weight if self.aside is None else weight + self._aside.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out], in the dtype of ``x``."""
+        rows = x.reshape(-1, self.in_features)
+        if self.input is None:
+            y = self.codes.product(rows) if self.fast else self.codes.expanded(rows, torch.float32)
+        else:
+            y = self._coded(rows, self.input)
+        if self.aside is not None:
+            y += torch.sparse.mm(self._aside, rows.float().t()).t()
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _coded(self, x: Tensor, code: InputCode) -> Tensor:
+        """The product with inputs rounded to integers; inputs with an entry of at least ``code.threshold`` in any row
+        are taken out and multiplied as they are (LLM.int8, arXiv:2208.07339, section 3)."""
+        x = x.float()
+        large: Tensor | None = None
+        if code.threshold:
+            large = (x.abs().amax(0) >= code.threshold).nonzero().squeeze(1)
+            full = x[:, large]
+            x = x.index_fill(1, large, 0.0)
+        q, scale = code_input(x, code)
+        if self.fast:
+            y = self.codes.integer_product(q).mul_(scale)
+        else:
+            y = self.codes.expanded(q.mul_(scale), torch.float32)
+        if large is not None and large.numel():
+            y.addmm_(full, self.codes.columns(large).t())
+        return y
+
+
+def code_input(x: Tensor, code: InputCode) -> tuple[Tensor, Tensor | float]:
+    """``x`` [M, in] as whole numbers (fp32) and their scale: [M, 1] of each row, or the calibrated one."""
+    top = float((1 << (code.bits - 1)) - 1)
+    scale = code.scale if code.scale is not None else x.abs().amax(1, keepdim=True).div_(top).clamp_min_(1e-12)
+    return (x / scale).round_().clamp_(-top, top), scale

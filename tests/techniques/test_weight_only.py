@@ -1,0 +1,95 @@
+"""Weight-only rows in generation: what is predicted to be held and stored is what is."""
+
+import pytest
+import torch
+from tests.nn.test_packed_model import SPEC, write
+
+from ridgeline.nn.init import build
+from ridgeline.nn.packed_model import holds_codes, load_packed
+from ridgeline.predict import predict
+from ridgeline.runtime.build import Build
+from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Generate
+from ridgeline.techniques.registry import check, normalise
+
+CPU = Device(name="cpu", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=1e10, memory_bandwidth=1e10)
+WIDE = SPEC.model_copy(update={"hidden_size": 128, "head_dim": 32, "intermediate_size": 256})
+MOE = WIDE.model_copy(update={"family": "mixtral", "num_experts": 4, "experts_per_token": 2})
+
+
+def generation(spec, *plan, **workload):
+    w = Generate(prompt_len=8, output_len=4, **workload)
+    return Experiment(model=spec, cluster=Cluster(device=CPU), workload=w, plan=Plan.parse(plan))
+
+
+def built(e, model):
+    run = Build(normalise(e), model, torch.device("cpu"))
+    for technique in check(run.experiment):
+        technique.build(run)
+    return run.model
+
+
+def parameter_bytes(model):
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+CASES = ["bits=4,group_size=64", "bits=3,group_size=32,symmetric=false", "bits=8,group_size=0", "bits=2,group_size=16",
+         "bits=8,group_size=0,symmetric=false", "bits=6,group_size=64"]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [WIDE, WIDE.model_copy(update={"tie_embeddings": True}), MOE])
+@pytest.mark.parametrize("options", CASES)
+def test_held_bytes_are_predicted_exactly(spec, options):
+    e = generation(spec, f"gptq:{options}")
+    model = built(e, build(spec))
+    assert len(holds_codes(model)) == 2 * (4 + 3 * max(1, spec.num_experts))
+    predicted = {m.category: m.bytes for m in predict(normalise(e)).memory}
+    assert predicted["parameters"] == pytest.approx(parameter_bytes(model), rel=1e-12)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 64, True), (3, 32, False), (8, 0, True), (5, 16, False)])
+def test_checkpoint_bytes_are_predicted_exactly(tmp_path, tied, bits, group, symmetric):
+    spec = WIDE.model_copy(update={"tie_embeddings": tied})
+    path = write(tmp_path / "m", spec, bits, group, symmetric)
+    file = path / "model.safetensors"
+    with file.open("rb") as f:
+        size = file.stat().st_size - 8 - int.from_bytes(f.read(8), "little")
+    e = generation(spec, f"gptq:bits={bits},group_size={group},symmetric={symmetric}", checkpoint=str(path))
+    metrics = predict(normalise(e)).metrics
+    assert metrics["checkpoint_bytes"].value == size
+    stored = [layer.bits for layer in holds_codes(built(e, load_packed(path)))]
+    assert stored == [bits] * 14
+    share = 16 + (0 if symmetric else bits)
+    if group:
+        assert metrics["bits_per_weight"].value == pytest.approx(bits + share / group)
+
+
+def test_codes_of_other_bits_are_refused(tmp_path):
+    path = write(tmp_path / "m", WIDE, 4, 32)
+    e = generation(WIDE, "gptq:bits=3,group_size=32", checkpoint=str(path))
+    with pytest.raises(UserError, match="holds codes of 4 bits, gptq asks for 3"):
+        built(e, load_packed(path))
+
+
+def test_a_dense_checkpoint_is_referred_to_compress(tmp_path):
+    e = generation(WIDE, "gptq:bits=4,group_size=32", checkpoint=str(tmp_path))
+    with pytest.raises(UserError, match="not compressed yet") as caught:
+        built(e, build(WIDE))
+    assert "ridgeline compress" in caught.value.fix
+    rounded = built(generation(WIDE, "rtn:bits=4,group_size=32", checkpoint=str(tmp_path)), build(WIDE))
+    assert len(holds_codes(rounded)) == 14  # which needs no calibration
+
+
+@torch.inference_mode()
+def test_rounded_weights_compute_nearly_the_same():
+    ids = torch.arange(24).view(2, 12)
+    want = build(WIDE)(ids)
+    errors = []
+    for bits in (8, 4, 2):
+        got = built(generation(WIDE, f"gptq:bits={bits},group_size=32"), build(WIDE))(ids)
+        errors.append(float((got - want).norm() / want.norm()))
+    assert errors[0] < 0.02 < 0.05 < errors[1] * 2 < errors[2]
