@@ -7,8 +7,11 @@ from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze, text
 
 from ridgeline.compress import walk
 from ridgeline.nn.checkpoint import Reader, load_checkpoint
+from ridgeline.nn.generate import generate
 from ridgeline.nn.packed import Packed
+from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.ternary import Ternary as Code
+from ridgeline.nn.ternary import TernaryLinear
 from ridgeline.runtime.solve.grid import Ternary, nearest
 from ridgeline.runtime.solve.sweep import relative_error, sweep
 from ridgeline.spec.errors import Incompatible, UserError
@@ -177,3 +180,18 @@ def test_predicted_bytes_of_experts(source):
     symbols = torch.where(symbols < 0.885, 0, torch.where(symbols < 0.9425, 1, 2)).to(torch.uint8)
     code = Code.encode(symbols, torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16))
     assert 8 * p.bytes_per_element == pytest.approx(code.bits_per_weight, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_computes_from_words(tmp_path, dtype):
+    """Loaded to run, experts stay in words; their products are those of the expanded weights."""
+    out = tmp_path / "out"
+    squeeze(checkpoint(tmp_path / "m", MIXTRAL, dtype=dtype), out, "qmoe")
+    packed, expanded = load_packed(out, torch.float32), load_checkpoint(out, torch.float32)
+    experts = [m for m in packed.modules() if isinstance(m, TernaryLinear)]
+    assert len(experts) == 2 * 4 * 3
+    ids = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(packed(ids), expanded(ids), rtol=1e-4, atol=1e-4)
+        prompt = ids[:, :8]
+        assert torch.equal(generate(packed, prompt, 6), generate(expanded, prompt, 6))

@@ -1,8 +1,11 @@
+import json
+
 import pytest
 import torch
 
 from ridgeline.nn.formats import formats, reader, writer
 from ridgeline.nn.formats.ridgeline import Ridgeline
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed
 from ridgeline.nn.ternary import Ternary
 from ridgeline.spec.errors import UserError
@@ -71,3 +74,9 @@ def test_a_lost_part_is_named(lost):
     del tensors[f"m.{lost}"]
     with pytest.raises(UserError, match=lost):
         form.read("m", tensors.get)
+
+
+def test_quantised_inputs_come_back():
+    codes = {"m": InputCode(8, 0.1, 6.0), "n": InputCode(4)}
+    form = reader(json.loads(json.dumps(Ridgeline().config({"m": packed(2, 8, 4, 8, True, 0)}, [], codes))))
+    assert {name: form.input(name, {}.get) for name in ("m", "n", "o")} == {**codes, "o": None}

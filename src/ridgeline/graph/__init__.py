@@ -1,9 +1,9 @@
 """The analytic twin: operators and tensors of a step, as numbers."""
 
-from ridgeline.graph.build import decode_graph, optimizer_ops, prefill_graph, tokens_graph, training_graph
+from ridgeline.graph.build import decode_graph, optimizer_ops, prefill_graph, resized, tokens_graph, training_graph
 from ridgeline.graph.graph import Block, Graph, Op, Param, Pipeline, Saved
 
 __all__ = [
     "Block", "Graph", "Op", "Param", "Pipeline", "Saved", "decode_graph", "optimizer_ops", "prefill_graph",
-    "tokens_graph", "training_graph",
+    "resized",     "tokens_graph", "training_graph",
 ]  # fmt: skip

@@ -205,6 +205,21 @@ class Pipeline:
     """What passes between neighbouring stages for every micro-batch and direction."""
 
 
+@dataclass(slots=True, frozen=True)
+class Made:
+    """What a graph was built with beside the model."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    dtype: str
+    training: bool
+    last_only: bool = False
+    """Whether logits are computed of each sequence's last token only."""
+    windows: bool = False
+    """Whether layers with a sliding window are counted as seeing no more than that."""
+
+
 @dataclass(slots=True)
 class Graph:
     """One rank's step: blocks in forward order, the optimizer's operators, and how the step is repeated."""
@@ -275,6 +290,8 @@ class Graph:
     """Whether activations and temporaries lie in one arena that stays from step to step."""
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
+    made: Made | None = None
+    """The sizes that the graph was built with."""
     closing: list[Callable[[Graph], None]] = field(default_factory=list)
     """Passes to run after every technique's own: they copy operators that later phases still reprice."""
 

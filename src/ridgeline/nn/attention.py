@@ -97,8 +97,8 @@ def make_mask(
     return Mask(bias.masked_fill_(~allowed, torch.finfo(dtype).min / 2), False)
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attention by its definition: the score matrix [B, H, S, T] exists. The state that "flash" is measured against."""
+def probabilities(q: Tensor, k: Tensor, mask: Mask, dtype: torch.dtype) -> Tensor:
+    """softmax(q·kᵀ/√D + mask), [B, H, S, T] in ``dtype``."""
     batch, heads, length, width = q.shape
     groups, total = k.shape[1], k.shape[2]
     # Query heads that share a key head are stacked as more rows of one product, so keys are never repeated.
@@ -106,7 +106,14 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     scores = torch.matmul(q, k.transpose(-1, -2)).view(batch, heads, length, total)
     if mask.bias is not None:
         scores = scores + mask.bias
-    weights = scores.softmax(-1, dtype=_softmax_dtype(scores)).to(v.dtype)
+    return scores.softmax(-1, dtype=_softmax_dtype(scores)).to(dtype)
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attention by its definition: the score matrix [B, H, S, T] exists. The state that "flash" is measured against."""
+    batch, heads, length, width = q.shape
+    groups, total = v.shape[1], v.shape[2]
+    weights = probabilities(q, k, mask, v.dtype)
     return torch.matmul(weights.view(batch, groups, -1, total), v).view(batch, heads, length, width)
 
 

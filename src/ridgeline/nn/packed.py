@@ -26,6 +26,9 @@ class Stored(Protocol):
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight."""
 
+    def rows(self, start: int, stop: int) -> Stored:
+        """The same for some of the rows (layers solved together are cut apart again)."""
+
 
 @dataclass(frozen=True)
 class Outliers:

@@ -18,6 +18,7 @@ from ridgeline.nn.mlp import ACTIVATIONS, gated
 from ridgeline.nn.moe import Experts
 from ridgeline.nn.packed import Packed
 from ridgeline.nn.packed_linear import PackedLinear
+from ridgeline.nn.ternary import Ternary, TernaryLinear
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
@@ -61,7 +62,7 @@ class Dense(nn.Module):
         return F.linear(x, self.weight)
 
 
-Code = Callable[[str, int | None], tuple[Packed, InputCode | None] | None]
+Code = Callable[[str, int | None], tuple[Packed | Ternary, InputCode | None] | None]
 """What a parameter, by our name (of a mixture's experts: and the expert), is stored as; None: it stays dense."""
 
 
@@ -81,9 +82,9 @@ def load_packed(
     with torch.device("meta"):
         model = Transformer(spec)
 
-    def code(name: str, expert: int | None) -> tuple[Packed, InputCode | None] | None:
+    def code(name: str, expert: int | None) -> tuple[Packed | Ternary, InputCode | None] | None:
         packed = reader.packed(name, expert)
-        return (packed, reader.input(name, expert)) if isinstance(packed, Packed) else None
+        return (packed, reader.input(name, expert)) if isinstance(packed, (Packed, Ternary)) else None
 
     pack_layers(model, code, device, fast, lambda name, e: reader.read(name, e).to(device, dtype))
     fresh = {n for n, p in model.named_parameters() if p.is_meta}
@@ -115,7 +116,7 @@ def pack_layers(
                 found = code(f"{name}.weight", None)
                 if found is not None:
                     _fits(found[0], (child.out_features, child.in_features), name)
-                    layer = PackedLinear(found[0], None, found[1], fast, device)
+                    layer = _layer(found, fast, device)
                     layer.bias = child.bias  # read with all that is dense
                     setattr(module, leaf, layer)
                     count += 1
@@ -140,7 +141,7 @@ def _experts(
             found = code(f"{name}.{kind}", e)
             if found is not None:
                 _fits(found[0], tuple(getattr(old, kind).shape[1:]), f"{name}.{kind}.{e}")
-                made[kind].append(PackedLinear(found[0], None, found[1], fast, device))
+                made[kind].append(_layer(found, fast, device))
                 any_packed = True
             else:
                 missing.append((kind, e))
@@ -153,7 +154,12 @@ def _experts(
     return PackedExperts(old.activation, made.get("gate_proj"), made["up_proj"], made["down_proj"])
 
 
-def _fits(packed: Packed, shape: tuple[int, ...], name: str) -> None:
+def _layer(found: tuple[Packed | Ternary, InputCode | None], fast: bool, device: torch.device) -> nn.Module:
+    code, inputs = found
+    return TernaryLinear(code, device) if isinstance(code, Ternary) else PackedLinear(code, None, inputs, fast, device)
+
+
+def _fits(packed: Packed | Ternary, shape: tuple[int, ...], name: str) -> None:
     if packed.shape != shape:
         raise UserError(f"{name} holds codes of shape {list(packed.shape)}, config.json asks for {list(shape)}",
                         "check that config.json belongs to these files")  # fmt: skip

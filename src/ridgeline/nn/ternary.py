@@ -1,4 +1,4 @@
-"""Ternary weights in less than a bit: a fixed dictionary of runs (QMoE, arXiv:2310.16795, section 3).
+"""Ternary weights in less than a bit: a fixed dictionary of runs (QMoE, arXiv:2310.16795).
 
 A row holds 0, its minimum or its maximum. Of Gaussian weights rounded so about 89 % are zero, and a sequence of such
 symbols is worth far less than a bit each. The code's words are the 2^16 most probable sequences of pairs of symbols
@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 ZEROS = 0.885
 """The probability of a zero that the dictionary is made for."""
@@ -145,6 +145,31 @@ class Ternary:
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ for ``x`` [..., in], decoded on the way: never more than a block of rows is expanded."""
         return torch.cat([F.linear(x, block.dense(x.dtype)) for block in self.blocks()], -1)
+
+
+class TernaryLinear(nn.Module):
+    """A frozen linear layer that holds its weight in words, and expands some rows at a time."""
+
+    def __init__(self, code: Ternary, device: torch.device) -> None:
+        super().__init__()
+        self.width = code.width
+        self.codes, self.offsets = _frozen(code.codes, device), _frozen(code.offsets, device)
+        self.low, self.high = _frozen(code.low, device), _frozen(code.high, device)
+        self.bias: nn.Parameter | None = None
+
+    @property
+    def code(self) -> Ternary:
+        """The weight as it is stored."""
+        return Ternary(self.codes, self.offsets, self.low, self.high, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        y = self.code.product(x)
+        return y if self.bias is None else y + self.bias
+
+
+def _frozen(t: Tensor, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(t.to(device), requires_grad=False)
 
 
 def _encode(digits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

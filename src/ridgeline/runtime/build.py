@@ -144,6 +144,8 @@ class Build:
     """Autocast dtype of the forward pass; None: none."""
     fused_attention: str | Backend = "flash"
     """The attention backend that has no score matrix."""
+    said: dict[str, Callable[[], float]] = field(default_factory=dict)
+    """What techniques tell of a generation when it is over: shares, by the name of the metric."""
 
 
 @dataclass

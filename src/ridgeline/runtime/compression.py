@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Packed, Stored
-from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
 from ridgeline.runtime.solve.grid import Grid, nearest
 from ridgeline.runtime.solve.sweep import relative_error
@@ -154,7 +153,7 @@ class CompressBuild:
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 
-def store(site: Site, packed: Packed, **said: Any) -> None:
+def store(site: Site, packed: Stored, **said: Any) -> None:
     """One record of the stacked layers becomes what each of them stores; ``said`` of all."""
     for layer, own in zip(site.layers, packed_rows(site, packed), strict=True):
         layer.store(own)
@@ -171,12 +170,10 @@ def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
     store(site, packed, **said)
 
 
-Rows = TypeVar("Rows", Packed, Ternary)
-
-
-def packed_rows(site: Site, packed: Rows) -> list[Rows]:
+def packed_rows(site: Site, packed: Stored) -> list[Stored]:
     """One record of the stacked layers cut into theirs."""
-    out, start = [], 0
+    out: list[Stored] = []
+    start = 0
     for layer in site.layers:
         out.append(packed.rows(start, start + len(layer.weight)))
         start += len(layer.weight)

@@ -131,6 +131,10 @@ class ModelSpec(BaseModel):
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
         return self
 
+    def changed(self, **fields: Any) -> ModelSpec:
+        """The same with other values in some fields, checked anew. (``model_copy`` would keep derived counts too.)"""
+        return type(self)(**{**self.model_dump(), **fields})
+
     # ---- derived sizes ------------------------------------------------------------------------------------------
 
     @property

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ridgeline.graph.graph import Graph
     from ridgeline.runtime.build import TrainBuild
     from ridgeline.runtime.compression import CompressBuild
+    from ridgeline.spec.model import ModelSpec
 
 Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
 PHASES: tuple[Phase, ...] = (
@@ -153,6 +154,10 @@ class Technique(BaseModel):
         mine = Call(name=self.card.name, options=self.model_dump(mode="json", exclude_none=True))
         calls = tuple(mine if c.name == self.card.name else c for c in e.plan.calls)
         return e.model_copy(update={"plan": Plan(calls=calls)})
+
+    def resized(self, spec: ModelSpec) -> ModelSpec:
+        """The model that it leaves of ``spec``, where it makes it smaller."""
+        return spec
 
     def check(self, e: Experiment) -> None:
         """Raise :class:`Incompatible`, with the reason and the mend, when it cannot work in this experiment."""

@@ -13,6 +13,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.weight_only import QUANTISE, narrow
 
 if TYPE_CHECKING:
+    from ridgeline.nn.packed import Stored
     from ridgeline.runtime.compression import CompressBuild, Site
 
 WORD_BITS = 0.737
@@ -86,9 +87,7 @@ class QMoE(Technique):
     def _solve(self, run: CompressBuild, site: Site) -> None:
         import torch
 
-        from ridgeline.nn.packed import Packed, Stored
-        from ridgeline.nn.ternary import Ternary
-        from ridgeline.runtime.compression import packed_rows
+        from ridgeline.runtime.compression import store
         from ridgeline.runtime.solve import grid
         from ridgeline.runtime.solve.support import Given
         from ridgeline.runtime.solve.sweep import sweep
@@ -100,16 +99,12 @@ class QMoE(Technique):
         plain = site.tokens < self.min_tokens
         gram = torch.eye(len(site.gram)) if plain else site.gram
         support = None if keep is None else Given(keep)
-        records: list[Ternary] | list[Packed]
         if self.grid == "2bit":
             whole = run.affine(2, 0, symmetric=False).fit(weight)
             solved = sweep(weight, gram, whole, support, act_order=True, damp=self.damp)
-            records = packed_rows(site, whole.pack(solved.weight))
+            record: Stored = whole.pack(solved.weight)
         else:
             three = grid.Ternary(run.scale_dtype).fit(weight)
             solved = sweep(weight, gram, three, support, act_order=True, damp=self.damp)
-            records = packed_rows(site, three.pack(solved.weight))
-        own: Stored
-        for layer, own in zip(site.layers, records, strict=True):
-            layer.store(own)
-            layer.said |= {"damp": solved.damp, "rounded": plain}
+            record = three.pack(solved.weight)
+        store(site, record, damp=solved.damp, rounded=plain)

@@ -13,6 +13,7 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held, held_bytes
+from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.base import Phase, Technique
@@ -105,7 +106,7 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
     """
     wide = DTYPE_BYTES[_checkpoint_dtype(e)]
     total, kept, count = 0.0, 0.0, 0
-    for p in e.model.parameters():
+    for p in left(e).parameters():
         if not (p.name.startswith("layers.") and p.name.endswith(CODED)):
             total += p.numel * wide
             continue
@@ -118,7 +119,7 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
 
 def coded_weights(e: Experiment) -> int:
     """Weights that are stored in codes."""
-    return sum(p.numel for p in e.model.parameters() if p.name.startswith("layers.") and p.name.endswith(CODED))
+    return sum(p.numel for p in left(e).parameters() if p.name.startswith("layers.") and p.name.endswith(CODED))
 
 
 def _checkpoint_dtype(e: Experiment) -> str:
@@ -193,12 +194,23 @@ def is_weight_format(name: str) -> bool:
     return name in ("rtn", "mxfp4", "fp8") or issubclass(registry()[name], WeightOnly)
 
 
+def left(e: Experiment) -> ModelSpec:
+    """The model that is left where the plan makes it smaller."""
+    from ridgeline.techniques.registry import techniques
+
+    spec = e.model
+    for t in techniques(e.plan):
+        spec = t.resized(spec)
+    return spec
+
+
 def widths(e: Experiment) -> dict[str, tuple[int, int]]:
     """(out, in) of all linear layers of the blocks, an expert's too, by name."""
     from ridgeline.spec.targets import linears
 
-    found = linears(e.model)
-    if e.model.num_experts:
-        h, f = e.model.hidden_size, e.model.intermediate_size
+    spec = left(e)
+    found = linears(spec)
+    if spec.num_experts:
+        h, f = spec.hidden_size, spec.intermediate_size
         found |= {"an expert's up_proj": (f, h), "an expert's down_proj": (h, f)}
     return found

@@ -1,4 +1,4 @@
-"""File formats of compressed weights: pure functions between :class:`ridgeline.nn.packed.Packed` and named tensors.
+"""File formats of compressed weights: pure functions between records and named tensors.
 Only our own holds other codes too.
 
 A format writes one module's weight as tensors under that module's name, says in ``config.json`` what it wrote, and

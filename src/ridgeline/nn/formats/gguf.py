@@ -117,7 +117,7 @@ def _tensors(reader: Reader, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray,
     for p in spec.parameters():
         packed = reader.packed(p.name)
         order = _turned(spec, p.name, p.shape[0])
-        if packed is not None:
+        if isinstance(packed, Packed):
             data, kind = blocks_of(packed, p.name)
             yield their_name(p.name), data if order is None else data[order.numpy()], kind
             continue

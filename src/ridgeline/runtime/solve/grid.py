@@ -114,7 +114,7 @@ class FittedAffine:
 
 @dataclass(frozen=True)
 class Ternary:
-    """Per row: its minimum, 0, and its maximum (arXiv:2310.16795, section 2.2). The wide range leaves most weights at
+    """Per row: its minimum, 0, and its maximum (QMoE, arXiv:2310.16795). The wide range leaves most weights at
     zero, which is what the code of :mod:`ridgeline.nn.ternary` lives on."""
 
     scale_dtype: torch.dtype = torch.float16
