@@ -1,8 +1,8 @@
 """Decode speed of a Llama of 100M random weights: plain fp32 and bf16 against weights in int8 and int4 codes; one run.
 
-Variants take turns in every round, so that a disturbance hits all of them; a round's time is that of its quickest token,
-as other work on the machine only adds. Ratios are of medians over rounds, with the smallest and largest of any round
-beside them. The roof is the time that reading all that a token needs (every weight but
+Variants take turns in every round, so that a disturbance hits all of them; a round's time is that of its quickest
+token, as other work on the machine only adds. Ratios are of medians over rounds, with the smallest and largest of any
+round beside them. The roof is the time that reading all that a token needs (every weight but
 the table of tokens, the cache) takes at the machine's copy bandwidth. Predictions come from a probe taken in the same
 process. On the CPU, with the threads that torch has.
 

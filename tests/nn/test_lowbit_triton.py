@@ -21,14 +21,14 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is off", allow_module_level=True)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize(("out", "width", "group"), [(40, 128, 64), (33, 96, 32), (16, 80, 80), (8, 48, 12)])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_product(bits, out, width, group, symmetric):
     p = record(out, width, bits, group, symmetric)
     words = pack_bits(p.codes, bits)
     zero = None if p.zero is None else p.zero.to(DEVICE)
-    for m in (1, 3, 5, 18):
+    for m in (3, 18):
         x = rows(m, width)
         got = lowbit_product(x.to(DEVICE), words.to(DEVICE), p.scale.to(DEVICE), zero, bits, group).cpu()
         want = F.linear(x.double(), p.dense(torch.float64))

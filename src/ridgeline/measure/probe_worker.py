@@ -32,7 +32,7 @@ from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.nn.quantised import dequantise, quantise
 from ridgeline.nn.rotary import rotate
 from ridgeline.spec.device import DTYPE_BYTES
-from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES
+from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 
 CACHE_BYTES = 96 * 2**20
 """Inputs rotate through at least this much memory."""
@@ -216,15 +216,12 @@ def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, A
     with torch.inference_mode():
         for name, make in made.items():
             few, dtype = FEW_NIBBLES if name == "int4" else FEW_BYTES, dtypes.get(name, torch.float32)
-            tiny, *streamed = (
-                _layers(timer, make(out, width), dtype, 1) for out, width in ((64, 64), (1024, 1024), (768, 2048))
-            )
-            middle = make(1024, 1024)
-            flops, _, busy = _layers(timer, middle, dtype, few)
-            rate = _rate([tiny, *((0.0, moved, s) for _, moved, s in streamed)])
-            rates[f"gemm_few.{name}"] = {**rate, "flop_rate": flops / max(busy - tiny[2], 0.1 * busy)}
+            tiny, layer = _layers(timer, make(64, 64), dtype, 1), make(1024, 1024)
+            for rows in (m for m in GEMM_ROWS if m <= few):
+                _, moved, seconds = _layers(timer, layer, dtype, rows)
+                rates[f"gemm_rows{rows}.{name}"] = _rate([(0.0, 0.0, tiny[2]), (0.0, moved, seconds)])
             if name not in dtypes:
-                rates.update(_expanding(timer, middle, name, few + 1, tiny[2]))
+                rates.update(_expanding(timer, layer, name, few + 1, tiny[2]))
     return rates
 
 

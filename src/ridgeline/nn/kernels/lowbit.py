@@ -1,9 +1,9 @@
 """Products with weights in low-bit codes in Triton, for CUDA devices: codes are expanded in registers.
 
-Weights lie as in :class:`ridgeline.nn.packed_linear.Words`: int32 words dense along the inputs, scales and zeros per group
-of inputs. Sums are fp32. Few rows of activations are multiplied as vectors, more as tiles; where there are fewer blocks of
-outputs than processors, the inputs are split between programs, whose partial sums are added atomically. Imported only where
-Triton is installed.
+Weights lie as in :class:`ridgeline.nn.packed_linear.Words`: int32 words dense along the inputs, scales and zeros per
+group of inputs. Sums are fp32. Few rows of activations are multiplied as vectors, more as tiles; where there are fewer
+blocks of outputs than processors, the inputs are split between programs, whose partial sums are added atomically.
+Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -97,8 +97,8 @@ def _matrix(x, words, scale, zero, y, m, n, k, row_words, groups, group, per_spl
 def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
     """``x`` [M, in] (fp32, bf16 or fp16, contiguous or not) times a weight in codes → [M, out] fp32.
 
-    ``words`` int32 [out, ceil(in·bits / 32)], ``scale`` [out, groups], ``zero`` uint8 [out, groups] or None (2^(bits-1)),
-    ``group`` inputs per scale.
+    ``words`` int32 [out, ceil(in·bits / 32)], ``scale`` [out, groups], ``zero`` uint8 [out, groups] or None
+    (2^(bits-1)), ``group`` inputs per scale.
     """
     x = x.contiguous()
     m, k = x.shape
