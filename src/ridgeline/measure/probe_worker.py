@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ridgeline import catalog
 from ridgeline.measure.operators import operator_rows
-from ridgeline.measure.probe import REFERENCE, reference_experiment
+from ridgeline.measure.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.nn import bcq, nf4
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
@@ -77,6 +77,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device)
+    decoding = _reference_decode(device)
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
@@ -89,6 +90,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
         "peak_flops": peaks,
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,
+        "reference_decode_s": decoding,
         "memory_bytes": _memory(device),
         "launch_latency": min(r["latency"] for r in rates.values() if r["latency"] > 0),
         "kind": "gpu" if device.type == "cuda" else "cpu",
@@ -458,6 +460,18 @@ def _reference_step(timer: _Timer, device: torch.device) -> float:
         timer.sync()
         times.append(time.perf_counter() - start)
     return _steady(times)
+
+
+def _reference_decode(device: torch.device) -> float:
+    """Seconds of a decode step of the reference model."""
+    from ridgeline.measure.generation import generation_times
+    from ridgeline.nn.init import build
+
+    model = build(DECODE_REFERENCE, device)
+    model.set_attention("naive")
+    prompt = torch.zeros(1, 16, dtype=torch.long, device=device)
+    rounds = generation_times(model, prompt, 21, 3)
+    return statistics.median(statistics.median(times[1:]) for times in rounds)
 
 
 def _memory(device: torch.device) -> float:
