@@ -68,6 +68,8 @@ class MeasureOptions(BaseModel):
     it: on a random base they have nothing to adapt."""
     warm_start_data: str = ""
     """Text of the warm start; default: the workload's own."""
+    warm_start_workload: dict[str, Any] = {}
+    """Other fields of the warm start's pre-training (batch_size, lr, …); default: the workload's own, if it trains."""
 
 
 class AblationSpec(BaseModel):

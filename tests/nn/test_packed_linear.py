@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.nn import packed_linear
-from ridgeline.nn.packed import InputCode, Outliers, Packed
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Outliers, Packed
 from ridgeline.nn.packed_linear import PackedLinear, code_input
 from ridgeline.spec.lowbit import FEW_NIBBLES, held, held_bytes
 

@@ -10,7 +10,7 @@ from ridgeline.compress.output import config_of, their_tensors
 from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
 from ridgeline.nn.formats import writer
 from ridgeline.nn.init import build
-from ridgeline.nn.packed import InputCode
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.nn.packed_model import PackedExperts, holds_codes, load_packed
 from ridgeline.runtime.compression import Layer

@@ -37,7 +37,7 @@ def test_card_is_complete(name):
     assert cls.__doc__ != Technique.__doc__
     assert cls.phase in PHASES
     assert c["tasks"]
-    assert set(c["tasks"]) <= {"pretrain", "finetune", "generate", "serve"}
+    assert set(c["tasks"]) <= {"pretrain", "finetune", "compress", "generate", "serve"}
     assert 0 < c["tolerance"] < 0.1
     assert c["lossless"] or c["quality"], "a lossy technique states what it may change"
     assert not c["lossless"] or c["tolerance"] <= 1e-4
@@ -46,7 +46,8 @@ def test_card_is_complete(name):
         assert option["help"], f"option {option['name']} has no docstring"
         assert option["type"] != "value", f"option {option['name']} has no plain type"
     assert cls.rewrite is not Technique.rewrite
-    assert cls.card.runs == (cls.build is not Technique.build)
+    assert cls.card.runs == (cls.build is not Technique.build or cls.compress is not Technique.compress)
+    assert ("compress" in c["tasks"]) == (cls.compress is not Technique.compress)
     json.dumps(c)
     text = card_table(c)
     assert all(o["name"] in text for o in c["options"])

@@ -18,7 +18,9 @@ def compress(
     with_: With = None,
     calib: Annotated[str, typer.Option(help="Calibration text: a file, a directory, stdlib, or hf:NAME.")] = "stdlib",
     samples: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per window (2048, or fewer if the model has fewer).")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens per window (2048, or fewer if the model has fewer).")
+    ] = None,
     format_: Annotated[
         str, typer.Option("--format", help="How codes are written: compressed-tensors, gptq, gguf, ridgeline, dense.")
     ] = "compressed-tensors",
@@ -114,8 +116,9 @@ def _print_evaluation(r: dict[str, Any]) -> None:
     if "against" in r:
         ratio = r["against"]["ratio"]
         low, high = (percent(ratio[k] - 1, signed=True) for k in ("low", "high"))
+        other = r["against"]
         print(f"{percent(ratio['value'] - 1, signed=True)} [{low}, {high}] against "
-              f"{r['against']['perplexity']['value']:.4f} of {Path(r['against']['checkpoint']).name}, paired")  # fmt: skip
+              f"{other['perplexity']['value']:.4f} of {Path(other['checkpoint']).name}, paired")  # fmt: skip
     print(f"{r['bits_per_weight']:.2f} bits per weight, {size(r['checkpoint_bytes'])} of tensors")
     if "decode_tokens_per_s" in r:
         print(f"{r['decode_tokens_per_s']:.1f} tokens/s decoding one sequence")

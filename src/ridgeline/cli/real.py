@@ -248,6 +248,7 @@ def _print_training(result: dict[str, Any], json: bool) -> None:
 
 
 def failed(failure: Any) -> Exception:
+    """What to raise for a job that failed, after its log and reason are said."""
     if failure.log:
         say(failure.log)
     say(f"the run failed ({failure.status}): {failure.reason}")

@@ -26,9 +26,11 @@ from ridgeline.nn.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.formats.gguf import require_gguf, write_gguf
 from ridgeline.nn.hf_names import links
 from ridgeline.nn.init import assign
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Outliers, Packed, Stored
+from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.compression import CompressBuild, InputCode, ModelJob
+from ridgeline.runtime.compression import CompressBuild, ModelJob
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -50,7 +52,8 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     e = normalise(e)
     made = check(e)
     w = e.workload
-    assert isinstance(w, Compress) and w.checkpoint is not None
+    assert isinstance(w, Compress)
+    assert w.checkpoint is not None
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
     name = options.get("format") or CompressedTensors.name
@@ -88,6 +91,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
         "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "zeros": sum(weights[n]["zeros"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "checkpoint_bytes": total, "parameters": spec.num_parameters, "layers": list(weights.values()),
+        "blocks": {name: part["said"] for name, part in output.journal["parts"].items() if part.get("said")},
         "experts": coverage, "seconds": time.perf_counter() - started, "peak_rss_bytes": peak_rss(),
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads()},
     }  # fmt: skip
@@ -129,11 +133,11 @@ def _stream(
     _load(skeleton.embed, "embed", reader)
     walker = Walker(run, skeleton, dtype, report)
     walker.folder, walker.expands = output.partial, form is None
-    hidden = Hidden(*windows.shape, spec.hidden_size, output.partial, "hidden")
+    hidden = Hidden(windows.shape[0], windows.shape[1], spec.hidden_size, output.partial, "hidden")
     walker.embed(windows, hidden)
     teacher = None
     if "teacher" in run.wants:
-        teacher = Hidden(*windows.shape, spec.hidden_size, output.partial, "teacher")
+        teacher = Hidden(windows.shape[0], windows.shape[1], spec.hidden_size, output.partial, "teacher")
         teacher.data.copy_(hidden.data)
     if not output.done("embed"):
         tensors, _ = their_tensors(spec, "embed", dict(_named(skeleton.embed, "embed")), {}, form, dtype)
@@ -154,14 +158,16 @@ def _stream(
         if output.done(part):
             written = Reader(output.partial, spec, [output.file(part)], form)
             _load(block, part, written)
-            Walker.plain(walker).block(index, block, hidden, None, _experts(written, part))
+            ours = _module_names(spec, part)
+            codes = {ours[m]: InputCode(**c) for m, c in output.journal["parts"][part]["inputs"].items()}
+            walker.plain(codes).block(index, block, hidden, None, _experts(written, part))
             continue
         at = len(walker.records)
         kept = walker.block(index, block, hidden, teacher, _experts(reader, part))
         tensors, stored = their_tensors(spec, part, dict(_named(block, part)), kept, form, dtype)
         names = {our: their for their, our in _module_names(spec, part).items()}
         output.write(
-            part, tensors, layers=walker.records[at:],
+            part, tensors, layers=walker.records[at:], said=walker.said,
             packed={m: _scheme(s) for m, s in stored.items()},
             inputs={names[n]: asdict(la.input) for n, la in kept.items() if la.input is not None},
         )  # fmt: skip
@@ -222,12 +228,13 @@ def _linear_modules(spec: ModelSpec) -> list[str]:
     return sorted(found | ({"lm_head"} if spec.tie_embeddings and spec.head == "lm" else set()))
 
 
-def _scheme(stored: Any) -> dict[str, Any]:
+def _scheme(stored: Stored) -> dict[str, Any]:
     """What the config says of a stored weight, without its numbers."""
     if isinstance(stored, Packed):
-        return {"shape": list(stored.shape), "bits": stored.bits, "group_size": stored.group_size,
-                "symmetric": stored.symmetric, "kind": "packed"}  # fmt: skip
-    return {"shape": list(stored.shape), "kind": type(stored).__name__}
+        outliers = 0 if stored.outliers is None else len(stored.outliers.index)
+        return {"kind": "packed", "shape": list(stored.shape), "bits": stored.bits, "group_size": stored.group_size,
+                "symmetric": stored.symmetric, "outliers": outliers}  # fmt: skip
+    return {"kind": "ternary", "shape": list(stored.shape)}
 
 
 def _gathered(output: Output) -> tuple[dict[str, Any], dict[str, InputCode]]:
@@ -241,14 +248,17 @@ def _gathered(output: Output) -> tuple[dict[str, Any], dict[str, InputCode]]:
     return stored, inputs
 
 
-def _meta(scheme: dict[str, Any]) -> Any:
-    if scheme["kind"] != "packed":
-        return scheme
-    (out, width), group = scheme["shape"], scheme["group_size"]
-    meta = {"device": "meta"}
-    zero = None if scheme["symmetric"] else torch.empty(out, width // group, dtype=torch.uint8, **meta)
-    codes, scale = torch.empty(out, width, dtype=torch.uint8, **meta), torch.empty(out, width // group, **meta)
-    return Packed(codes, scale, zero, scheme["bits"], group)
+def _meta(scheme: dict[str, Any]) -> Packed | Ternary:
+    """The inverse of :func:`_scheme`, its tensors on the meta device."""
+    out, width = scheme["shape"]
+    with torch.device("meta"):
+        if scheme["kind"] == "ternary":
+            return Ternary(torch.empty(0), torch.empty(out + 1), torch.empty(out), torch.empty(out), width)
+        groups, count = width // scheme["group_size"], scheme["outliers"]
+        zero = None if scheme["symmetric"] else torch.empty(out, groups, dtype=torch.uint8)
+        aside = Outliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
+        codes = torch.empty(out, width, dtype=torch.uint8)
+        return Packed(codes, torch.empty(out, groups), zero, scheme["bits"], scheme["group_size"], aside)
 
 
 def peak_rss() -> int:

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from ridgeline.nn.checkpoint import INDEX, SINGLE
 from ridgeline.nn.formats import Format
+from ridgeline.nn.formats.ridgeline import Ridgeline
 from ridgeline.nn.hf_names import Link, links
-from ridgeline.runtime.compression import InputCode, Layer
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed
+from ridgeline.runtime.compression import Layer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec
@@ -99,7 +102,11 @@ class Output:
         os.replace(draft, file)
 
     def finish(
-        self, config: dict[str, Any], report: dict[str, Any], beside: Path, convert: Callable[[Path], None] | None = None
+        self,
+        config: dict[str, Any],
+        report: dict[str, Any],
+        beside: Path,
+        convert: Callable[[Path], None] | None = None,
     ) -> None:
         """Give files their final names, add index, config, report and the source's tokenizer, and move all to OUT.
 
@@ -136,7 +143,11 @@ class Output:
 
 
 def their_tensors(
-    spec: ModelSpec, block: str, ours: Mapping[str, Tensor], layers: Mapping[str, Layer], form: Format | None,
+    spec: ModelSpec,
+    block: str,
+    ours: Mapping[str, Tensor],
+    layers: Mapping[str, Layer],
+    form: Format | None,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors of one block by their names in the hub's files, stored weights by module name there).
@@ -159,8 +170,13 @@ def their_tensors(
                     f"{spec.family} keeps {theirs} as Conv1D, which no quantised format describes",
                     "write the rounded weights densely with --format dense, or prune instead",
                 )
+            if not isinstance(layer.stored, Packed) and form.name != Ridgeline.name:
+                raise UserError(f"{layer.name} is stored in a code that {form.name} cannot hold",
+                                "use --format ridgeline, or --format dense to expand it")  # fmt: skip
             module = theirs.removesuffix(".weight")
             tensors.update(form.write(module, layer.stored))  # type: ignore[arg-type]
+            if layer.input is not None and layer.input.scale is not None:
+                tensors[f"{module}.input_scale"] = torch.tensor([layer.input.scale])
             stored[module] = layer.stored
             continue
         found = []
@@ -184,8 +200,14 @@ def layer_of(link: Link) -> str:
 
 
 def config_of(
-    source: dict[str, Any], old: ModelSpec, new: ModelSpec, dtype: torch.dtype, form: Format | None,
-    stored: Mapping[str, Any], dense: list[str], inputs: Mapping[str, InputCode],
+    source: dict[str, Any],
+    old: ModelSpec,
+    new: ModelSpec,
+    dtype: torch.dtype,
+    form: Format | None,
+    stored: Mapping[str, Any],
+    dense: list[str],
+    inputs: Mapping[str, InputCode],
 ) -> dict[str, Any]:
     """``config.json``: the source's, with the new sizes and what the weights are stored as."""
     config = {k: v for k, v in source.items() if k not in ("quantization_config", "torch_dtype")}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ridgeline.compress.calibration import Hidden
 from ridgeline.nn.attention import make_mask
+from ridgeline.nn.input_code import InputCode, fake_quantise
 from ridgeline.nn.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.moe import MoE
 from ridgeline.nn.transformer import Block, Transformer
@@ -21,6 +22,10 @@ from ridgeline.runtime.solve.statistics import Gram, Peak
 Report = Callable[[dict[str, Any]], None]
 ReadExpert = Callable[[str, int], Tensor]
 """One expert's slice of a parameter of the block: (name in the block, expert) → [out, in] fp32."""
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 class Walker:
@@ -36,12 +41,16 @@ class Walker:
         self.records: list[dict[str, Any]] = []
         self.kept: dict[str, Layer] = {}
         """Layers of the block under way, by name."""
+        self.said: dict[str, Any] = {}
+        """What steps told of that block."""
+        self.inputs: dict[str, InputCode] = {}
+        """How layers' inputs are quantised, where that was decided before."""
 
-    def plain(self) -> Walker:
-        """One that compresses nothing: for blocks that are."""
+    def plain(self, inputs: dict[str, InputCode]) -> Walker:
+        """One that compresses nothing: for blocks that are; ``inputs`` as they were decided."""
         other = Walker(CompressBuild(self.run.experiment, self.run.spec, self.run.device), self.skeleton, self.dtype,
                        lambda message: None)  # fmt: skip
-        other.folder = self.folder
+        other.folder, other.inputs = self.folder, inputs
         return other
 
     # ---- plain forward passes ----------------------------------------------------------------------------------------
@@ -90,7 +99,12 @@ class Walker:
         if run.after_block:  # they compute the block again
             entrance = Hidden(*hidden.shape, self.folder, "entrance")
             entrance.data.copy_(hidden.data)
-        job = BlockJob(index, block, entrance, target, peaks, lambda x: self.forward(block, x), norms)
+        job = BlockJob(
+            index, block, entrance, target, peaks, forward=lambda x: self.forward(block, x),
+            observe=lambda visit: self.observe(block, entrance, visit), settle=lambda: self._round(block),
+            original_norms=norms,
+        )  # fmt: skip
+        self.said = job.said
         for fold in run.before_block:
             fold(job)
         self._round(block)
@@ -117,24 +131,38 @@ class Walker:
                 continue
             p.copy_(p.to(self.dtype))
 
-    def _peaks(self, block: Block, hidden: Hidden) -> dict[str, Tensor]:
-        """max |x| at every site, before anything changes. A mixture's experts have none."""
+    @torch.no_grad()
+    def observe(self, block: Block, hidden: Hidden, visit: Callable[[str, Tensor], None]) -> None:
+        """Show what each site of the block reads to ``visit``, chunk by chunk. A mixture's experts are not seen."""
         sites: dict[str, nn.Module] = {"attention.qkv": block.attention.q_proj, "attention.o": block.attention.o_proj}
         if isinstance(block.mlp, MLP):
             sites |= {"mlp.up": block.mlp.up_proj, "mlp.down": block.mlp.down_proj}
-        found = {name: Peak(m.in_features) for name, m in sites.items()}  # type: ignore[arg-type]
-        hooks = [m.register_forward_pre_hook(lambda _, x, name=name: found[name].add(x[0]))
-                 for name, m in sites.items()]  # fmt: skip
-        with torch.no_grad():
+        hooks = [m.register_forward_pre_hook(lambda _, x, name=name: visit(name, x[0])) for name, m in sites.items()]
+        try:
             for x in hidden.chunks():
-                self.forward(block, x)
-        for hook in hooks:
-            hook.remove()
+                if isinstance(block.mlp, MLP):
+                    self.forward(block, x)
+                else:
+                    block.attention(block.attention_norm(x), *self.surroundings(x))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _peaks(self, block: Block, hidden: Hidden) -> dict[str, Tensor]:
+        """max |x| at every site, before anything changes. A mixture's experts have none."""
+        found: dict[str, Peak] = {}
+
+        def visit(site: str, x: Tensor) -> None:
+            if site not in found:
+                found[site] = Peak(x.shape[-1])
+            found[site].add(x)
+
+        self.observe(block, hidden, visit)
         return {name: peak.value for name, peak in found.items()}
 
     def _attention(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
         attention = block.attention
-        read = (lambda x: x) if block.post_norm else block.attention_norm
+        read = _same if block.post_norm else block.attention_norm
         self._site(f"{prefix}.attention.qkv", attention, ("q_proj", "k_proj", "v_proj"), peaks,
                    (read(x) for x in hidden.chunks()))  # fmt: skip
         mixed = Hidden(*hidden.shape[:2], attention.o_proj.in_features, self.folder, "mixed")
@@ -152,7 +180,7 @@ class Walker:
     def _mlp(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
-        read = (lambda x: x) if block.post_norm else block.mlp_norm
+        read = _same if block.post_norm else block.mlp_norm
         names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
         self._site(f"{prefix}.mlp.up", mlp, names, peaks, (read(x) for x in hidden.chunks()))
         self._site(f"{prefix}.mlp.down", mlp, ("down_proj",), peaks,
@@ -208,16 +236,22 @@ class Walker:
             gram, tokens = moments.value, moments.rows
             if tokens == 0:
                 gram = torch.eye(width)
-        layers = [Layer(prefix + n, la.weight.detach(), la.weight.detach()) for n, la in zip(names, linears, strict=True)]
+        weights = [linear.weight.detach() for linear in linears]
+        layers = [Layer(prefix + n, weight, weight, input=self.inputs.get(prefix + n))
+                  for n, weight in zip(names, weights, strict=True)]  # fmt: skip
         site = Site(name, layers, gram, tokens, peaks.get(name.removeprefix(f"{block_name}.")))
         start = time.perf_counter()
         for step in run.at_site:
-            step(site)
+            if any(layer.stored is None for layer in layers):  # what has its final code is not coded again
+                step(site)
         seconds = (time.perf_counter() - start) / len(layers)
         for layer, linear in zip(layers, linears, strict=True):
             if layer.stored is None or self.expands:
                 layer.weight = layer.weight.to(self.dtype).float()  # as it will be read back
             linear.weight = nn.Parameter(layer.weight, requires_grad=False)
+            if layer.input is not None:  # from here on the hidden states are those of the model as it will run
+                code = layer.input
+                linear.register_forward_pre_hook(lambda _, x, code=code: (fake_quantise(x[0], code),))
             record = {
                 "layer": layer.name, "error": site.error(layer), "tokens": tokens, "seconds": seconds,
                 "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
@@ -225,4 +259,7 @@ class Walker:
             }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer
+            layer.original = layer.weight
+            if ".experts." in layer.name and layer.stored is not None and not self.expands:
+                layer.original = layer.weight = layer.weight.to("meta")  # its code is all that is kept of an expert
             self.report({"layer": layer.name, **record})

@@ -13,6 +13,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ridgeline.experiments import AblationSpec, to_toml
 from ridgeline.measure.backends import NATIVE
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
@@ -25,7 +27,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
-from ridgeline.spec.workload import Pretrain
+from ridgeline.spec.workload import Compress, Pretrain, Training
 from ridgeline.techniques.registry import require_runnable
 from ridgeline.train.launch import Job, JobFailed, run_job
 
@@ -115,14 +117,22 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
     if not steps:
         return spec
     first = spec.plans[spec.baseline]
-    if not first.is_training or first.training.checkpoint:
-        raise UserError("warm_start trains a starting checkpoint, but the workload has one or does not train",
+    task = first.workload
+    if not isinstance(task, (Training, Compress)) or task.checkpoint:
+        raise UserError("warm_start trains a starting checkpoint, but the workload has one or could not start from one",
                         "drop one of the two")  # fmt: skip
     place = folder / "base" / "model"
     if not (place / "config.json").is_file():
-        fields = {n: v for n, v in first.training.model_dump().items() if n in Pretrain.model_fields and n != "kind"}
-        text = spec.measure.warm_start_data or first.training.data
-        workload = Pretrain(**{**fields, "steps": steps, "data": text})
+        shared = Pretrain.model_fields if isinstance(task, Training) else ("seq_len", "data", "tokenizer")
+        fields = {n: v for n, v in task.model_dump().items() if n in shared and n != "kind"}
+        fields |= {"steps": steps, "data": spec.measure.warm_start_data or task.data}
+        try:
+            workload = Pretrain(**{**fields, **spec.measure.warm_start_workload})
+        except ValidationError as error:
+            first_error = error.errors()[0]
+            bad = ".".join(str(p) for p in first_error["loc"])
+            raise UserError(f"[measure] warm_start_workload: {bad} is not valid: {first_error['msg']}",
+                            "use the fields of a pretrain workload")  from None  # fmt: skip
         plain = first.model_copy(
             update={"workload": workload, "plan": Plan(), "cluster": Cluster(device=first.cluster.device)}
         )
@@ -133,7 +143,7 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
             raise UserError(f"the warm start failed ({failure.status}): {failure.reason}", failure.log) from None
     plans = {}
     for name, e in spec.plans.items():
-        started = e.training.model_copy(update={"checkpoint": str(place)})
+        started = e.workload.model_copy(update={"checkpoint": str(place)})
         plans[name] = e.model_copy(update={"workload": started})
     return spec.model_copy(update={"plans": plans})
 

@@ -15,7 +15,8 @@ from ridgeline.compress.driver import compress
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.evaluation import ROUNDS, stored_size
 from ridgeline.measure.generation import generation_times
-from ridgeline.measure.perplexity import perplexity, window_losses
+from ridgeline.measure.perplexity import window_losses
+from ridgeline.measure.stats import perplexity
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.meter import Meter, process_memory
 from ridgeline.nn.packed_model import load_packed
@@ -67,7 +68,7 @@ def compression_cell(
     result.metrics["perplexity"] = Metric(value=found.value, low=found.low, high=found.high, n=len(result.losses),
                                           better="lower", source="measured")  # fmt: skip
     for name, (value, unit, better) in known.items():
-        result.metrics[name] = Metric(value=value, unit=unit, better=better, source="measured")  # type: ignore[arg-type]
+        result.metrics[name] = Metric(value=value, unit=unit, better=better, source="measured")
     return result.model_dump(mode="json", by_alias=True)
 
 

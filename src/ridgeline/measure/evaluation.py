@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from ridgeline.compress.calibration import windows_of
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.generation import generation_times
-from ridgeline.measure.perplexity import perplexity, perplexity_ratio, window_losses
+from ridgeline.measure.perplexity import window_losses
+from ridgeline.measure.stats import perplexity, perplexity_ratio
 from ridgeline.nn.checkpoint import first_missing, gguf_file, load_checkpoint
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
@@ -51,8 +53,7 @@ def evaluate(options: dict[str, Any], device: torch.device, report: Any) -> dict
         model = load_checkpoint(options[name], dtype=torch.float32, device=device)
         if model.spec.vocab_size != spec.vocab_size:
             raise UserError(f"{options[name]} has another vocabulary than {path}", "compare like with like")
-        losses[name] = window_losses(model, windows, lambda n, name=name: report(
-            {"step": n, "steps": len(windows), "stage": f"perplexity of {Path(options[name]).name}"}))  # fmt: skip
+        losses[name] = window_losses(model, windows, _progress(report, options[name], len(windows)))
         if name == "checkpoint" and options.get("output_len"):
             report({"stage": "timing generation"})
             prompt = windows[:1, : min(options["prompt_len"], seq_len)].to(device)
@@ -67,6 +68,11 @@ def evaluate(options: dict[str, Any], device: torch.device, report: Any) -> dict
                              "ratio": perplexity_ratio(losses["checkpoint"], losses["against"])._asdict()}  # fmt: skip
     result["environment"] = {**fingerprint(), "threads": torch.get_num_threads()}
     return result
+
+
+def _progress(report: Any, checkpoint: str, windows: int) -> Callable[[int], None]:
+    stage = f"perplexity of {Path(checkpoint).name}"
+    return lambda done: report({"step": done, "steps": windows, "stage": stage})
 
 
 def stored_size(path: Path) -> dict[str, float]:

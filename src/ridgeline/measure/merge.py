@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from ridgeline.measure.stats import bootstrap_ci, outliers, ratio_ci, verdict, warmup_steps
+from ridgeline.measure.stats import bootstrap_ci, outliers, perplexity_ratio, ratio_ci, verdict, warmup_steps
 from ridgeline.spec.ablation import Outcome
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result, Sample
@@ -35,6 +35,8 @@ def merge(parts: list[Result]) -> Result:
         return parts[0]
     first = next((p for p in good if p.memory), good[0])
     out = first.model_copy(deep=True)
+    if "wall_s" not in first.metrics:
+        return _merge_batches(out, good)
     out.samples = [s for p in good for s in p.samples]
     blocks = steady(out.samples)
     flat = [s for b in blocks for s in b]
@@ -69,6 +71,15 @@ def merge(parts: list[Result]) -> Result:
     failed = [p for p in parts if p.status != "ok"]
     if failed:
         out.notes.append(f"{len(failed)} of {len(parts)} processes failed: {failed[0].status}: {failed[0].reason}")
+    return out
+
+
+def _merge_batches(out: Result, good: list[Result]) -> Result:
+    """Processes that generated the same batch (and maybe compressed the model before): the median of each metric."""
+    out.samples = [s for p in good for s in p.samples]
+    for name, metric in out.metrics.items():
+        values = [p.metrics[name].value for p in good if name in p.metrics]
+        out.metrics[name] = metric.model_copy(update={"value": statistics.median(values)})
     return out
 
 
@@ -113,6 +124,10 @@ def effect(outcome: Outcome, base: Result, is_baseline: bool, margin: float) -> 
                              source="ratio of median seconds per token, block bootstrap")  # fmt: skip
     if own.peak_bytes and base.peak_bytes:
         outcome.memory_ratio = own.peak_bytes / base.peak_bytes
+    if own.losses and len(own.losses) == len(base.losses) and not is_baseline:
+        worse = perplexity_ratio(own.losses, base.losses)
+        outcome.perplexity_ratio = Metric(value=worse.value, low=worse.low, high=worse.high, n=len(own.losses),
+                                          better="lower", source="paired bootstrap over windows")  # fmt: skip
     outcome.verdict = "baseline" if is_baseline else verdict(low, high, margin)
 
 

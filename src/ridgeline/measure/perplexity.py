@@ -1,15 +1,12 @@
-"""Perplexity on held-out windows, with an interval, and paired against another model on the same windows."""
+"""Losses of held-out windows, from which :mod:`ridgeline.measure.stats` makes perplexities."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.measure.stats import Interval, bootstrap_ci
 from ridgeline.nn.loss import token_loss
 from ridgeline.nn.transformer import Transformer
 
@@ -34,22 +31,3 @@ def window_losses(model: Transformer, windows: Tensor, watch: Callable[[int], No
         if watch:
             watch(len(out))
     return out
-
-
-def perplexity(losses: Sequence[float]) -> Interval:
-    """exp of the mean loss over windows, with the 95 % bootstrap interval over windows."""
-    mean, low, high = bootstrap_ci([list(losses)], np.mean)
-    return Interval(math.exp(mean), math.exp(low), math.exp(high))
-
-
-def perplexity_ratio(losses: Sequence[float], base: Sequence[float]) -> Interval:
-    """Perplexity over that of ``base``, paired window by window: what both find hard cancels.
-
-    Raises ``ValueError`` when they were not taken on the same number of windows.
-    """
-    if len(losses) != len(base):
-        raise ValueError(f"{len(losses)} windows against {len(base)}")
-    change = np.asarray(losses) - np.asarray(base)
-    draws = np.random.default_rng(0).choice(change, (2000, len(change))).mean(1)
-    low, high = np.percentile(draws, (2.5, 97.5))
-    return Interval(*(math.exp(float(v)) for v in (change.mean(), low, high)))

@@ -91,6 +91,25 @@ def ratio_ci(
     return Interval(math.exp(value), math.exp(value + low), math.exp(value + high))
 
 
+def perplexity(losses: Sequence[float]) -> Interval:
+    """exp of the mean loss over windows, with the 95 % bootstrap interval over windows."""
+    mean, low, high = bootstrap_ci([list(losses)], np.mean)
+    return Interval(math.exp(mean), math.exp(low), math.exp(high))
+
+
+def perplexity_ratio(losses: Sequence[float], base: Sequence[float]) -> Interval:
+    """Perplexity over that of ``base``, paired window by window: what both find hard cancels.
+
+    Raises ``ValueError`` when they were not taken on the same number of windows.
+    """
+    if len(losses) != len(base):
+        raise ValueError(f"{len(losses)} windows against {len(base)}")
+    change = np.asarray(losses) - np.asarray(base)
+    draws = np.random.default_rng(0).choice(change, (2000, len(change))).mean(1)
+    low, high = np.percentile(draws, (2.5, 97.5))
+    return Interval(*(math.exp(float(v)) for v in (change.mean(), low, high)))
+
+
 def verdict(low: float, high: float, margin: float = MARGIN) -> SpeedVerdict:
     """What the interval of a speed-up allows to say. Less than ``margin`` either way counts as no difference."""
     if low > 1 + margin:

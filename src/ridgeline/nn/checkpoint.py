@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from ridgeline.nn.formats import Format, reader
 from ridgeline.nn.hf_names import Link, links, spellings, stacked
 from ridgeline.nn.init import allocate, assign
-from ridgeline.nn.packed import InputCode, Packed
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config

@@ -6,9 +6,25 @@ This one record is what solvers return, formats write and read, and kernels are 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Stored(Protocol):
+    """What a weight [out, in] is stored as when it is not dense: :class:`Packed` integers, or a code of our own."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits over weights, all that belongs to it counted."""
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +98,6 @@ class Packed:
         return total / (out * width)
 
 
-@dataclass(frozen=True)
-class InputCode:
-    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
-
-    bits: int = 8
-    scale: float | None = None
-    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
-    threshold: float = 0.0
-    """Inputs of at least this magnitude are computed in full precision (LLM.int8); 0: none."""
-
-
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [rows, n] → int32 [rows, ceil(n·bits / 32)]: dense, little-endian along the row, across words."""
     rows, n = codes.shape
@@ -102,7 +107,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         words = (padded << (torch.arange(each, device=codes.device) * bits)).sum(-1)
     else:
         spread = (codes.unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8)) & 1
-        flat = torch.nn.functional.pad(spread.view(rows, n * bits), (0, -(n * bits) % 32)).view(rows, -1, 32)
+        flat = torch.nn.functional.pad(spread.reshape(rows, n * bits), (0, -(n * bits) % 32)).view(rows, -1, 32)
         words = (flat.long() << torch.arange(32, device=codes.device)).sum(-1)
     return words.to(torch.int32)  # wraps above 2^31, which keeps the bits
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.packed import InputCode, Packed, pack_bits, unpack_bits
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, held
 
 _BLOCK = 2**20

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ridgeline.nn.checkpoint import Reader, config_dtype, gguf_file, load_checkpoint
 from ridgeline.nn.hf_names import links
 from ridgeline.nn.init import assign
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.mlp import ACTIVATIONS, gated
 from ridgeline.nn.moe import Experts
-from ridgeline.nn.packed import InputCode, Packed
+from ridgeline.nn.packed import Packed
 from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError

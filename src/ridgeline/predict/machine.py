@@ -60,6 +60,7 @@ _WIDER = {
     "int8": ("int8", "bf16", "fp16", "fp32"),
     "int4": ("int4", "int8", "bf16", "fp16", "fp32"),
     "nf4": ("int4", "int8", "bf16", "fp16", "fp32"),
+    "ternary": ("int4", "int8", "bf16", "fp16", "fp32"),
     "binary": ("int4", "int8", "bf16", "fp16", "fp32"),
 }
 

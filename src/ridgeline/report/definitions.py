@@ -15,6 +15,15 @@ DEFINITIONS: dict[str, str] = {
     "stated); otherwise no difference was shown.",
     "interval": "95 % interval. Steps of one run are correlated, so runs are resampled first, then steps inside each.",
     "loss": "Training loss of the last step, in nats per token, after the same tokens as the baseline.",
+    "perplexity": "exp of the mean loss per token on held-out text that calibration never saw.",
+    "perplexity_ratio": "Perplexity against the baseline's on the same windows, with the 95 % interval of the paired "
+    "ratio (bootstrap over windows).",
+    "bits_per_weight": "Stored bits over weights of the linear layers in the blocks: codes, scales, zero points, "
+    "outliers.",
+    "checkpoint_bytes": "Bytes of all tensors in the checkpoint's files, embeddings and norms included.",
+    "layer_error": "Mean over layers of |X(W - Q)ᵀ|² / |XWᵀ|² on the calibration inputs X that the layer has in the "
+    "compressed model.",
+    "compress_s": "Seconds that the compression took, loading and writing included.",
     "same": "Does the plan still compute the same thing? ✓ when its loss stays within the bound that its techniques "
     "state (the list of plans names it), ✗ when it does not, – when it was not tested.",
     "peak_bytes": "Largest sum of live bytes on one rank during a step: parameters, gradients, optimizer states, "

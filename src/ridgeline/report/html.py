@@ -8,6 +8,7 @@ from typing import Any
 from ridgeline.measure.compare import Comparison
 from ridgeline.report.charts.base import Chart
 from ridgeline.report.charts.moved import movers_charts
+from ridgeline.report.charts.pareto import pareto_chart
 from ridgeline.report.charts.roofline import roofline_chart
 from ridgeline.report.charts.speed import speedup_chart, tokens_chart
 from ridgeline.report.charts.stack import memory_chart, step_charts
@@ -18,7 +19,14 @@ from ridgeline.report.files import write_atomic
 from ridgeline.report.page import bullets, chart_grid, definitions, page, reproduce, section
 from ridgeline.report.table import Column, Table
 from ridgeline.report.table import html as table_html
-from ridgeline.report.tables import ablation_memory_table, comparison_tables, failures, result_tables, speed_table
+from ridgeline.report.tables import (
+    ablation_memory_table,
+    comparison_tables,
+    failures,
+    quality_table,
+    result_tables,
+    speed_table,
+)
 from ridgeline.report.units import metric, percent, size, times
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.result import Metric, Result
@@ -30,10 +38,12 @@ NOISY = 1.5
 def ablation_html(a: Ablation, path: Path) -> Path:
     """Write the report of an ablation; returns the path."""
     plans = [(o.name, [r for r in (o.measured, o.predicted) if r is not None]) for o in a.outcomes]
-    charts = [speedup_chart(a), tokens_chart(a), *trust_charts(a), *step_charts(plans), memory_chart(plans),
-              *_waterfalls(a), *_rooflines(a), *loss_charts(a)]  # fmt: skip
+    charts = [pareto_chart(a), speedup_chart(a), tokens_chart(a), *trust_charts(a), *step_charts(plans),
+              memory_chart(plans), *_waterfalls(a), *_rooflines(a), *loss_charts(a)]  # fmt: skip
     drawn = [c for c in charts if c is not None]
-    summary = table_html(speed_table(a)) + table_html(ablation_memory_table(a))
+    quality = quality_table(a)
+    summary = table_html(quality) if len(quality.columns) > 1 else ""
+    summary += table_html(speed_table(a)) + table_html(ablation_memory_table(a))
     sections = [
         section("Verdict", summary),
         bullets("Plans that failed", failures(a), "failed"),

@@ -9,7 +9,7 @@ from ridgeline.measure.compare import Comparison
 from ridgeline.report import table as render
 from ridgeline.report.dissect import breakdown_table, memory_table
 from ridgeline.report.table import Column, Record, Table
-from ridgeline.report.units import COUNTS, NONE, SIZES, TIMES, Scale, metric, number, percent, scale, times
+from ridgeline.report.units import COUNTS, NONE, SIZES, TIMES, Scale, metric, number, percent, scale, seconds, times
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.result import MEMORY_CATEGORIES, Metric, Result
 
@@ -52,11 +52,11 @@ def to_csv(x: Reportable) -> str:
 
 def ablation_tables(a: Ablation, width: int | None = None) -> list[Table]:
     """Speed and sameness first, then memory; predicted beside measured in one cell."""
-    speed, memory = speed_table(a), ablation_memory_table(a)
+    speed, memory, quality = speed_table(a), ablation_memory_table(a), quality_table(a)
     if width is not None and memory.width > width:
         memory = ablation_memory_table(a, side_by_side=False)
     speed.notes += failures(a)
-    return [part for t in (speed, memory) if len(t.columns) > 1 for part in fit(t, width)]
+    return [part for t in (quality, speed, memory) if len(t.columns) > 1 for part in fit(t, width)]
 
 
 def speed_table(a: Ablation) -> Table:
@@ -91,6 +91,42 @@ def speed_table(a: Ablation) -> Table:
         Column(f"Step time, {step.label}, pred | meas", "step_time_s"),
     ]
     return Table(f"Speed of {len(a.outcomes)} plans against {a.baseline}", columns, rows).without_empty_columns()
+
+
+def quality_table(a: Ablation) -> Table:
+    """Per plan of a compression: perplexity and its change, bits per weight, bytes, layer error, time it took."""
+    sides = [r for o in a.outcomes for r in (o.predicted, o.measured)]
+    unit = scale([r.metric("checkpoint_bytes") for r in sides if r], SIZES)
+    rows = []
+    for o in a.outcomes:
+        m, worse = o.measured, o.perplexity_ratio
+        found = m.metrics.get("perplexity") if m else None
+        bits = [r.metric("bits_per_weight") if r else None for r in (o.predicted, m)]
+        error, took = (m.metric(k) if m else None for k in ("layer_error", "compress_s"))
+        rows.append(
+            [
+                o.name,
+                NONE if found is None else f"{found.value:.3f}",
+                NONE if worse is None else _change(worse),
+                both(*(NONE if b is None else f"{b:.2f}" for b in bits)) if found else NONE,
+                both(_value(o.predicted, "checkpoint_bytes", unit), _value(m, "checkpoint_bytes", unit)),
+                NONE if error is None else percent(error),
+                seconds(took),
+            ]
+        )
+    columns = [Column("Plan", align="left"), Column("Perplexity", "perplexity"),
+               Column("Change", "perplexity_ratio"), Column("Bits per weight, pred | meas", "bits_per_weight"),
+               Column(f"Checkpoint, {unit.label}, pred | meas", "checkpoint_bytes"),
+               Column("Layer error", "layer_error"), Column("Took", "compress_s")]  # fmt: skip
+    if not any(o.measured and "perplexity" in o.measured.metrics for o in a.outcomes):
+        return Table("", columns[:1], [])
+    return Table("Quality and size", columns, rows).without_empty_columns()
+
+
+def _change(ratio: Metric) -> str:
+    """+1.23 % [+1.10, +1.36] of a ratio."""
+    low, high = (f"{100 * ((v if v is not None else ratio.value) - 1):+.2f}" for v in (ratio.low, ratio.high))
+    return f"{100 * (ratio.value - 1):+.2f} % [{low}, {high}]"
 
 
 def ablation_memory_table(a: Ablation, side_by_side: bool = True) -> Table:
@@ -323,6 +359,9 @@ def _outcome_record(o: Outcome) -> Record:
         for c in MEMORY_CATEGORIES:
             size = _category(r, c)
             out[f"{side}_{c}_bytes"] = None if size is None else round(size)
+    for name in ("perplexity", "bits_per_weight", "checkpoint_bytes", "layer_error", "compress_s"):
+        out[name] = o.measured.metric(name) if o.measured else None
+    out["perplexity_ratio"] = o.perplexity_ratio.value if o.perplexity_ratio else None
     out |= {"loss": final_loss(o.measured), "held_out_loss": _held_out(o.measured), "memory_ratio": o.memory_ratio}
     out["same"] = {"✓": "yes", "✗": "no"}.get(sameness(o))
     return out

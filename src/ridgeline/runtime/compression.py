@@ -9,32 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ridgeline.nn.packed import InputCode as InputCode
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed, Stored
+from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
+from ridgeline.runtime.solve.grid import Grid, nearest
 from ridgeline.runtime.solve.sweep import relative_error
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
-
-
-class Stored(Protocol):
-    """What a weight [out, in] is stored as when it is not dense: :class:`Packed` integers, or a code of our own."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits over weights, all that belongs to it counted."""
-
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight."""
 
 
 @dataclass
@@ -116,6 +103,13 @@ class BlockJob:
     """Site name (without the block's own) → max |x| [in] (``wants`` has "peak")."""
     forward: Callable[[Tensor], Tensor]
     """The block on a chunk, with gradients to whatever requires them."""
+    observe: Callable[[Callable[[str, Tensor], None]], None]
+    """Runs all inputs through the block as it stands, without gradients, and shows what each site (without the block's
+    own name, as in ``peaks``) reads, chunk by chunk."""
+    settle: Callable[[], None]
+    """Round norms, biases and routers to what the file will hold."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """For the report: what steps want to tell of this block."""
     original_norms: dict[str, Tensor] = field(default_factory=dict)
     """Name in the block → norm weight or bias that the block was loaded with."""
 
@@ -160,7 +154,27 @@ class CompressBuild:
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 
-def packed_rows(site: Site, packed: Packed) -> list[Packed]:
+def store(site: Site, packed: Packed, **said: Any) -> None:
+    """One record of the stacked layers becomes what each of them stores; ``said`` of all."""
+    for layer, own in zip(site.layers, packed_rows(site, packed), strict=True):
+        layer.store(own)
+        layer.said.update(said)
+
+
+def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
+    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
+    weight, keep = site.together(), site.keeps()
+    fitted = grid.fit(weight)
+    rounded = nearest(weight, fitted)
+    packed = fitted.pack(rounded if keep is None else rounded * keep)
+    assert packed is not None
+    store(site, packed, **said)
+
+
+Rows = TypeVar("Rows", Packed, Ternary)
+
+
+def packed_rows(site: Site, packed: Rows) -> list[Rows]:
     """One record of the stacked layers cut into theirs."""
     out, start = [], 0
     for layer in site.layers:

@@ -42,10 +42,11 @@ class GPTQ(WeightOnly):
     def compress(self, run: CompressBuild) -> None:
         """Solve the layers of a site as one: they share H."""
         run.wants.add("gram")
-        run.at_site.append(lambda site: self._solve(run, site))
+        run.at_site.append(lambda site: self.solve(run, site))
 
-    def _solve(self, run: CompressBuild, site: Site) -> None:
-        from ridgeline.runtime.compression import packed_rows
+    def solve(self, run: CompressBuild, site: Site) -> None:
+        """Replace the weights of one site."""
+        from ridgeline.runtime.compression import store
         from ridgeline.runtime.solve.support import Given
         from ridgeline.runtime.solve.sweep import sweep
 
@@ -54,7 +55,4 @@ class GPTQ(WeightOnly):
         fitted = run.affine(self.bits, self.group_size, self.symmetric, self.mse).fit(weight)
         solved = sweep(weight, site.gram, fitted, None if keep is None else Given(keep), self.act_order, self.damp,
                        self.block)  # fmt: skip
-        packed = fitted.pack(solved.weight)
-        for layer, own in zip(site.layers, packed_rows(site, packed), strict=True):
-            layer.store(own)
-            layer.said["damp"] = solved.damp
+        store(site, fitted.pack(solved.weight), damp=solved.damp)

@@ -17,7 +17,7 @@ from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.base import PHASES, Technique
 
-_NOT_TECHNIQUES = {"adapted", "base", "weight_only", "cards", "matrix", "mesh", "registry"}
+_NOT_TECHNIQUES = {"adapted", "base", "weight_only", "pruning", "cards", "matrix", "mesh", "registry"}
 
 _made: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""

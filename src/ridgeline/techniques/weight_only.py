@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ridgeline.nn.packed import Packed
     from ridgeline.runtime.build import Build
 
-PRUNE, FOLD, QUANTISE, TUNE = 10, 20, 30, 40
-"""Order of compression within phase adapt: supports before grids, folded scales between, norms last."""
+PRUNE, FOLD, QUANTISE, TUNE = -20, -10, 0, 10
+"""Order of compression within phase adapt: supports before grids, folded scales between, norms last. In training a
+quantised base comes before the adapters on it, which are behind 0."""
 
 
 class WeightOnly(Technique):
@@ -38,15 +39,24 @@ class WeightOnly(Technique):
     symmetric: bool = True
     """Whether the range is centred on zero; False: a zero point per group is stored too."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Its defaults: what its other options change is quality, which is not predicted."""
+        return [cls()]
+
     def check(self, e: Experiment) -> None:
         """Groups must divide the rows; one weight format at a time."""
-        others = [c.name for c in e.plan.calls if c.name != self.card.name and _is_weight_format(c.name)]
-        self.needs(not others, f"{', '.join(others)} already decides how weights are stored", "keep one of them")
-        for name, (_, width) in _widths(e).items():
+        self.check_alone(e)
+        for name, (_, width) in widths(e).items():
             if self.group_size:
                 self.needs(width % self.group_size == 0,
                            f"group_size {self.group_size} does not divide {name}'s input width {width}",
                            f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
+
+    def check_alone(self, e: Experiment) -> None:
+        """One weight format at a time."""
+        others = [c.name for c in e.plan.calls if c.name != self.card.name and is_weight_format(c.name)]
+        self.needs(not others, f"{', '.join(others)} already decides how weights are stored", "keep one of them")
 
     def build(self, run: Build) -> None:
         """A compressed checkpoint's layers hold their codes already; random weights get codes of the same form."""
@@ -74,14 +84,14 @@ def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool)
     def shrink(b: Block) -> None:
         held_as: dict[str, tuple[float, float, str]] = {}
         for p in b.params:
-            if p.name.endswith(_CODED):
+            if p.name.endswith(_CODED) and p.dtype != "ternary":  # qmoe's are stored already
                 out, width = p.shape[-2:]
                 each = held_bytes(out, width, bits, group_size, symmetric, device) / (out * width)
                 nibbles = held(out, width, bits, group_size, device).form == "nibbles"
                 dtype = "int4" if nibbles or bits <= 4 else "int8"
                 held_as[p.name] = each, p.bytes_per_element, dtype
                 p.bytes_per_element, p.dtype, p.trainable = each, dtype, False
-        b.forward = [_narrow(o, *held_as[o.param]) if o.kind == "gemm" and o.param in held_as else o
+        b.forward = [narrow(o, *held_as[o.param]) if o.kind == "gemm" and o.param in held_as else o
                      for o in b.forward]  # fmt: skip
 
     return g.each_block(shrink, layers_only=True)
@@ -106,6 +116,11 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
     return round(total), kept / max(1, count)
 
 
+def coded_weights(e: Experiment) -> int:
+    """Weights that are stored in codes."""
+    return sum(p.numel for p in e.model.parameters() if p.name.startswith("layers.") and p.name.endswith(_CODED))
+
+
 def _checkpoint_dtype(e: Experiment) -> str:
     w = e.workload
     file = Path(getattr(w, "checkpoint", None) or "") / "config.json"
@@ -116,7 +131,9 @@ def _checkpoint_dtype(e: Experiment) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(said, "fp32")
 
 
-def packed(run: Build, name: str, bits: int, group_size: int, symmetric: bool, codes_dense: bool = False) -> None:
+def packed(
+    run: Build, name: str, bits: int, group_size: int, symmetric: bool, codes_dense: bool = False, mse: bool = False
+) -> None:
     """Have a generating model's linear layers compute from codes.
 
     Those of a compressed checkpoint do; weights without a checkpoint (or, where ``codes_dense``, of a dense one) are
@@ -131,7 +148,7 @@ def packed(run: Build, name: str, bits: int, group_size: int, symmetric: bool, c
         weight = run.model.get_parameter(name).detach()
         wide = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
         weight = (weight if expert is None else weight[expert]).float()
-        return Affine(bits, group_size, symmetric, scale_dtype=wide).fit(weight).pack(weight), None
+        return Affine(bits, group_size, symmetric, mse, wide).fit(weight).pack(weight), None
 
     w = run.experiment.workload
     assert isinstance(w, Generate)
@@ -151,20 +168,33 @@ def packed(run: Build, name: str, bits: int, group_size: int, symmetric: bool, c
         pack_layers(run.model, code, device)
 
 
-def _narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
+def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
     """The product with weights of ``each`` bytes instead of ``wide``; rows and results stay as they are."""
     _, out, inner = op.shape[-3:]
     weights = out * inner * op.experts
     return changed(op, bytes=op.bytes - weights * (wide - each), weight_dtype=dtype)
 
 
-def _is_weight_format(name: str) -> bool:
+def in_int8(g: Graph, e: Experiment) -> Graph:
+    """Products with quantised weights computed in int8, on a device that multiplies in it."""
+    if "int8" not in e.cluster.device.peak_flops:
+        return g
+
+    def lower(b: Block) -> None:
+        b.forward = [changed(o, dtype="int8") if o.kind == "gemm" and o.weight_dtype else o for o in b.forward]
+
+    return g.each_block(lower, layers_only=True)
+
+
+def is_weight_format(name: str) -> bool:
+    """Whether the technique called ``name`` decides how weights are stored."""
     from ridgeline.techniques.registry import registry
 
     return name in ("rtn", "mxfp4", "fp8") or issubclass(registry()[name], WeightOnly)
 
 
-def _widths(e: Experiment) -> dict[str, tuple[int, int]]:
+def widths(e: Experiment) -> dict[str, tuple[int, int]]:
+    """(out, in) of all linear layers of the blocks, an expert's too, by name."""
     from ridgeline.spec.targets import linears
 
     found = linears(e.model)

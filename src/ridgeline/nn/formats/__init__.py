@@ -1,4 +1,5 @@
 """File formats of compressed weights: pure functions between :class:`ridgeline.nn.packed.Packed` and named tensors.
+Only our own holds other codes too.
 
 A format writes one module's weight as tensors under that module's name, says in ``config.json`` what it wrote, and
 reads it back. Which one a checkpoint is in, its ``quantization_config`` tells.
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ridgeline.nn.packed import InputCode, Packed
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed, Stored
 from ridgeline.spec.errors import UserError, unknown
 
 Get = Callable[[str], Tensor | None]
@@ -30,7 +32,7 @@ class Format(Protocol):
         """``quantization_config``, given the packed modules (their tensors may stand on the meta device), the linear
         modules that stay dense, and how inputs of modules are quantised (:class:`InputCode` by module name)."""
 
-    def read(self, module: str, get: Get) -> Packed | None:
+    def read(self, module: str, get: Get) -> Stored | None:
         """The weight of ``module``; None when the file has it dense."""
 
     def input(self, module: str, get: Get) -> InputCode | None:
@@ -41,8 +43,9 @@ def formats() -> dict[str, type[Format]]:
     """What can be written, by name."""
     from ridgeline.nn.formats.compressed_tensors import CompressedTensors
     from ridgeline.nn.formats.gptq import GPTQFormat
+    from ridgeline.nn.formats.ridgeline import Ridgeline
 
-    return {kind.name: kind for kind in (CompressedTensors, GPTQFormat)}
+    return {kind.name: kind for kind in (CompressedTensors, GPTQFormat, Ridgeline)}
 
 
 def writer(name: str) -> Format:

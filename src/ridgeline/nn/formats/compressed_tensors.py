@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.formats import Get
-from ridgeline.nn.packed import InputCode, Packed, pack_bits, unpack_bits
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import UserError
 
 
@@ -75,6 +76,8 @@ class CompressedTensors:
         for name, packed in layers.items():
             whole = packed.group_size == packed.shape[1]
             code = inputs.get(name)
+            if code is not None and code.threshold:
+                code = None  # it cannot say that some inputs stay wide; all of them wide is the nearest it can say
             key = (packed.bits, packed.symmetric, None if whole else packed.group_size,
                    None if code is None else (code.bits, code.scale is None))  # fmt: skip
             groups[key].append(name)

@@ -40,7 +40,7 @@ _NORMAL, _CONTROL, _BYTE = 1, 3, 6
 def require_gguf(spec: ModelSpec) -> None:
     """Raise :class:`UserError` where GGUF cannot be written: the package is missing, or for the model's family."""
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[gguf]'")
+        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[compress]'")
     if spec.family not in _ARCHITECTURES:
         raise UserError(f"models of family {spec.family!r} are not written as GGUF", f"{', '.join(_ARCHITECTURES)} are")
 
@@ -56,7 +56,7 @@ def their_name(ours: str) -> str:
 
 def _turned(spec: ModelSpec, ours: str, rows: int, back: bool = False) -> Tensor | None:
     """The order of a weight's (or bias's) rows in the file, or back; None: as they are."""
-    if _ARCHITECTURES[spec.family] != "llama" or ".q_proj." not in ours and ".k_proj." not in ours:
+    if _ARCHITECTURES[spec.family] != "llama" or (".q_proj." not in ours and ".k_proj." not in ours):
         return None
     order = torch.arange(rows).view(-1, 2, spec.head_dim // 2).transpose(1, 2).reshape(-1)
     return torch.argsort(order) if back else order
@@ -193,7 +193,7 @@ def spec_of(file: Path) -> ModelSpec:
 
 def _open(file: Path) -> Any:
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[gguf]'")
+        raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[compress]'")
     import gguf
 
     try:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.formats import Get
-from ridgeline.nn.packed import InputCode, Packed, pack_bits, unpack_bits
+from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import UserError
 
 V1, V2 = "gptq", "gptq_v2"
@@ -40,8 +41,10 @@ class GPTQFormat:
             raise UserError(f"{module} keeps outliers aside, which the GPTQ format cannot say",
                             "use --format ridgeline, or quantease with outliers=0")  # fmt: skip
         if packed.bits not in (2, 3, 4, 8) or out % 32 or width % 32:
-            raise UserError(f"the GPTQ format cannot hold {module}: {packed.bits} bits, shape [{out}, {width}]",
-                            "it has 2, 3, 4 or 8 bits and sizes that 32 divides; use --format compressed-tensors")  # fmt: skip
+            raise UserError(
+                f"the GPTQ format cannot hold {module}: {packed.bits} bits, shape [{out}, {width}]",
+                "it has 2, 3, 4 or 8 bits and sizes that 32 divides; use --format compressed-tensors",
+            )
         zero = packed.zero
         if zero is None:
             zero = torch.full((out, packed.scale.shape[1]), (1 << (packed.bits - 1)) - 1, dtype=torch.uint8)

@@ -44,7 +44,8 @@ def descend(
     structured: bool = False,
     block: int = BLOCK,
 ) -> Descended:
-    """Coordinate descent from ``start`` [out, in] (on the grid, e.g. GPTQ's), or cold from ``weight`` itself.
+    """Coordinate descent from ``start`` [out, in] (on the grid of ``weight`` without its :func:`largest` entries, such
+    as GPTQ's solution), or cold from ``weight`` itself.
 
     ``keep`` bool [out, in]: entries outside stay zero. ``outliers``: share of the entries (``structured``: of the
     inputs, whole columns) that are kept aside, found by iterative hard thresholding (the paper's algorithm 3); the grid
@@ -54,7 +55,7 @@ def descend(
     gram = gram.clone()
     dead = gram.diagonal() == 0
     gram.diagonal()[dead] = 1
-    w = weight.t().contiguous()
+    w = weight.t().clone(memory_format=torch.contiguous_format)
     w[dead] = 0
     mask = None if keep is None else keep.t().contiguous()
     order = torch.argsort(gram.diagonal(), descending=True, stable=True)
@@ -65,12 +66,9 @@ def descend(
 
     count = round(outliers * (width if structured else w.numel()))
     stored = torch.float16 if grid_dtype(grid) is None else grid_dtype(grid)
-    aside = _largest(w, count, structured) if count else torch.zeros_like(w)
+    aside = largest(w, count, structured) if count else torch.zeros_like(w)
     fitted = grid.fit((w - aside)[back].t().contiguous())
     q = (w - aside).clone() if start is None else start.t()[order].contiguous()
-    if start is not None and count:  # the start lies on another grid
-        for j in range(width):
-            fitted.snap(q[j], columns[j], q[j])
     if mask is not None:
         q.mul_(mask)
     step = 1 / (2 * _largest_eigenvalue(s)) if count else 0.0
@@ -102,7 +100,8 @@ def descend(
             errors.append(_error(w - aside - q, s))
         if count and not last:
             gradient = s @ (q + aside - w)
-            aside = _largest(aside - 2 * step * gradient, count, structured)
+            moved = aside - 2 * step * gradient
+            aside = largest(moved if mask is None else moved * mask, count, structured)
     record = None
     if count:
         kept_aside = aside[back].t().contiguous()
@@ -118,15 +117,16 @@ def grid_dtype(grid: Grid) -> torch.dtype | None:
     return getattr(grid, "scale_dtype", None)
 
 
-def _largest(x: Tensor, count: int, structured: bool) -> Tensor:
-    """``x`` [in, out] with all but its ``count`` largest entries (or inputs) set to zero."""
+def largest(x: Tensor, count: int, structured: bool) -> Tensor:
+    """``x`` [in, out] (Wᵀ) with all but its ``count`` largest entries (or inputs) set to zero."""
     out = torch.zeros_like(x)
     if structured:
         rows = x.norm(dim=1).topk(count).indices
         out[rows] = x[rows]
     else:
-        index = x.abs().view(-1).topk(count, sorted=False).indices
-        out.view(-1)[index] = x.view(-1)[index]
+        flat = x.reshape(-1)
+        index = flat.abs().topk(count, sorted=False).indices
+        out = out.reshape(-1).index_copy_(0, index, flat[index]).view(x.shape)
     return out
 
 
@@ -135,8 +135,8 @@ def _largest_eigenvalue(s: Tensor, rounds: int = 40) -> float:
     v = s.sum(0)
     for _ in range(rounds):
         v = s @ (v / v.norm().clamp_min(1e-30))
-    return 1.02 * v.norm().item()
+    return 1.02 * float(v.norm())
 
 
 def _error(difference: Tensor, s: Tensor) -> float:
-    return torch.sum((s @ difference) * difference).item()
+    return float(torch.sum((s @ difference) * difference))

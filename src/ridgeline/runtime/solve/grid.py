@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ridgeline.nn.packed import Outliers, Packed
+from ridgeline.nn.packed import Outliers, Packed, Stored
+from ridgeline.nn.ternary import Ternary as Code
 
 
 class Fitted(Protocol):
@@ -20,8 +21,8 @@ class Fitted(Protocol):
     def snap(self, x: Tensor, column: int, out: Tensor) -> None:
         """Write the nearest values of the grid to ``x`` [out] for this column of W into ``out``."""
 
-    def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Packed | None:
-        """The record of a weight [out, in] that lies on the grid; None where the grid has no integer codes."""
+    def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Stored | None:
+        """The record of a weight [out, in] that lies on the grid; None where the grid has no codes."""
 
 
 class Grid(Protocol):
@@ -111,9 +112,41 @@ class FittedAffine:
         return Packed(codes, self.scale.to(self.grid.scale_dtype), zero, self.grid.bits, group, outliers)
 
 
+@dataclass(frozen=True)
+class Ternary:
+    """Per row: its minimum, 0, and its maximum (arXiv:2310.16795, section 2.2). The wide range leaves most weights at
+    zero, which is what the code of :mod:`ridgeline.nn.ternary` lives on."""
+
+    scale_dtype: torch.dtype = torch.float16
+    """What the two values are stored in; the grid uses them as stored."""
+
+    def fit(self, weight: Tensor) -> FittedTernary:
+        """The extremes of each row, 0 among them."""
+        low, high = weight.amin(1).clamp_max(0), weight.amax(1).clamp_min(0)
+        return FittedTernary(low.to(self.scale_dtype), high.to(self.scale_dtype))
+
+
+class FittedTernary:
+    """Extremes [out] of one weight."""
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        self.low, self.high = low, high
+        self._low, self._high = low.float(), high.float()
+
+    def snap(self, x: Tensor, column: int, out: Tensor) -> None:
+        """The nearest of the three: beyond half of an extreme, that extreme."""
+        kept = torch.where(x > self._high / 2, self._high, 0).add_(torch.where(x < self._low / 2, self._low, 0))
+        out.copy_(kept)
+
+    def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Code:
+        """Words of a weight on the grid."""
+        assert outliers is None
+        return Code.encode((weight < 0).to(torch.uint8) + 2 * (weight > 0).to(torch.uint8), self.low, self.high)
+
+
 def nearest(weight: Tensor, fitted: Fitted) -> Tensor:
     """Round-to-nearest of a whole weight [out, in] on a fitted grid."""
-    transposed = weight.t().contiguous()
+    transposed = weight.t().clone(memory_format=torch.contiguous_format)  # a copy, also of a single row
     for j, column in enumerate(transposed):
         fitted.snap(column, j, column)
-    return transposed.t()
+    return transposed.t().contiguous()

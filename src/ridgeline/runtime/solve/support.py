@@ -12,8 +12,9 @@ from torch import Tensor
 class Support(Protocol):
     """A rule that is asked block by block of columns during a sweep, so that it sees weights as they then stand."""
 
-    span: int
-    """Columns that are decided together: 0: a whole block at once; m of n:m."""
+    @property
+    def span(self) -> int:
+        """Columns that are decided together: 0: a whole block at once; m of n:m."""
 
     def keep(self, scores: Tensor, columns: slice) -> Tensor:
         """bool, shaped as ``scores`` [columns, out] (transposed, as solvers work)."""

@@ -73,7 +73,7 @@ def sweep(
     that are never active (zero on the diagonal) get weight 0.
     """
     out, width = weight.shape
-    w = weight.t().contiguous()  # [in, out]: a column of W is contiguous
+    w = weight.t().clone(memory_format=torch.contiguous_format)  # [in, out]: a column of W is contiguous
     gram = gram.clone()
     dead = gram.diagonal() == 0
     gram.diagonal()[dead] = 1

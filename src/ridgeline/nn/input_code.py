@@ -1,0 +1,46 @@
+"""How a layer's input is quantised when the model runs, and the same computed in floating point.
+
+With the dequantised weight, ``F.linear(fake_quantise(x, code), weight)`` is what an int8 kernel gives, up to summation
+order: products of codes times the scales of row and column. The mixed decomposition of LLM.int8 is no exception, as its
+full-precision part multiplies the same dequantised weights (arXiv:2208.07339, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class InputCode:
+    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
+
+    bits: int = 8
+    scale: float | None = None
+    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
+    threshold: float = 0.0
+    """Inputs (columns of what the layer reads) in which any value has at least this magnitude are computed in full
+    precision (LLM.int8); 0: none."""
+
+
+def fake_quantise(x: Tensor, code: InputCode) -> Tensor:
+    """What a layer computes with in the place of ``x`` [..., in]: codes times scale, in the dtype of ``x``.
+
+    Gradients pass the rounding as if it were not there (straight through).
+    """
+    top = 2 ** (code.bits - 1) - 1
+    values = x.detach()
+    wide = None
+    if code.threshold:
+        wide = values.abs().reshape(-1, values.shape[-1]).amax(0) >= code.threshold
+        values = values.masked_fill(wide, 0)
+    if code.scale is None:
+        scale = values.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny) / top
+    else:
+        scale = torch.full((), code.scale, dtype=x.dtype, device=x.device)
+    rounded = torch.round(values / scale).clamp_(-top, top).mul_(scale)
+    if wide is not None:
+        rounded = torch.where(wide, x.detach(), rounded)
+    return rounded if not x.requires_grad else x + (rounded - x.detach())

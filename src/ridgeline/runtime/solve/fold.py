@@ -1,0 +1,71 @@
+"""Per-channel scales of a site's input, folded into what produces it: x → x / s, columns of the readers · s.
+
+The block's function stays the same; what changes is the range of the site's input and of its weights, and so what
+quantisation does to them (SmoothQuant, arXiv:2211.10438; AWQ, arXiv:2306.00978; FPTQ, arXiv:2308.15987).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.mlp import MLP
+from ridgeline.nn.transformer import Block
+
+SITES = ("attention.qkv", "attention.o", "mlp.up", "mlp.down")
+
+
+def readers(block: Block, site: str) -> list[nn.Linear]:
+    """The linear layers that read the site's input. A mixture's experts are not in the block, so it has no ``mlp``
+    sites."""
+    attention, mlp = block.attention, block.mlp
+    if site == "attention.qkv":
+        return [attention.q_proj, attention.k_proj, attention.v_proj]
+    if site == "attention.o":
+        return [attention.o_proj]
+    assert isinstance(mlp, MLP)
+    if site == "mlp.down":
+        return [mlp.down_proj]
+    return [mlp.up_proj] if mlp.gate_proj is None else [mlp.gate_proj, mlp.up_proj]
+
+
+def unfoldable(block: Block, site: str) -> str:
+    """Why nothing in the block can take the site's scale; empty: something can."""
+    mlp = block.mlp
+    if site.startswith("mlp") and not isinstance(mlp, MLP):
+        return "the norm before a mixture is read by its router too, and its experts are not at hand"
+    if site in ("attention.qkv", "mlp.up"):
+        return "no norm stands before it" if block.post_norm else ""
+    if site == "attention.o":
+        shared = block.attention.v_proj.out_features != block.attention.o_proj.in_features
+        return "query heads share value channels" if shared else ""
+    assert isinstance(mlp, MLP)
+    if mlp.gate_proj is None and mlp.activation != "relu":
+        return f"{mlp.activation} does not let scales through"
+    return ""
+
+
+def sources(block: Block, site: str) -> list[Tensor]:
+    """Parameters whose rows (or entries) each make one channel of the site's input, and scale with it."""
+    if site == "attention.qkv":
+        module: nn.Module = block.attention_norm
+    elif site == "mlp.up":
+        module = block.mlp_norm
+    elif site == "attention.o":
+        module = block.attention.v_proj
+    else:
+        assert isinstance(block.mlp, MLP)
+        module = block.mlp.up_proj
+    bias = getattr(module, "bias", None)
+    assert isinstance(module.weight, Tensor)
+    return [module.weight] if bias is None else [module.weight, bias]
+
+
+@torch.no_grad()
+def fold(block: Block, site: str, scale: Tensor) -> None:
+    """Divide the site's input by ``scale`` [in] > 0 and multiply what reads it. The site must be foldable."""
+    assert not unfoldable(block, site)
+    for source in sources(block, site):
+        source.div_(scale if source.dim() == 1 else scale.unsqueeze(1))
+    for linear in readers(block, site):
+        linear.weight.mul_(scale)

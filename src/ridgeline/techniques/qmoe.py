@@ -1,0 +1,115 @@
+"""QMoE: the experts of a mixture in less than one bit per parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.weight_only import QUANTISE, narrow
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.compression import CompressBuild, Site
+
+WORD_BITS = 0.737
+"""Bits of the words per weight where 88.5 % of the weights are zero, as of Gaussian rows rounded to their extremes."""
+ROW_BITS = 72
+"""Bits of a row beside its words: two values, an offset, and half a word that reaches beyond its end on average."""
+
+
+class QMoE(Technique):
+    """Round every expert to three values per row under the second moments of the tokens routed to it, and store it in
+    words of a fixed dictionary. Everything else stays as it is, or as another technique of the plan leaves it.
+
+    A weight takes less than one bit where at least 83 % are zero: in Gaussian rows of about 700 inputs or more, 1000 to
+    2000 where inputs are strongly correlated, for then more is made up for in other weights."""
+
+    card: ClassVar[Card] = Card(
+        name="qmoe",
+        title="QMoE sub-1-bit experts",
+        paper="arXiv:2310.16795",
+        taxonomy="training/compression/quantization",
+        tasks=frozenset({"compress", "generate", "serve"}),
+        lossless=False,
+        claim="less than 1 bit per parameter (0.8), 20x smaller, decoded on the fly with less than 5 % overhead",
+        tolerance=0.09,
+        quality="layer error below round-to-nearest on the same three values; decoding is exact",
+        runs_in=frozenset({"compress"}),
+        needs_model={"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
+    )
+    phase: ClassVar[Phase] = "adapt"
+    order: ClassVar[int] = QUANTISE - 1
+    """Before what quantises all that is left."""
+
+    grid: Literal["ternary", "2bit"] = "ternary"
+    """Values of a weight: its row's minimum, zero and maximum, in words of the dictionary (needs --format ridgeline);
+    or four of its own row's, as plain 2-bit integers."""
+    damp: float = Field(default=0.1, gt=0)
+    """Share of the mean diagonal that is added to H, which few tokens stand behind."""
+    min_tokens: int = Field(default=1, ge=1)
+    """Experts that fewer calibration tokens reach are rounded to nearest instead."""
+
+    def check(self, e: Experiment) -> None:
+        """There must be experts, and no other code for them."""
+        self.needs(e.model.num_experts > 0, f"{e.model.name} has no experts", "use gptq for a dense model")
+        other = [c for c in ("rtn", "mxfp4", "fp8") if e.plan.has(c)]
+        self.needs(not other, f"{', '.join(other)} already decides how weights are stored", "keep one of them")
+
+    def bytes_per_weight(self, width: int) -> float:
+        """Expected bytes of one weight of a row of ``width``; below one bit for ternary rows from 274 inputs on."""
+        return (2 + 18 / width if self.grid == "2bit" else WORD_BITS + ROW_BITS / width) / 8
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Experts shrink to their expected bytes; kernels expand them on the way in."""
+        wide, dtype = DTYPE_BYTES[e.dtype], "int4" if self.grid == "2bit" else "ternary"
+
+        def shrink(b: Block) -> None:
+            each: dict[str, float] = {}
+            for p in b.params:
+                if ".experts." in p.name and p.name.endswith("_proj"):
+                    each[p.name] = self.bytes_per_weight(p.shape[-1])
+                    p.bytes_per_element, p.dtype, p.trainable = each[p.name], dtype, False
+            b.forward = [narrow(o, each[o.param], wide, dtype) if o.kind == "gemm" and o.param in each else o
+                         for o in b.forward]  # fmt: skip
+
+        return g.each_block(shrink, layers_only=True)
+
+    def compress(self, run: CompressBuild) -> None:
+        """Each expert's projections that read one input are solved as one."""
+        run.wants.add("gram")
+        run.at_site.append(lambda site: self._solve(run, site))
+
+    def _solve(self, run: CompressBuild, site: Site) -> None:
+        import torch
+
+        from ridgeline.nn.packed import Packed, Stored
+        from ridgeline.nn.ternary import Ternary
+        from ridgeline.runtime.compression import packed_rows
+        from ridgeline.runtime.solve import grid
+        from ridgeline.runtime.solve.support import Given
+        from ridgeline.runtime.solve.sweep import sweep
+
+        if ".experts." not in site.name:
+            return
+        assert site.gram is not None
+        weight, keep = site.together(), site.keeps()
+        plain = site.tokens < self.min_tokens
+        gram = torch.eye(len(site.gram)) if plain else site.gram
+        support = None if keep is None else Given(keep)
+        records: list[Ternary] | list[Packed]
+        if self.grid == "2bit":
+            whole = run.affine(2, 0, symmetric=False).fit(weight)
+            solved = sweep(weight, gram, whole, support, act_order=True, damp=self.damp)
+            records = packed_rows(site, whole.pack(solved.weight))
+        else:
+            three = grid.Ternary(run.scale_dtype).fit(weight)
+            solved = sweep(weight, gram, three, support, act_order=True, damp=self.damp)
+            records = packed_rows(site, three.pack(solved.weight))
+        own: Stored
+        for layer, own in zip(site.layers, records, strict=True):
+            layer.store(own)
+            layer.said |= {"damp": solved.damp, "rounded": plain}

@@ -1,0 +1,179 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze, text
+
+from ridgeline.compress import walk
+from ridgeline.nn.checkpoint import Reader, load_checkpoint
+from ridgeline.nn.packed import Packed
+from ridgeline.nn.ternary import Ternary as Code
+from ridgeline.runtime.solve.grid import Ternary, nearest
+from ridgeline.runtime.solve.sweep import relative_error, sweep
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.model import ModelSpec
+
+WIDE = {**MIXTRAL, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("wide") / "model", WIDE)
+
+
+def correlated(out, width, seed):
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, width, generator=g) * 0.02
+    x = torch.randn(4 * width, width, generator=g) @ torch.randn(width, width, generator=g)
+    return weight, x.t() @ x / len(x)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sweep_on_the_ternary_grid_beats_rounding(seed):
+    weight, gram = correlated(48, 96, seed)
+    fitted = Ternary().fit(weight)
+    plain = nearest(weight, fitted)
+    solved = sweep(weight, gram, fitted, act_order=True, damp=0.1).weight
+    assert relative_error(weight, solved, gram) < relative_error(weight, plain, gram)
+    for row, low, high in zip(solved, fitted.low.float(), fitted.high.float(), strict=True):
+        assert set(row.tolist()) <= {0.0, low.item(), high.item()}
+    assert torch.equal(fitted.pack(solved).dense(), solved)
+
+
+def test_wide_rows_take_less_than_a_bit():
+    """Making up for errors costs zeros, so rows must be wider than for the code alone."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
+    x = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(1))
+    fitted = Ternary().fit(weight)
+    solved = sweep(weight, x.t() @ x / 1024, fitted, act_order=True, damp=0.1).weight
+    assert fitted.pack(nearest(weight, fitted)).bits_per_weight < fitted.pack(solved).bits_per_weight < 1
+
+
+def test_thresholds_lie_at_half_of_each_extreme():
+    weight = torch.tensor([[-4.0, -2.1, -1.9, 0.0, 0.9, 1.1, 2.0], [0.0, 1.0, 0.4, 0.6, 0.5, 0.2, 0.0]])
+    found = nearest(weight, Ternary(torch.float32).fit(weight))
+    assert found.tolist() == [[-4, -4, 0, 0, 0, 2, 2], [0, 1, 0, 1, 0, 0, 0]]
+
+
+def test_end_to_end(source, tmp_path):
+    """Experts in words, attention by another technique, bits counted as the file has them."""
+    out = tmp_path / "out"
+    report = squeeze(source, out, "qmoe", "gptq:bits=4,group_size=32")
+    layers = {la["layer"]: la for la in report["layers"]}
+    experts = [la for name, la in layers.items() if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    files = {}
+    for file in out.glob("*.safetensors"):
+        files.update(load_file(file))
+    stored = sum(8 * t.nbytes for n, t in files.items() if ".experts." in n and not n.endswith("layout"))
+    assert sum(la["bits"] for la in experts) * 64 * 96 == stored
+    assert all(la["zeros"] > 0.6 for la in experts)
+    assert all(la["tokens"] > 0 and not la["rounded"] for la in experts)
+    attention = [la for name, la in layers.items() if ".attention." in name]
+    assert {la["bits"] for la in attention} == {4.5}
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["modules"] == {"4-bit": 8, "ternary": 24}
+
+    model = load_checkpoint(out)
+    original = load_checkpoint(source)
+    reader = Reader(out, ModelSpec.from_path(out))
+    name = "layers.1.mlp.experts.up_proj"
+    assert torch.equal(reader.read(name, 2), dict(model.named_parameters())[name][2])
+    assert all(len(row.unique()) <= 3 for row in reader.read(name, 2))
+    ids = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert not torch.equal(model(ids), original(ids))
+
+
+def test_reloaded_model_computes_what_the_driver_had(source, tmp_path, monkeypatch):
+    seen = {}
+    inner = walk.Walker.block
+
+    def block(self, index, block, hidden, target, expert):
+        kept = inner(self, index, block, hidden, target, expert)
+        seen["hidden"] = hidden.data.clone()
+        return kept
+
+    monkeypatch.setattr(walk.Walker, "block", block)
+    out = tmp_path / "out"
+    squeeze(source, out, "qmoe")
+    from tests.compressing import workload
+
+    from ridgeline import experiments
+    from ridgeline.compress.calibration import calibration_windows, load_text
+
+    e = experiments.make(str(source), "a100", workload(source, text(tmp_path)), ["qmoe"])
+    windows = calibration_windows(e.workload, load_text(e.workload, 258))
+    model = load_checkpoint(out)
+    model.norm = model.head = None
+    with torch.no_grad():
+        torch.testing.assert_close(model(windows), seen["hidden"], rtol=1e-4, atol=1e-4)
+
+
+def test_no_expert_stays_dense_in_memory(source, tmp_path, monkeypatch):
+    """When a block is done, its experts are there as words only."""
+    kept = []
+    inner = walk.Walker._experts
+
+    def experts(self, *args):
+        inner(self, *args)
+        kept.extend(self.kept.values())
+
+    monkeypatch.setattr(walk.Walker, "_experts", experts)
+    squeeze(source, tmp_path / "out", "qmoe")
+    coded = [la for la in kept if ".experts." in la.name]
+    assert len(coded) == 24
+    assert all(la.weight.is_meta and la.original.is_meta and isinstance(la.stored, Code) for la in coded)
+
+
+def test_experts_without_tokens_are_rounded(tmp_path):
+    def shut(model):
+        for block in model.layers.values():
+            block.mlp.router.weight.data.zero_()  # ties go to the first experts
+
+    report = squeeze(checkpoint(tmp_path / "m", MIXTRAL, change=shut), tmp_path / "out", "qmoe:min_tokens=2")
+    tokens = report["experts"]
+    reached = {name for name, count in tokens.items() if count}
+    assert len(tokens) == 8
+    assert len(reached) == 4
+    for la in report["layers"]:
+        if ".experts." in la["layer"]:
+            assert la["rounded"] == (la["layer"].rpartition(".")[0] not in reached)
+    assert all(tokens[name] == 8 * 32 for name in reached)
+
+
+def test_two_bits(tmp_path):
+    out = tmp_path / "out"
+    squeeze(checkpoint(tmp_path / "m", MIXTRAL), out, "qmoe:grid=2bit", form="compressed-tensors")
+    reader = Reader(out, ModelSpec.from_path(out))
+    found = reader.read("layers.0.mlp.experts.down_proj", 1)
+    assert max(len(row.unique()) for row in found) == 4
+    packed = reader._files.packed(reader._links["layers.0.mlp.experts.down_proj"][1])
+    assert isinstance(packed, Packed)
+    assert packed.bits == 2
+
+
+def test_refusals(tmp_path):
+    dense = checkpoint(tmp_path / "dense", LLAMA)
+    with pytest.raises(Incompatible, match="has no experts"):
+        squeeze(dense, tmp_path / "a", "qmoe")
+    mixture = checkpoint(tmp_path / "mixture", MIXTRAL)
+    with pytest.raises(UserError, match="--format ridgeline"):
+        squeeze(mixture, tmp_path / "b", "qmoe", form="compressed-tensors")
+
+
+def test_predicted_bytes_of_experts(source):
+    """What ``rewrite`` expects of Gaussian rows is what the code takes."""
+    from ridgeline import experiments
+    from ridgeline.graph import decode_graph
+    from ridgeline.techniques.registry import techniques
+
+    e = experiments.make(str(source), "a100", {"kind": "generate", "prompt_len": 8, "output_len": 4}, ["qmoe"])
+    (t,) = techniques(e.plan)
+    g = t.rewrite(decode_graph(e), e)
+    p = next(p for p, _ in g.params if p.name.endswith("up_proj") and ".experts." in p.name)
+    symbols = torch.rand(512, p.shape[-1], generator=torch.Generator().manual_seed(0))
+    symbols = torch.where(symbols < 0.885, 0, torch.where(symbols < 0.9425, 1, 2)).to(torch.uint8)
+    code = Code.encode(symbols, torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16))
+    assert 8 * p.bytes_per_element == pytest.approx(code.bits_per_weight, rel=0.01)
