@@ -12,6 +12,7 @@ from ridgeline.compress.calibration import Hidden, calibration_windows, held_out
 from ridgeline.compress.driver import compress
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.packed import unpack_bits
+from ridgeline.runtime.solve.grid import Affine, nearest
 from ridgeline.spec.errors import UserError
 
 GPTQ = "gptq:bits=4,group_size=32"
@@ -241,6 +242,19 @@ def test_stored_dtype_is_the_checkpoints(bench, tmp_path):
     packed = tensors["model.layers.0.self_attn.q_proj.weight_packed"]
     assert packed.dtype == torch.int32
     assert int(unpack_bits(packed, 4, 64).max()) <= 15
+
+
+@pytest.mark.parametrize("changes", [{}, {"family": "mixtral", "num_experts": 4, "experts_per_token": 2}])
+def test_weights_alone_need_no_text(bench, tmp_path, changes):
+    path = bench.checkpoint(20, **changes)
+    report = bench.compress(path, tmp_path / "out", "rtn:bits=4,group_size=32", samples=10**9)
+    assert all(la["error"] is None and la["tokens"] == 0 for la in report["layers"])
+    before, after = (dict(load_checkpoint(p, dtype=torch.float32).named_parameters()) for p in (path, tmp_path / "out"))
+    for name, weight in before.items():
+        if "_proj" in name:
+            grid = Affine(4, 32)
+            for w, q in zip(*(p.data.view(-1, *p.shape[-2:]) for p in (weight, after[name])), strict=True):
+                assert torch.equal(nearest(w, grid.fit(w)), q), name
 
 
 def test_held_out_text_is_never_calibrated_on(bench):

@@ -10,13 +10,13 @@ from tests.nn.test_packed_linear import record, rows
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
+if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from ridgeline.nn.kernels.lowbit import lowbit_product
 from ridgeline.nn.packed import pack_bits
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is off", allow_module_level=True)
 

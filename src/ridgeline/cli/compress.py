@@ -130,11 +130,12 @@ def _print(result: dict[str, Any], out: Path) -> None:
     from ridgeline.report.units import size
 
     layers = result["layers"]
+    known = [la["error"] for la in layers if la["error"] is not None]
     worst = max((la for la in layers if la["error"] is not None), key=lambda la: la["error"], default=None)
     print(f"{len(layers)} linear layers at {result['bits_per_weight']:.2f} bits per weight"
           + (f", {result['zeros']:.1%} zeros" if result["zeros"] > 0.01 else ""))  # fmt: skip
     if worst is not None:
-        mean = sum(la["error"] for la in layers) / len(layers)
+        mean = sum(known) / len(known)
         print(f"relative layer error {mean:.3%} in the mean, at worst {worst['error']:.3%} in {worst['layer']}")
     print(f"{size(result['checkpoint_bytes'])} of tensors, {result['seconds']:.0f} s, "
           f"peak memory {size(result['peak_rss_bytes'])}")  # fmt: skip

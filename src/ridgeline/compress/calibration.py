@@ -87,8 +87,9 @@ class Hidden:
         self.step = max(1, self.CHUNK // seq)
 
     def chunks(self) -> Iterator[Tensor]:
-        """Views of some windows each."""
-        yield from torch.split(self.data, self.step)
+        """Views of some windows each; none where there are no windows."""
+        if len(self.data):
+            yield from torch.split(self.data, self.step)
 
     def close(self) -> None:
         """Give the memory, or the file, back."""

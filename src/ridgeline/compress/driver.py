@@ -58,8 +58,6 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     spec = ModelSpec.from_path(source)
     name = options.get("format") or CompressedTensors.name
     form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)
-    text = load_text(w, spec.vocab_size)
-    windows = calibration_windows(w, text)
     if name == GGUF:
         require_gguf(spec)
     wide = dtype == torch.bfloat16 and name not in ("gptq", GGUF)
@@ -69,6 +67,9 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
         technique.compress(run)
     if not (run.whole or run.at_site or run.before_block or run.after_block):
         raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")
+    windows = torch.empty(0, w.seq_len, dtype=torch.int64)  # weights alone: nothing passes through the model
+    if run.wants or run.whole or run.before_block or run.after_block:
+        windows = calibration_windows(w, load_text(w, spec.vocab_size))
     output = Output(Path(options["out"]), _identity(e, source, windows, options), options.get("resume", True))
     if run.whole:
         source = _whole(run, output, source, windows, report)

@@ -28,6 +28,12 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
 class Walker:
     """Carries hidden states through the blocks of a model; ``skeleton`` holds what is not a block."""
 
@@ -59,7 +65,7 @@ class Walker:
     def embed(self, windows: Tensor, into: Hidden) -> None:
         """Embed token ids [windows, seq]."""
         assert self.skeleton.embed is not None
-        for ids, x in zip(torch.split(windows, into.step), into.chunks(), strict=True):
+        for ids, x in zip(torch.split(windows, into.step), into.chunks(), strict=False):  # no windows: no chunks
             x.copy_(self.skeleton.embed(ids, None, None))
 
     def surroundings(self, x: Tensor) -> tuple[Any, Any]:
@@ -201,19 +207,15 @@ class Walker:
         for e in range(moe.num_experts):
             where = f"{prefix}.mlp.experts.{e}"
             places = [(chosen == e).nonzero(as_tuple=True) for _, chosen in routed]
-            rows = torch.cat([n[token] for n, (token, _) in zip(normed, places, strict=True)])
-            holder = nn.Module()
-            for name in (*names, "down_proj"):
-                weight = expert(name, e)
-                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-                linear.weight = nn.Parameter(weight, requires_grad=False)
-                holder.add_module(name, linear)
-            self._site(f"{where}.up", holder, names, {}, iter((rows,)), f"{where}.")
-            inner = holder.up_proj(rows)
-            act = gated(spec.activation, holder.gate_proj(rows), inner) if spec.gated else \
+            rows = torch.cat([torch.empty(0, spec.hidden_size),
+                              *(n[token] for n, (token, _) in zip(normed, places, strict=True))])  # fmt: skip
+            own = nn.ModuleDict({name: _linear(expert(name, e)) for name in (*names, "down_proj")})
+            self._site(f"{where}.up", own, names, {}, iter((rows,)), f"{where}.")
+            inner = own["up_proj"](rows)
+            act = gated(spec.activation, own["gate_proj"](rows), inner) if spec.gated else \
                 ACTIVATIONS[spec.activation](inner)  # fmt: skip
-            self._site(f"{where}.down", holder, ("down_proj",), {}, iter((act,)), f"{where}.")
-            out, at = holder.down_proj(act), 0
+            self._site(f"{where}.down", own, ("down_proj",), {}, iter((act,)), f"{where}.")
+            out, at = own["down_proj"](act), 0
             for x, (weights, _), (token, slot) in zip(hidden.chunks(), routed, places, strict=True):
                 part = out[at : at + len(token)] * weights[token, slot].unsqueeze(1).to(out.dtype)
                 x.view(-1, x.shape[-1]).index_add_(0, token, part)
@@ -226,7 +228,7 @@ class Walker:
         """Show one site to the techniques and take over what they made of its weights."""
         run, block_name = self.run, ".".join(name.split(".")[:2])
         prefix = prefix or f"{name.rpartition('.')[0]}."
-        linears: list[nn.Linear] = [getattr(holder, n) for n in names]
+        linears: list[nn.Linear] = [holder.get_submodule(n) for n in names]  # type: ignore[misc]
         width = linears[0].in_features
         gram, tokens = None, 0
         if "gram" in run.wants:

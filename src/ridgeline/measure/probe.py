@@ -59,8 +59,8 @@ def reference_experiment(device: Device | None = None) -> Experiment:
 
 
 DECODE_REFERENCE = ModelSpec(
-    name="decode-reference", family="llama", vocab_size=256, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=4,
-    head_dim=64, intermediate_size=2816, max_positions=256,
+    name="decode-reference", family="llama", vocab_size=256, hidden_size=1024, num_layers=4, num_heads=16,
+    num_kv_heads=4, head_dim=64, intermediate_size=2816, max_positions=256,
 )  # fmt: skip
 """A model whose weights exceed the caches: between its products, operators find these emptied."""
 
