@@ -32,7 +32,7 @@ class AWQ(WeightOnly):
         claim="4-bit weights with little loss, without backpropagation or reconstruction of weights",
         tolerance=0.05,
         quality="layer error at most round-to-nearest's at the same bits",
-        example={"bits": 4, "group_size": 32},
+        example={"bits": 8, "group_size": 32},
         runs_in=frozenset({"compress", "generate"}),
     )
 

@@ -30,7 +30,7 @@ class FineQuant(WeightOnly):
         claim="up to 3.65x the throughput of OPT-175B",
         tolerance=0.05,
         quality="perplexity at most that of round-to-nearest with whole rows, in fewer bytes than small groups take",
-        example={"bits": 4, "group_size": 32},
+        example={"bits": 8, "group_size": 32},
         runs_in=frozenset({"compress", "generate"}),
     )
 

@@ -37,7 +37,7 @@ class FPTQ(WeightOnly):
         claim="W4A8 LLaMA-7B and 13B at 73.38 and 76.81 on common-sense QA",
         tolerance=0.05,
         quality="layer error and perplexity below 4-bit weights with one static scale per input",
-        example={"group_size": 32},
+        example={"bits": 8, "group_size": 32},
         runs_in=frozenset({"compress", "generate"}),
     )
 

@@ -28,7 +28,7 @@ class GPTQ(WeightOnly):
         "faster generation than fp16",
         tolerance=0.05,
         quality="layer error and perplexity below round-to-nearest at the same bits",
-        example={"bits": 4, "group_size": 32},
+        example={"bits": 8, "group_size": 32},
         runs_in=frozenset({"compress", "generate"}),
     )
 

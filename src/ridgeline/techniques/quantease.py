@@ -33,7 +33,7 @@ class QuantEase(WeightOnly):
         claim="up to 15 % better than GPTQ; Falcon-180B in under 3 hours",
         tolerance=0.05,
         quality="layer error at most GPTQ's when started from it",
-        example={"bits": 4, "group_size": 32},
+        example={"bits": 8, "group_size": 32},
         runs_in=frozenset({"compress", "generate"}),
     )
 
