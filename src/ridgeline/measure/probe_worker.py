@@ -218,22 +218,22 @@ def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, A
     with torch.inference_mode():
         for name, make in made.items():
             few, dtype = FEW_NIBBLES if name == "int4" else FEW_BYTES, dtypes.get(name, torch.float32)
-            tiny, layer = _layers(timer, make(64, 64), dtype, 1), make(1024, 1024)
+            tiny, layers = _layers(timer, [make(64, 64)], dtype, 1), _copies(make(1024, 1024))
             for rows in (m for m in GEMM_ROWS if m <= few):
-                _, moved, seconds = _layers(timer, layer, dtype, rows)
+                _, moved, seconds = _layers(timer, layers, dtype, rows)
                 rates[f"gemm_rows{rows}.{name}"] = _rate([(0.0, 0.0, tiny[2]), (0.0, moved, seconds)])
             if name not in dtypes:
-                rates.update(_expanding(timer, layer, name, few + 1, tiny[2]))
+                rates.update(_expanding(timer, layers[:1], name, few + 1, tiny[2]))
     return rates
 
 
-def _expanding(timer: _Timer, layer: nn.Module, name: str, few: int, latency: float) -> dict[str, dict[str, Any]]:
+def _expanding(timer: _Timer, layer: list[nn.Module], name: str, few: int, latency: float) -> dict[str, dict[str, Any]]:
     """Products of so many rows that codes are expanded first: the time at two numbers of rows tells both parts."""
     (less, _, fast), (more, _, slow) = (_layers(timer, layer, torch.float32, rows) for rows in (few, 1024))
     speed = (more - less) / max(slow - fast, 0.1 * slow)
     codes = 1024 * 1024 * DTYPE_BYTES[name]
     expand = max(fast - latency - less / speed, 0.1 * fast)
-    return {f"expand.{name}": _rate([(0, 0, 0.0), (0, codes, expand)]),
+    return {f"expand.{name}": _rate([(0, 0, latency), (0, codes, latency + expand)]),
             f"gemm_many.{name}": {**_rate([(0, 0, latency), (more, 0, slow)]), "flop_rate": speed}}  # fmt: skip
 
 
@@ -246,15 +246,19 @@ def _codes(out: int, width: int, bits: int, group: int) -> Packed:
     return Packed(codes, torch.rand(out, width // group).half(), None, bits, group)
 
 
-def _layers(timer: _Timer, first: nn.Module, dtype: torch.dtype, rows: int) -> tuple[float, float, float]:
-    """(flops, bytes, seconds) of a linear layer on ``rows`` rows, its weights from memory rather than from a cache."""
-    size = sum(p.numel() * p.element_size() for p in first.parameters())
-    layers = [first, *(copy.deepcopy(first) for _ in range(min(255, int(2 * CACHE_BYTES / size))))]
-    out, width = int(first.out_features), int(first.in_features)  # type: ignore[arg-type]
+def _copies(layer: nn.Module) -> list[nn.Module]:
+    """So many of a layer that their weights come from memory rather than from a cache."""
+    size = sum(p.numel() * p.element_size() for p in layer.parameters())
+    return [layer, *(copy.deepcopy(layer) for _ in range(int(2 * CACHE_BYTES / size)))]
+
+
+def _layers(timer: _Timer, layers: list[nn.Module], dtype: torch.dtype, rows: int) -> tuple[float, float, float]:
+    """(flops, bytes, seconds) of one of equal linear layers on ``rows`` rows."""
+    out, width = int(layers[0].out_features), int(layers[0].in_features)  # type: ignore[arg-type]
     x = torch.randn(rows, width, dtype=dtype)
-    moved = size + float(rows * (out + width) * x.element_size())
+    moved = sum(p.numel() * p.element_size() for p in layers[0].parameters())
     calls = [lambda layer=layer: layer(x) for layer in layers]
-    return 2.0 * rows * out * width, moved, timer.median(calls)
+    return 2.0 * rows * out * width, moved + float(rows * (out + width) * x.element_size()), timer.median(calls)
 
 
 def _kinds(timer: _Timer, device: torch.device, name: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -471,7 +475,7 @@ def _reference_decode(device: torch.device) -> float:
     model.set_attention("naive")
     prompt = torch.zeros(1, 16, dtype=torch.long, device=device)
     rounds = generation_times(model, prompt, 21, 3)
-    return statistics.median(statistics.median(times[1:]) for times in rounds)
+    return min(statistics.median(times[1:]) for times in rounds)
 
 
 def _memory(device: torch.device) -> float:
