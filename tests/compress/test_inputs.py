@@ -1,16 +1,23 @@
 """Quantised inputs: the code itself, scales folded into what produces them, and what repairs planted outliers."""
 
+import json
+
 import pytest
 import torch
 from tests.compress.conftest import with_outliers
 
+from ridgeline import experiments
+from ridgeline.compress.calibration import calibration_windows
 from ridgeline.nn import build
 from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.formats import reader
 from ridgeline.nn.input_code import InputCode, fake_quantise
+from ridgeline.nn.packed_model import load_packed
 from ridgeline.runtime.solve.fold import SITES, fold, unfoldable
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.fptq import equaliser
 from ridgeline.techniques.registry import check, normalise
+from ridgeline.train.data import load_tokens
 
 
 def rms(found, wanted):
@@ -174,6 +181,23 @@ def test_a_compression_that_was_stopped_goes_on_with_the_inputs_it_had_decided(b
     assert (whole / "config.json").read_text() == (parts / "config.json").read_text()
 
 
+@pytest.mark.parametrize(("plan", "form"), [
+    ("smooth_int8:threshold=0,alpha=0.5", "compressed-tensors"), ("smooth_int8", "ridgeline"),
+    ("fptq:group_size=32,low=5,high=40", "compressed-tensors"), ("fptq:group_size=32,low=5,high=40", "ridgeline"),
+])  # fmt: skip
+def test_what_is_loaded_computes_what_the_walk_had(bench, planted, tmp_path, plan, form):
+    """Folded norms, codes, static scales and thresholds all pass through the file."""
+    bench.compress(planted[1], tmp_path / "out", plan, format=form)
+    walked, dense, _, _ = bench.walk(planted[1], plan)
+    model = load_packed(tmp_path / "out", torch.float32, fast=False)
+    model.norm = None
+    e = bench.experiment(planted[1], plan)
+    windows = calibration_windows(e.workload, load_tokens(bench.text, e.model.vocab_size, str(planted[1])))
+    with torch.no_grad():
+        loaded = model(windows, return_hidden=True)
+    assert rms(loaded, walked) < 0.1 * rms(dense, walked)
+
+
 @pytest.mark.parametrize(("plan", "says"), [
     (["fptq:group_size=32,low=20,high=10"], "above high"),
     (["smooth_int8", "gptq"], "already decides how weights are stored"),
@@ -188,6 +212,22 @@ def test_refusals(bench, plan, says):
         check(normalise(bench.experiment(bench.checkpoint(), *plan)))
 
 
+@pytest.mark.parametrize(("option", "says"), [
+    ("bits=3", "not 3 bits"), ("symmetric=false", "symmetrically"), ("mse=true", "symmetrically"),
+])  # fmt: skip
+def test_what_only_compression_can_round_is_refused_under_adapters(option, says):
+    with pytest.raises(Incompatible, match=says):
+        experiments.make("llama-tiny", "a100", {"kind": "pretrain", "seq_len": 64}, [f"rtn:{option}", "lora"])
+
+
 def test_bad_patterns_are_named(bench):
     with pytest.raises(UserError, match="pattern"):
         check(normalise(bench.experiment(bench.checkpoint(), "wanda:pattern=2-4")))
+
+
+def test_our_own_format_says_how_inputs_are_quantised(bench, tmp_path):
+    bench.compress(bench.checkpoint(steps=30), tmp_path / "out", "smooth_int8:threshold=4", format="ridgeline")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    form = reader(config)
+    assert form.input("model.layers.1.mlp.up_proj", {}.get) == InputCode(8, threshold=4.0)
+    assert form.input("lm_head", {}.get) is None

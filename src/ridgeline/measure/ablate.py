@@ -125,6 +125,8 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
     if not (place / "config.json").is_file():
         shared = Pretrain.model_fields if isinstance(task, Training) else ("seq_len", "data", "tokenizer")
         fields = {n: v for n, v in task.model_dump().items() if n in shared and n != "kind"}
+        if isinstance(task, Compress):
+            fields["eval_batches"] = 10**6  # a quarter of the text is not trained on: perplexity is taken in there
         fields |= {"steps": steps, "data": spec.measure.warm_start_data or task.data}
         try:
             workload = Pretrain(**{**fields, **spec.measure.warm_start_workload})

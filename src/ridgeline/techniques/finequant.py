@@ -30,7 +30,8 @@ class FineQuant(WeightOnly):
         claim="up to 3.65x the throughput of OPT-175B",
         tolerance=0.05,
         quality="perplexity at most that of round-to-nearest with whole rows, in fewer bytes than small groups take",
-        runs_in=frozenset({"compress"}),
+        example={"bits": 4, "group_size": 32},
+        runs_in=frozenset({"compress", "generate"}),
     )
 
     group_size: int = Field(default=64, ge=1)
@@ -46,8 +47,11 @@ class FineQuant(WeightOnly):
         return []
 
     def check(self, e: Experiment) -> None:
-        """One weight format at a time."""
-        self.check_alone(e)
+        """One weight format at a time; without weights to look at, rows are divided into the smallest groups."""
+        if e.task == "compress":
+            self.check_alone(e)
+        else:
+            super().check(e)
 
     def compress(self, run: CompressBuild) -> None:
         """Choose, then round."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
 from ridgeline.techniques.base import Card
 from ridgeline.techniques.weight_only import WeightOnly
 
@@ -32,9 +34,9 @@ class GPTQ(WeightOnly):
 
     act_order: bool = True
     """Visit inputs by falling activity; groups keep the scales of their own columns ("static groups")."""
-    damp: float = 0.01
+    damp: float = Field(default=0.01, gt=0)
     """Share of the mean diagonal that is added to H; raised tenfold, twice, where H is singular."""
-    block: int = 128
+    block: int = Field(default=128, ge=1)
     """Columns between updates of the rest."""
     mse: bool = False
     """Shrink each group's range to the least error before the sweep."""
@@ -55,4 +57,5 @@ class GPTQ(WeightOnly):
         fitted = run.affine(self.bits, self.group_size, self.symmetric, self.mse).fit(weight)
         solved = sweep(weight, site.gram, fitted, None if keep is None else Given(keep), self.act_order, self.damp,
                        self.block)  # fmt: skip
-        store(site, fitted.pack(solved.weight), damp=solved.damp)
+        packed = fitted.pack(solved.weight)
+        store(site, packed, **solved.said)

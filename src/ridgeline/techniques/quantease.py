@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from ridgeline.graph.graph import Block, Graph, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.techniques.base import Card, Technique
-from ridgeline.techniques.weight_only import WeightOnly, coded_weights
+from ridgeline.techniques.weight_only import CODED, WeightOnly, coded_weights
 
 if TYPE_CHECKING:
     from ridgeline.runtime.compression import CompressBuild, Site
+
+_HELD = 4 + 2 * 8
+"""Bytes in memory of one weight that is kept aside: its value, its row and its column."""
 
 
 class QuantEase(WeightOnly):
@@ -30,7 +34,7 @@ class QuantEase(WeightOnly):
         tolerance=0.05,
         quality="layer error at most GPTQ's when started from it",
         example={"bits": 4, "group_size": 32},
-        runs_in=frozenset({"compress"}),
+        runs_in=frozenset({"compress", "generate"}),
     )
 
     start: Literal["gptq", "cold"] = "gptq"
@@ -41,7 +45,7 @@ class QuantEase(WeightOnly):
     """Share of the weights (or, structured, of the inputs) that are kept aside in 16 bits."""
     structured: bool = False
     """Keep whole inputs aside, not single weights."""
-    damp: float = Field(default=0.01, ge=0)
+    damp: float = Field(default=0.01, gt=0)
     """Damping of the GPTQ start."""
     mse: bool = False
     """Shrink each group's range to the least error first."""
@@ -50,6 +54,18 @@ class QuantEase(WeightOnly):
     def choices(cls, e: Experiment) -> list[Technique]:
         """None: gptq stores the same."""
         return []
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Weights shrink; those that are kept aside are added at run time, by value, row and column."""
+
+        def add(b: Block) -> None:
+            aside = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
+            for p in b.params:
+                p.bytes_per_element += self.outliers * _HELD if p.name in aside else 0.0
+            b.forward = [changed(o, bytes=o.bytes + aside.get(o.param, 0.0)) for o in b.forward]
+
+        g = super().rewrite(g, e)
+        return g.each_block(add, layers_only=True) if self.outliers else g
 
     def note(self, e: Experiment, result: Result) -> None:
         """Outliers too: each has an index (4 bytes) and a value (2 bytes)."""
@@ -63,6 +79,7 @@ class QuantEase(WeightOnly):
         run.at_site.append(lambda site: self._solve(run, site))
 
     def _solve(self, run: CompressBuild, site: Site) -> None:
+        from ridgeline.nn.packed import Packed
         from ridgeline.runtime.compression import store
         from ridgeline.runtime.solve.descend import descend, largest
         from ridgeline.runtime.solve.support import Given
@@ -72,14 +89,15 @@ class QuantEase(WeightOnly):
         keep, grid = site.keeps(), run.affine(self.bits, self.group_size, self.symmetric, self.mse)
         # Both solvers take inputs that are never active out; the grids that they fit must agree on that.
         weight = site.together().masked_fill(site.gram.diagonal() == 0, 0)
-        start = None
+        start, said = None, {}
         if self.start == "gptq":
             rest, support = weight, None if keep is None else Given(keep)
             if self.outliers:  # which are not to be made up for
                 count = round(self.outliers * (weight.shape[1] if self.structured else weight.numel()))
                 rest = weight - largest(weight.t(), count, self.structured).t()
-            start = sweep(rest, site.gram, grid.fit(rest), support, act_order=True, damp=self.damp).weight
+            solved = sweep(rest, site.gram, grid.fit(rest), support, act_order=True, damp=self.damp)
+            start, said = solved.weight, solved.said
         found = descend(weight, site.gram, grid, start, keep, self.passes, self.outliers, self.structured)
         packed = found.fitted.pack(found.on_grid, found.outliers)
-        assert packed is not None
-        store(site, packed, objective=[found.errors[0], found.errors[-1]])
+        assert isinstance(packed, Packed)
+        store(site, packed, objective=[found.errors[0], found.errors[-1]], **said)

@@ -31,7 +31,7 @@ class SparseGPT(Pruning):
         runs_in=frozenset({"compress"}),
     )
 
-    damp: float = Field(default=0.01, ge=0)
+    damp: float = Field(default=0.01, gt=0)
     """Share of the mean diagonal that is added to H; raised tenfold, twice, where H is singular."""
     block: int = Field(default=128, ge=1)
     """Inputs whose weights are compared with each other, over all rows of a layer."""
@@ -60,4 +60,4 @@ class SparseGPT(Pruning):
             assert solved.keep is not None
             layer.weight = solved.weight
             prune(layer, solved.keep)
-            layer.said["damp"] = solved.damp
+            layer.said.update(solved.said)

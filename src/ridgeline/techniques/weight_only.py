@@ -74,7 +74,7 @@ class WeightOnly(Technique):
         result.metrics["bits_per_weight"] = Metric(value=bits, better="lower", source="graph")
 
 
-_CODED = ("_proj.weight", ".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
+CODED = ("_proj.weight", ".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
 """Endings of the names of parameters that are stored in codes."""
 
 
@@ -85,7 +85,7 @@ def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool)
     def shrink(b: Block) -> None:
         held_as: dict[str, tuple[float, float, str]] = {}
         for p in b.params:
-            if p.name.endswith(_CODED) and p.dtype != "ternary":  # qmoe's are stored already
+            if p.name.endswith(CODED) and p.dtype != "ternary":  # qmoe's are stored already
                 out, width = p.shape[-2:]
                 each = held_bytes(out, width, bits, group_size, symmetric, device) / (out * width)
                 nibbles = held(out, width, bits, group_size, device).form == "nibbles"
@@ -107,7 +107,7 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
     wide = DTYPE_BYTES[_checkpoint_dtype(e)]
     total, kept, count = 0.0, 0.0, 0
     for p in left(e).parameters():
-        if not (p.name.startswith("layers.") and p.name.endswith(_CODED)):
+        if not (p.name.startswith("layers.") and p.name.endswith(CODED)):
             total += p.numel * wide
             continue
         out, width = p.shape[-2:]
@@ -119,7 +119,7 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
 
 def coded_weights(e: Experiment) -> int:
     """Weights that are stored in codes."""
-    return sum(p.numel for p in left(e).parameters() if p.name.startswith("layers.") and p.name.endswith(_CODED))
+    return sum(p.numel for p in left(e).parameters() if p.name.startswith("layers.") and p.name.endswith(CODED))
 
 
 def _checkpoint_dtype(e: Experiment) -> str:

@@ -58,7 +58,8 @@ class ZeroSkipping(Technique):
                    "a fused kernel never shows its probabilities",
                    "leave out flash_attention, or attention=true")  # fmt: skip
         coded = [c.name for c in e.plan.calls if is_weight_format(c.name)]
-        self.needs(not (sparse and coded), f"{', '.join(coded)} stores the projection in codes, whose columns do not come singly",
+        self.needs(not (sparse and coded),
+                   f"{', '.join(coded)} stores the projection in codes, whose columns do not come singly",
                    "keep one of them")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:

@@ -7,7 +7,9 @@ one inverse that is needed, of H over the columns still free, is read off the ro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,13 @@ class Solved:
     damp: float
     """The damping that was needed, as a share of H's mean diagonal; inf: H was not usable, the result is plain
     rounding."""
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The damping for a report (JSON has no infinity), and whether nothing could be made up for."""
+        if math.isfinite(self.damp):
+            return {"damp": self.damp}
+        return {"damp": None, "fallback": "H cannot be factored, even damped: no column made up for another"}
 
 
 def relative_error(weight: Tensor, found: Tensor, gram: Tensor) -> float:
