@@ -15,7 +15,8 @@ from ridgeline.predict.calibrate import calibrate
 from ridgeline.spec.device import Cluster, Device, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.workload import Pretrain
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.workload import Generate, Pretrain
 from ridgeline.train.launch import Job, JobFailed, run_job
 from ridgeline.validate.samples import as_samples
 
@@ -55,6 +56,29 @@ def reference_experiment(device: Device | None = None) -> Experiment:
     return Experiment(
         model=catalog.model(REFERENCE), cluster=Cluster(device=device), workload=Pretrain(seq_len=256, batch_size=4)
     )
+
+
+DECODE_REFERENCE = ModelSpec(
+    name="decode-reference", family="llama", vocab_size=256, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=4,
+    head_dim=64, intermediate_size=2816, max_positions=256,
+)  # fmt: skip
+"""A model whose weights exceed the caches: between its products, operators find these emptied."""
+
+
+def decode_experiment(device: Device) -> Experiment:
+    """Decode steps of :data:`DECODE_REFERENCE`, of one sequence."""
+    w = Generate(prompt_len=16, output_len=21)
+    return Experiment(model=DECODE_REFERENCE, cluster=Cluster(device=device), workload=w)
+
+
+def decode_latency(device: Device, seconds: float) -> float:
+    """What an operator of a decode step of :func:`decode_experiment`, which takes ``seconds``, costs beyond its own
+    time."""
+    e = decode_experiment(device.model_copy(update={"host_latency": {}}))
+    alone = predict(e)
+    steps = e.workload.output_len - 1  # type: ignore[union-attr]
+    operators = sum(row.count for row in alone.breakdown if row.phase == "decode") / steps
+    return max(0.0, seconds - alone.metrics["tpot_s"].value) / operators
 
 
 def host_latency(device: Device, found: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -123,4 +147,5 @@ def _device(found: dict[int, dict[str, Any]]) -> Device:
         source=f"ridgeline probe of {what}, {cores()} cores, {date.today().isoformat()}, torch {one['torch']}; "
         "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
     )
-    return device.model_copy(update={"host_latency": host_latency(device, found)})
+    known = host_latency(device, found) | {"decode": decode_latency(device, one["reference_decode_s"])}
+    return device.model_copy(update={"host_latency": known})

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ridgeline import catalog
 from ridgeline.measure.operators import operator_rows
-from ridgeline.measure.probe import REFERENCE, reference_experiment
+from ridgeline.measure.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.nn import bcq, nf4
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
@@ -32,7 +32,7 @@ from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.nn.quantised import dequantise, quantise
 from ridgeline.nn.rotary import rotate
 from ridgeline.spec.device import DTYPE_BYTES
-from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES
+from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 
 CACHE_BYTES = 96 * 2**20
 """Inputs rotate through at least this much memory."""
@@ -77,6 +77,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device)
+    decoding = _reference_decode(device)
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
@@ -89,6 +90,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
         "peak_flops": peaks,
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,
+        "reference_decode_s": decoding,
         "memory_bytes": _memory(device),
         "launch_latency": min(r["latency"] for r in rates.values() if r["latency"] > 0),
         "kind": "gpu" if device.type == "cuda" else "cpu",
@@ -216,15 +218,12 @@ def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, A
     with torch.inference_mode():
         for name, make in made.items():
             few, dtype = FEW_NIBBLES if name == "int4" else FEW_BYTES, dtypes.get(name, torch.float32)
-            tiny, *streamed = (
-                _layers(timer, make(out, width), dtype, 1) for out, width in ((64, 64), (1024, 1024), (768, 2048))
-            )
-            middle = make(1024, 1024)
-            flops, _, busy = _layers(timer, middle, dtype, few)
-            rate = _rate([tiny, *((0.0, moved, s) for _, moved, s in streamed)])
-            rates[f"gemm_few.{name}"] = {**rate, "flop_rate": flops / max(busy - tiny[2], 0.1 * busy)}
+            tiny, layer = _layers(timer, make(64, 64), dtype, 1), make(1024, 1024)
+            for rows in (m for m in GEMM_ROWS if m <= few):
+                _, moved, seconds = _layers(timer, layer, dtype, rows)
+                rates[f"gemm_rows{rows}.{name}"] = _rate([(0.0, 0.0, tiny[2]), (0.0, moved, seconds)])
             if name not in dtypes:
-                rates.update(_expanding(timer, middle, name, few + 1, tiny[2]))
+                rates.update(_expanding(timer, layer, name, few + 1, tiny[2]))
     return rates
 
 
@@ -461,6 +460,18 @@ def _reference_step(timer: _Timer, device: torch.device) -> float:
         timer.sync()
         times.append(time.perf_counter() - start)
     return _steady(times)
+
+
+def _reference_decode(device: torch.device) -> float:
+    """Seconds of a decode step of the reference model."""
+    from ridgeline.measure.generation import generation_times
+    from ridgeline.nn.init import build
+
+    model = build(DECODE_REFERENCE, device)
+    model.set_attention("naive")
+    prompt = torch.zeros(1, 16, dtype=torch.long, device=device)
+    rounds = generation_times(model, prompt, 21, 3)
+    return statistics.median(statistics.median(times[1:]) for times in rounds)
 
 
 def _memory(device: torch.device) -> float:

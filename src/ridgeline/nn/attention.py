@@ -59,6 +59,15 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
+CacheOf = Callable[[tuple[int, ...], torch.dtype, torch.device], LayerCache]
+"""Makes a layer's cache from the shape [B, G, T, D] of its keys, their dtype, and the device."""
+
+
+def plain_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LayerCache:
+    """An empty cache that holds keys and values as they are."""
+    return LayerCache(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+
+
 def make_mask(
     spec: ModelSpec,
     padding: Tensor | None,

@@ -16,11 +16,7 @@ def make_cache(model: Transformer, batch: int, length: int, dtype: torch.dtype |
     """An empty cache for ``length`` positions of ``batch`` sequences, next to the weights and in their dtype."""
     spec, weight = model.spec, next(model.parameters())
     shape = (batch, spec.num_kv_heads, length, spec.head_dim)
-
-    def empty() -> Tensor:
-        return torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
-
-    return {name: LayerCache(empty(), empty()) for name in model.layers}
+    return {name: model.cache_of(shape, dtype or weight.dtype, weight.device) for name in model.layers}
 
 
 def prefill(model: Transformer, input_ids: Tensor, cache: Cache) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.attention import Attention, Backend, LayerCache, Mask, find_backend, make_mask
+from ridgeline.nn.attention import Attention, Backend, CacheOf, LayerCache, Mask, find_backend, make_mask, plain_cache
 from ridgeline.nn.collectives import local
 from ridgeline.nn.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.moe import MoE
@@ -145,6 +145,8 @@ class Transformer(nn.Module):
         self.rotary = Rotary(spec) if spec.position == "rope" else None
         self.sequence_parts = 1
         """Ranks over which the hidden states that come in (in a model without ``embed``) divide the sequence."""
+        self.cache_of: CacheOf = plain_cache
+        """How generation keeps a layer's keys and values; a technique may put a smaller form in its place."""
         self.tie()
 
     def tie(self) -> None:

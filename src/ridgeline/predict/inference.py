@@ -24,6 +24,7 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
     w = e.workload
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
+    cluster = cluster.model_copy(update={"device": cluster.device.generating()})
     engine = engine_of(e)
     if engine is not None:  # engines compute attention in one kernel whatever the plan says
         made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])

@@ -6,6 +6,7 @@ everything else moves bytes. On a CPU without measured rates a plain roofline an
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from ridgeline.graph.graph import Op
@@ -13,7 +14,7 @@ from ridgeline.predict.attention import attention_time
 from ridgeline.predict.gemm import constants, gemm_time, quantise_time
 from ridgeline.predict.machine import Machine, machine
 from ridgeline.spec.device import DTYPE_BYTES, Device, Rate
-from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES
+from ridgeline.spec.lowbit import GEMM_ROWS
 
 
 class Timed(NamedTuple):
@@ -63,21 +64,23 @@ def op_time(op: Op, device: Device) -> Timed:
 def _low_rate(op: Op, device: Device) -> Rate | None:
     """The measured rate of a forward product with few rows, or with weights in codes.
 
-    ``gemm_few.D`` holds up to the rows at which the kernel for codes gives way to expanding them (for plain weights: up
-    to which they are waited for more than multiplied). ``gemm_many.D`` is the product with expanded weights, and
-    ``expand.D`` the expansion, in bytes of codes; both take their time.
+    ``gemm_rowsM.D`` is the rate of M rows in bytes, weights above all; between two M, a byte's time is interpolated.
+    Above the last of them codes are expanded first: ``gemm_many.D`` is the product with expanded weights, ``expand.D``
+    the expansion, in bytes of codes; both take their time.
     """
     if op.kind != "gemm" or op.direction != "forward" or len(op.shape) != 3:
         return None
     rows, out, inner = op.shape
-    each, low = rows / max(1.0, op.experts), op.weight_dtype
-    few = device.rates.get(f"gemm_few.{low or op.dtype}")
-    if few is None or each <= (FEW_NIBBLES if low == "int4" else FEW_BYTES):
-        return few
-    many, expand = device.rates.get(f"gemm_many.{low}"), device.rates.get(f"expand.{low}")
-    if not low or many is None or expand is None:
+    each, dtype = rows / max(1.0, op.experts), op.weight_dtype or op.dtype
+    known = [(m, r) for m in GEMM_ROWS if (r := device.rates.get(f"gemm_rows{m}.{dtype}")) is not None]
+    for (fewer, low), (more, high) in pairwise(known):
+        if each <= more:
+            part = max(0.0, (each - fewer) / (more - fewer))
+            return low.model_copy(update={"byte_rate": 1 / ((1 - part) / low.byte_rate + part / high.byte_rate)})
+    many, expand = device.rates.get(f"gemm_many.{dtype}"), device.rates.get(f"expand.{dtype}")
+    if many is None or expand is None:
         return None
-    codes = op.experts * out * inner * DTYPE_BYTES[low] / expand.byte_rate
+    codes = op.experts * out * inner * DTYPE_BYTES[dtype] / expand.byte_rate
     return many.model_copy(update={"latency": many.latency + codes})
 
 

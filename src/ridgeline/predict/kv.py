@@ -8,8 +8,8 @@ from ridgeline.graph import Graph
 from ridgeline.predict.engine import Engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.memory import Peak
-from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import kv_bytes
 
 BLOCK = 16
 """Tokens of one block of the cache; half of one per sequence is empty on average."""
@@ -38,7 +38,7 @@ def bytes_per_token(e: Experiment) -> float:
     layers = m.num_layers - m.windowed_layers if m.window_every > 1 else m.num_layers
     dtype = e.plan.option("kv_quant", "dtype") or e.dtype
     heads = max(1.0, m.num_kv_heads / e.parallel.get("tp", 1))  # fewer heads than ranks are replicated
-    return 2.0 * layers * heads * m.head_dim * DTYPE_BYTES[dtype]
+    return 2.0 * layers * heads * m.head_dim * kv_bytes(dtype, m.head_dim)
 
 
 def room(e: Experiment, surface: Iterations, engine: Engine, largest: int) -> Room:

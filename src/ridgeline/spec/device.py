@@ -92,7 +92,8 @@ class Device(BaseModel):
     """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2")."""
     host_latency: dict[str, float] = Field(default_factory=dict)
     """Seconds that an operator costs in a real training step beyond what it costs timed alone (the autograd engine,
-    Python, emptied caches), by number of processes ("1", "2"). Measured on one small reference model."""
+    Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step. Measured on small reference
+    models."""
     efficiency: Efficiency | None = None
     """Constants fitted on this very device (see ``predict/calibrate.py``); None: those of its architecture."""
     source: str = ""
@@ -102,6 +103,11 @@ class Device(BaseModel):
     def extra_latency(self) -> float:
         """Seconds to add to a measured operator's time inside a step, as this process sees it."""
         return self.host_latency.get("1", 0.0)
+
+    def generating(self) -> Device:
+        """This device in generation, where no autograd engine runs beside the operators."""
+        known = {"1": self.host_latency["decode"]} if "decode" in self.host_latency else {}
+        return self.model_copy(update={"host_latency": known})
 
     def shared_by(self, ranks: int) -> Device:
         """This device as one of ``ranks`` processes sees it (a CPU's cores and bandwidth are divided among them)."""
@@ -126,7 +132,7 @@ class Device(BaseModel):
                 "memory_bytes": self.memory_bytes / ranks,
                 "sm_count": max(1, self.sm_count // ranks),
                 "rates": {**scaled, **measured},
-                "host_latency": {"1": self.host_latency.get(str(ranks), self.extra_latency)},
+                "host_latency": {**self.host_latency, "1": self.host_latency.get(str(ranks), self.extra_latency)},
             }
         )
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ridgeline.spec.device import DTYPE_BYTES
+
 FEW_NIBBLES, FEW_BYTES = 48, 16
 """Rows up to which the kernels that read codes win over expanding the weight first. Measured on one core with AVX512 at
 2048 × 2048: nibbles take 0.3 ms + 0.16 ms per row against 6 ms of expansion, bytes 0.6 ms + 0.16 ms against 2.5 ms."""
+GEMM_ROWS = (1, 4, 8, FEW_BYTES, FEW_NIBBLES)
+"""Numbers of rows at which ``ridgeline probe`` times products that wait for their weights; plain weights up to 16."""
 _GROUPS = (256, 128, 64, 32)
 """Group sizes of PyTorch's kernel for 4-bit weights."""
 SHAPE_BYTES = 16
@@ -69,3 +73,19 @@ def checkpoint_bytes(out: int, width: int, bits: int, group_size: int, symmetric
 def bits_per_weight(width: int, bits: int, group_size: int, symmetric: bool) -> float:
     """Stored bits of one weight: its code, and its share of the 16-bit scale and of the zero point."""
     return bits + (16 + (0 if symmetric else bits)) / (group_size or width)
+
+
+_KV_GROUP = 64
+"""Values along the head dimension that share a scale in a 4-bit cache (arXiv:2303.06865, section 4)."""
+
+
+def kv_group(head_dim: int) -> int:
+    """The largest divisor of ``head_dim`` up to 64."""
+    return next(g for g in range(min(_KV_GROUP, head_dim), 0, -1) if head_dim % g == 0)
+
+
+def kv_bytes(dtype: str, head_dim: int) -> float:
+    """Stored bytes of one key or value element, its share of scales included: see :mod:`ridgeline.nn.kv_codes`."""
+    if dtype == "int4":
+        return 0.5 + 4 / kv_group(head_dim)
+    return 1 + 2 / head_dim if dtype == "int8" else DTYPE_BYTES[dtype]

@@ -1,42 +1,76 @@
-"""A key/value cache in 8 bits."""
+"""A key/value cache in 8 or 4 bits."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import kv_bytes
+from ridgeline.spec.workload import Generate
 from ridgeline.techniques.base import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.build import Build
 
 
 class KVQuant(Technique):
-    """Keep keys and values in 8 bits: twice the tokens in the same memory, half the bytes per decode step."""
+    """Keep keys and values in 8 or 4 bits: two to four times the tokens in the same memory."""
 
     card: ClassVar[Card] = Card(
         name="kv_quant",
         title="Quantised key/value cache",
         paper="arXiv:2303.06865",
         taxonomy="inference/memory/kv-cache",
-        tasks=frozenset({"generate", "serve"}),
+        tasks=frozenset({"compress", "generate", "serve"}),
         lossless=False,
         claim="compresses weights and cache to 4 bits with negligible loss of accuracy (FlexGen)",
         tolerance=0.02,
         quality="perplexity within 2 % of the 16-bit cache",
-        runs=False,
+        runs_in=frozenset({"generate"}),
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 2
     """After flash_attention, whose operator reads the cache."""
 
-    dtype: Literal["fp8", "int8"] = "fp8"
-    """Storage dtype of keys and values."""
+    dtype: Literal["fp8", "int8", "int4"] = "fp8"
+    """Storage of keys and values: fp8 (e4m3, no scale), int8 (a scale per token and head), int4 (a minimum and a scale
+    per 64 values of a token and head)."""
+
+    def check(self, e: Experiment) -> None:
+        """Two 4-bit codes share a byte."""
+        d = e.model.head_dim
+        self.needs(
+            self.dtype != "int4" or d % 2 == 0, f"heads of odd width {d} do not pack into bytes", "use dtype=int8"
+        )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The cache and the attention's reads of it shrink."""
-        ratio = DTYPE_BYTES[self.dtype] / DTYPE_BYTES[e.dtype]
-        g.kv_cache *= ratio
-        return g.each_block(lambda b: _narrow(b, ratio, self.dtype), layers_only=True)
+        """The cache shrinks. An engine's attention reads it as it is; here it is expanded first."""
+        each, wide = kv_bytes(self.dtype, e.model.head_dim), DTYPE_BYTES[e.dtype]
+        g.kv_cache *= each / wide
+        if isinstance(e.workload, Generate) and not e.workload.engine:
+            return g.each_block(lambda b: _expand(b, e, each, wide, self.dtype), layers_only=True)
+        return g.each_block(lambda b: _narrow(b, each / wide, self.dtype), layers_only=True)
+
+    def build(self, run: Build) -> None:
+        """Have generation make its caches of codes."""
+        from ridgeline.nn.kv_codes import CodedCache
+
+        run.model.cache_of = lambda shape, dtype, device: CodedCache(self.dtype, shape, device)
+
+
+def _expand(b: Block, e: Experiment, each: float, wide: float, dtype: str) -> None:
+    for at, o in enumerate(b.forward):
+        if o.kind == "attention" or o.name.endswith(".scores"):
+            kv_len, d = o.shape[-2:]
+            sequences = o.shape[0] if o.kind == "attention" else o.shape[0] // e.model.num_heads
+            elements = 2.0 * sequences * e.model.num_kv_heads * kv_len * d
+            b.forward.insert(
+                at, Op(f"{o.name}.expand", o.module, "cast", "forward", 0, elements * (each + wide), dtype)
+            )
+            b.workspace += elements * wide
+            return
 
 
 def _narrow(b: Block, ratio: float, dtype: str) -> None:

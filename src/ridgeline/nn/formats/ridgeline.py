@@ -29,7 +29,8 @@ class Ridgeline:
 
     name = "ridgeline"
 
-    def __init__(self, inputs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, inputs: Mapping[str, InputCode] | None = None) -> None:
+        """``inputs``: how modules' inputs are quantised, by module name."""
         self._inputs = inputs or {}
 
     @classmethod
@@ -39,11 +40,7 @@ class Ridgeline:
         if version != VERSION or book != _dictionary():
             raise UserError(f"ridgeline format of version {version} with dictionary {book} is not read",
                             f"read: version {VERSION} with dictionary {_dictionary()}")  # fmt: skip
-        return cls(config.get("inputs"))
-
-    def input(self, module: str, get: Get) -> InputCode | None:
-        """How the input of ``module`` is quantised when the model runs; None: not."""
-        return InputCode(**self._inputs[module]) if module in self._inputs else None
+        return cls({module: InputCode(**code) for module, code in config.get("inputs", {}).items()})
 
     def write(self, module: str, packed: Stored) -> dict[str, Tensor]:
         """See the class."""
@@ -85,6 +82,10 @@ class Ridgeline:
         zero = None if zeros is None else unpack_bits(zeros, bits, width // group_size)
         aside = None if index is None else Outliers(index, part("weight_outlier_value"))
         return Packed(unpack_bits(words, bits, width), scale, zero, bits, group_size, aside)
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """As the config says."""
+        return self._inputs.get(module)
 
     def config(self, layers: Mapping[str, Stored], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """How many modules are stored how; the tensors themselves say it of each."""

@@ -1,0 +1,116 @@
+"""Decode speed of a Llama of 100M random weights: plain fp32 and bf16 against weights in int8 and int4 codes; one run.
+
+Variants take turns in every round, so that a disturbance hits all of them; a round's time is that of its quickest
+token, as other work on the machine only adds. Ratios are of medians over rounds, with the smallest and largest of any
+round beside them. The roof is the time that reading all that a token needs (every weight but
+the table of tokens, the cache) takes at the machine's copy bandwidth. Predictions come from a probe taken in the same
+process. On the CPU, with the threads that torch has.
+
+    python benchmarks/decode_speed.py [--rounds 5] [--tokens 16] [--out benchmarks/results/decode_speed.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from ridgeline.measure.environment import fingerprint
+from ridgeline.measure.generation import _generate
+from ridgeline.measure.probe import _device
+from ridgeline.measure.probe_worker import probe_rank
+from ridgeline.nn.init import build
+from ridgeline.nn.meter import keep_freed_memory
+from ridgeline.nn.transformer import Transformer
+from ridgeline.predict import predict
+from ridgeline.runtime.build import Build
+from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Generate
+from ridgeline.techniques.registry import check, normalise
+from ridgeline.train.engine import DTYPES
+
+MODEL = ModelSpec(
+    name="bench-100m", family="llama", vocab_size=8000, hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=4,
+    head_dim=64, intermediate_size=2816, max_positions=1024, tie_embeddings=True,
+)  # fmt: skip
+PROMPT = 64
+VARIANTS: dict[str, tuple[str, list[str]]] = {
+    "fp32": ("fp32", []),
+    "bf16": ("bf16", []),
+    "int8": ("fp32", ["rtn:bits=8"]),
+    "int4, groups of 128": ("fp32", ["rtn:bits=4,group_size=128"]),
+    "int4, cache in int8": ("fp32", ["rtn:bits=4,group_size=128", "kv_quant:dtype=int8"]),
+}
+
+
+def experiment(device: Device, dtype: str, plan: list[str], tokens: int, batch: int) -> Experiment:
+    """One variant's experiment."""
+    w = Generate(prompt_len=PROMPT, output_len=tokens, batch_size=batch, dtype=dtype)  # type: ignore[arg-type]
+    return normalise(Experiment(model=MODEL, cluster=Cluster(device=device), workload=w, plan=Plan.parse(plan)))
+
+
+def model_of(e: Experiment) -> Transformer:
+    """The model with the plan's techniques, as a generation cell builds it."""
+    model = build(e.model, "cpu", DTYPES[e.dtype])
+    model.set_attention("naive")
+    model.requires_grad_(False)
+    run = Build(e, model, torch.device("cpu"))
+    for technique in check(e):
+        technique.build(run)
+    return run.model
+
+
+def main() -> None:
+    args = argparse.ArgumentParser()
+    args.add_argument("--rounds", type=int, default=5)
+    args.add_argument("--tokens", type=int, default=16)
+    args.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    args.add_argument("--out", default="benchmarks/results/decode_speed.json")
+    given = args.parse_args()
+    keep_freed_memory()
+    device = _device({1: probe_rank(torch.device("cpu"), 0, 1, {"quick": True}, lambda _: None)})
+    result: dict = {
+        "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "rounds": given.rounds,
+        "parameters": MODEL.num_parameters, "prompt": PROMPT, "tokens": given.tokens,
+        "copy_bandwidth": device.memory_bandwidth, "batches": {},
+    }  # fmt: skip
+    for batch in given.batch:
+        asked = {name: experiment(device, *v, given.tokens, batch) for name, v in VARIANTS.items()}
+        models = {name: model_of(e) for name, e in asked.items()}
+        prompt = torch.randint(MODEL.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+        times: dict[str, list[float]] = {name: [] for name in models}
+        first: dict[str, list[float]] = {name: [] for name in models}
+        with torch.inference_mode():
+            for r in range(given.rounds + 1):
+                for name, model in models.items():
+                    taken = _generate(model, prompt, given.tokens)
+                    if r:
+                        first[name].append(taken[0])
+                        times[name].append(min(taken[1:]))
+        rows = result["batches"][str(batch)] = {}
+        for name, model in models.items():
+            held = sum(p.numel() * p.element_size() for p in model.parameters())
+            each = statistics.median(times[name])
+            ratios = [a / b for a, b in zip(times["fp32"], times[name], strict=True)]
+            said = predict(asked[name]).metrics["tpot_s"].value
+            rows[name] = {
+                "seconds_per_token": each, "speedup": statistics.median(times["fp32"]) / each, "lowest": min(ratios),
+                "highest": max(ratios), "parameter_bytes": held, "share_of_roof": held / device.memory_bandwidth / each,
+                "prefill_s": statistics.median(first[name]), "predicted_seconds_per_token": said,
+                "predicted_over_measured": said / each,
+            }  # fmt: skip
+            row = rows[name]
+            print(f"batch {batch} {name:22} {1e3 * each:7.1f} ms/token  {row['speedup']:.2f}x [{row['lowest']:.2f}, "
+                  f"{row['highest']:.2f}]  {held / 2**20:6.1f} MiB  {row['share_of_roof']:.0%} of the roof  prefill "
+                  f"{1e3 * row['prefill_s']:.0f} ms  predicted {said / each - 1:+.0%}")  # fmt: skip
+    Path(given.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
