@@ -166,7 +166,7 @@ def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
     fitted = grid.fit(weight)
     rounded = nearest(weight, fitted)
     packed = fitted.pack(rounded if keep is None else rounded * keep)
-    assert isinstance(packed, Packed)
+    assert packed is not None
     store(site, packed, **said)
 
 

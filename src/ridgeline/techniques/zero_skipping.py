@@ -10,6 +10,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.weight_only import is_weight_format
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import Build
@@ -56,8 +57,9 @@ class ZeroSkipping(Technique):
         self.needs(not (self.attention and e.plan.has("flash_attention")),
                    "a fused kernel never shows its probabilities",
                    "leave out flash_attention, or attention=true")  # fmt: skip
-        coded = [c for c in ("rtn", "mxfp4", "fp8", "alpha_tuning", "qlora") if e.plan.has(c)]
-        self.needs(not coded, f"{', '.join(coded)} stores the projection in codes, whose columns do not come singly",
+        coded = [c.name for c in e.plan.calls if is_weight_format(c.name)]
+        self.needs(not (sparse and coded),
+                   f"{', '.join(coded)} stores the projection in codes, whose columns do not come singly",
                    "keep one of them")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
