@@ -71,7 +71,7 @@ class Bench:
         )  # fmt: skip
 
     def compress(
-        self, checkpoint: Path, out: Path, *plan: str, format: str = "compressed-tensors", **workload: Any
+        self, checkpoint: Path, out: Path, *plan: str, format: str | None = "compressed-tensors", **workload: Any
     ) -> dict[str, Any]:
         """The report of a compression into ``out``."""
         e = self.experiment(checkpoint, *plan, **workload)

@@ -257,6 +257,23 @@ def test_weights_alone_need_no_text(bench, tmp_path, changes):
                 assert torch.equal(nearest(w, grid.fit(w)), q), name
 
 
+def test_pruned_weights_are_archived_by_a_bitmask(bench, tmp_path):
+    path = bench.checkpoint(20)
+    plain, archive = (bench.compress(path, tmp_path / f, "magnitude:sparsity=0.5", format=f)
+                      for f in ("compressed-tensors", "ridgeline"))  # fmt: skip
+    assert (plain["bits_per_weight"], archive["bits_per_weight"]) == (32, 17)
+    a, b = (dict(load_checkpoint(tmp_path / f).named_parameters()) for f in ("compressed-tensors", "ridgeline"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert "quantization_config" not in json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())
+
+
+def test_the_format_is_ours_where_others_cannot_hold_it(bench, tmp_path):
+    path = bench.checkpoint(20)
+    plain = bench.compress(path, tmp_path / "a", GPTQ, format=None)
+    aside = bench.compress(path, tmp_path / "b", "quantease:bits=4,group_size=32,outliers=0.01", format=None)
+    assert (plain["format"], aside["format"]) == ("compressed-tensors", "ridgeline")
+
+
 def test_held_out_text_is_never_calibrated_on(bench):
     w = bench.experiment(bench.checkpoint(), GPTQ, samples=64).workload
     tokens = load_text(w, 300)

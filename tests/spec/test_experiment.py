@@ -97,6 +97,7 @@ TASKS = {
     "pretrain": ({**TRAIN, "lr": 1e-5}, ["zero:stage=3", "recompute:every=2", "lora:rank=4,targets=o_proj"]),
     "finetune": ({**TRAIN, "kind": "finetune", "checkpoint": "dir"}, ["lora:targets=q_proj+up_proj", "rtn:bits=4"]),
     "generate": ({"kind": "generate", "prompt_len": 9, "output_len": 5, "batch_size": 2}, ["rtn", "flash_attention"]),
+    "compress": ({"kind": "compress", "samples": 9, "seq_len": 64, "eval_data": "text"}, ["gptq:bits=3,group_size=32"]),
     "serve": ({"kind": "serve", "rate": 2.5, "requests": 7}, ["flash_attention"]),
 }
 

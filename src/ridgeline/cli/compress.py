@@ -22,8 +22,12 @@ def compress(
         int | None, typer.Option(help="Tokens per window (2048, or fewer if the model has fewer).")
     ] = None,
     format_: Annotated[
-        str, typer.Option("--format", help="How codes are written: compressed-tensors, gptq, gguf, ridgeline, dense.")
-    ] = "compressed-tensors",
+        str | None,
+        typer.Option(
+            "--format",
+            help="How codes are written: compressed-tensors (where that can hold them), gptq, gguf, ridgeline, dense.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on where the same command was stopped.")] = True,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
     seed: Annotated[int, typer.Option(help="Of the calibration windows.")] = 0,

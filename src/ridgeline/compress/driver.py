@@ -24,10 +24,12 @@ from ridgeline.nn.checkpoint import Reader, config_dtype, load_checkpoint, save_
 from ridgeline.nn.formats import Format, writer
 from ridgeline.nn.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.formats.gguf import require_gguf, write_gguf
+from ridgeline.nn.formats.ridgeline import Ridgeline
 from ridgeline.nn.hf_names import links
 from ridgeline.nn.init import assign
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed, Stored
+from ridgeline.nn.sparse import Sparse
 from ridgeline.nn.ternary import Ternary
 from ridgeline.nn.transformer import Block, Transformer
 from ridgeline.runtime.compression import CompressBuild, ModelJob
@@ -46,7 +48,8 @@ GGUF = "gguf"
 def compress(e: Experiment, device: torch.device, options: dict[str, Any], report: Any) -> dict[str, Any]:
     """Compress ``workload.checkpoint`` by the plan into the folder ``options["out"]``; returns the report.
 
-    Options: ``out``, ``format`` (see :mod:`ridgeline.nn.formats`, or "dense"), ``resume``. Raises :class:`UserError`.
+    Options: ``out``, ``format`` (see :mod:`ridgeline.nn.formats`, or "dense", "gguf"; None: compressed-tensors, or our
+    own where that cannot hold what the plan makes), ``resume``. Raises :class:`UserError`.
     """
     started = time.perf_counter()
     e = normalise(e)
@@ -56,7 +59,8 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     assert w.checkpoint is not None
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
-    name = options.get("format") or CompressedTensors.name
+    own = any(t.own_format for t in made)
+    name = options.get("format") or (Ridgeline.name if own else CompressedTensors.name)
     form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)
     if name == GGUF:
         require_gguf(spec)
@@ -133,7 +137,7 @@ def _stream(
     assert skeleton.embed is not None
     _load(skeleton.embed, "embed", reader)
     walker = Walker(run, skeleton, dtype, report)
-    walker.folder, walker.expands = output.partial, form is None
+    walker.folder, walker.expands, walker.archives = output.partial, form is None, isinstance(form, Ridgeline)
     hidden = Hidden(windows.shape[0], windows.shape[1], spec.hidden_size, output.partial, "hidden")
     walker.embed(windows, hidden)
     teacher = None
@@ -235,6 +239,8 @@ def _scheme(stored: Stored) -> dict[str, Any]:
         outliers = 0 if stored.outliers is None else len(stored.outliers.index)
         return {"kind": "packed", "shape": list(stored.shape), "bits": stored.bits, "group_size": stored.group_size,
                 "symmetric": stored.symmetric, "outliers": outliers}  # fmt: skip
+    if isinstance(stored, Sparse):
+        return {"kind": "bitmask", "shape": list(stored.shape)}
     return {"kind": "ternary", "shape": list(stored.shape)}
 
 
@@ -249,10 +255,12 @@ def _gathered(output: Output) -> tuple[dict[str, Any], dict[str, InputCode]]:
     return stored, inputs
 
 
-def _meta(scheme: dict[str, Any]) -> Packed | Ternary:
+def _meta(scheme: dict[str, Any]) -> Stored:
     """The inverse of :func:`_scheme`, its tensors on the meta device."""
     out, width = scheme["shape"]
     with torch.device("meta"):
+        if scheme["kind"] == "bitmask":
+            return Sparse(torch.empty(out, -(-width // 32)), torch.empty(0), width)
         if scheme["kind"] == "ternary":
             return Ternary(torch.empty(0), torch.empty(out + 1), torch.empty(out), torch.empty(out), width)
         groups, count = width // scheme["group_size"], scheme["outliers"]

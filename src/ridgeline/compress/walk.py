@@ -15,6 +15,7 @@ from ridgeline.nn.attention import make_mask
 from ridgeline.nn.input_code import InputCode, fake_quantise
 from ridgeline.nn.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.moe import MoE
+from ridgeline.nn.sparse import Sparse
 from ridgeline.nn.transformer import Block, Transformer
 from ridgeline.runtime.compression import BlockJob, CompressBuild, Layer, Site
 from ridgeline.runtime.solve.statistics import Gram, Peak
@@ -39,6 +40,8 @@ class Walker:
 
     folder: Path
     """Where hidden states lie that are too large for memory."""
+    archives = False
+    """Whether pruned weights are written as a bitmask and what is left."""
     expands = False
     """Whether codes are expanded to the file's dtype as they are written."""
 
@@ -250,6 +253,8 @@ class Walker:
         for layer, linear in zip(layers, linears, strict=True):
             if layer.stored is None or self.expands:
                 layer.weight = layer.weight.to(self.dtype).float()  # as it will be read back
+                if self.archives and layer.keep is not None:
+                    layer.stored = Sparse.of(layer.weight.to(self.dtype))
             linear.weight = nn.Parameter(layer.weight, requires_grad=False)
             if layer.input is not None:  # from here on the hidden states are those of the model as it will run
                 code = layer.input

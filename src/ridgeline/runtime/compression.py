@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.input_code import InputCode
-from ridgeline.nn.packed import Packed, Stored
+from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Block, Transformer
 from ridgeline.runtime.solve.grid import Grid, nearest
 from ridgeline.runtime.solve.sweep import relative_error

@@ -102,6 +102,11 @@ class Technique(BaseModel):
         """Whether it can be run with these options."""
         return self.card.runs
 
+    @property
+    def own_format(self) -> bool:
+        """Whether what it makes of a checkpoint fits no format but our own."""
+        return False
+
     def axes(self) -> dict[str, int]:
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
         return {}

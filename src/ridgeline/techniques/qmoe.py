@@ -54,6 +54,11 @@ class QMoE(Technique):
     min_tokens: int = Field(default=1, ge=1)
     """Experts that fewer calibration tokens reach are rounded to nearest instead."""
 
+    @property
+    def own_format(self) -> bool:
+        """Words of the dictionary do."""
+        return self.grid == "ternary"
+
     def check(self, e: Experiment) -> None:
         """There must be experts, and no other code for them."""
         self.needs(e.model.num_experts > 0, f"{e.model.name} has no experts", "use gptq for a dense model")

@@ -50,6 +50,11 @@ class QuantEase(WeightOnly):
     mse: bool = False
     """Shrink each group's range to the least error first."""
 
+    @property
+    def own_format(self) -> bool:
+        """Weights kept aside do."""
+        return self.outliers > 0
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """None: gptq stores the same."""

@@ -44,6 +44,11 @@ class SmoothInt8(WeightOnly):
     alpha: float = Field(default=0.0, ge=0, le=1)
     """Share of the inputs' range that moves into the weights (SmoothQuant takes 0.5, with threshold=0); 0: none."""
 
+    @property
+    def own_format(self) -> bool:
+        """The threshold does."""
+        return self.threshold > 0
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Weights shrink, and products run in int8 where the device has it."""
         return in_int8(super().rewrite(g, e), e)

@@ -70,6 +70,7 @@ class WeightOnly(Technique):
     def note(self, e: Experiment, result: Result) -> None:
         """Bytes of the checkpoint, and stored bits of a weight."""
         size, bits = stored(e, self.bits, self.group_size, self.symmetric)
+        size += 16 * coded_matrices(e) * self.own_format  # our format says four sizes of each, others two
         result.metrics["checkpoint_bytes"] = Metric(value=size, unit="bytes", better="lower", source="graph")
         result.metrics["bits_per_weight"] = Metric(value=bits, better="lower", source="graph")
 
@@ -115,6 +116,12 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
         kept += p.numel * bits_per_weight(width, bits, group_size, symmetric)
         count += p.numel
     return round(total), kept / max(1, count)
+
+
+def coded_matrices(e: Experiment) -> int:
+    """Matrices that are stored in codes; each expert's is one."""
+    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters()
+               if p.name.startswith("layers.") and p.name.endswith(CODED))  # fmt: skip
 
 
 def coded_weights(e: Experiment) -> int:

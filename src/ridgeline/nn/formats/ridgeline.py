@@ -13,19 +13,22 @@ from torch import Tensor
 from ridgeline.nn.formats import Get
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed, Stored, pack_bits, unpack_bits
+from ridgeline.nn.sparse import Sparse
 from ridgeline.nn.ternary import PAIRS, WORDS, ZEROS, Ternary
 from ridgeline.spec.errors import UserError
 
 VERSION = 1
 _PACKED = ("weight_packed", "weight_scale")
+_SPARSE = ("weight_mask", "weight_values")
 _TERNARY = ("weight_codes", "weight_offsets", "weight_low", "weight_high")
 
 
 class Ridgeline:
     """Integers: ``weight_packed`` int32 dense along the inputs, ``weight_scale`` [out, groups], ``weight_zero_point``
-    packed along the groups if asymmetric, ``weight_outlier_index`` and ``weight_outlier_value`` if any are kept aside,
+    packed along the outputs if asymmetric, ``weight_outlier_index`` and ``weight_outlier_value`` if any are kept aside,
     ``weight_layout`` int64 (out, in, bits, group size). Ternary words: ``weight_codes`` int16, ``weight_offsets``
-    int32 [out + 1], ``weight_low`` and ``weight_high`` [out], ``weight_layout`` (out, in)."""
+    int32 [out + 1], ``weight_low`` and ``weight_high`` [out], ``weight_layout`` (out, in). Pruned weights:
+    ``weight_mask`` int32 [out, in/32], ``weight_values`` [non-zeros], ``weight_layout`` (out, in)."""
 
     name = "ridgeline"
 
@@ -47,11 +50,14 @@ class Ridgeline:
         if isinstance(packed, Ternary):
             parts = dict(zip(_TERNARY, (packed.codes, packed.offsets, packed.low, packed.high), strict=True))
             layout = list(packed.shape)
+        elif isinstance(packed, Sparse):
+            parts = dict(zip(_SPARSE, (packed.mask, packed.values), strict=True))
+            layout = list(packed.shape)
         elif isinstance(packed, Packed):
             parts = dict(zip(_PACKED, (pack_bits(packed.codes, packed.bits), packed.scale), strict=True))
             layout = [*packed.shape, packed.bits, packed.group_size]
             if packed.zero is not None:
-                parts["weight_zero_point"] = pack_bits(packed.zero, packed.bits)
+                parts["weight_zero_point"] = pack_bits(packed.zero.t().contiguous(), packed.bits)
             if packed.outliers is not None:
                 parts["weight_outlier_index"] = packed.outliers.index
                 parts["weight_outlier_value"] = packed.outliers.values
@@ -60,7 +66,7 @@ class Ridgeline:
         parts["weight_layout"] = torch.tensor(layout, dtype=torch.int64)
         return {f"{module}.{name}": tensor for name, tensor in parts.items()}
 
-    def read(self, module: str, get: Get) -> Packed | Ternary | None:
+    def read(self, module: str, get: Get) -> Packed | Ternary | Sparse | None:
         """The inverse of :meth:`write`. Raises :class:`UserError` where a part is missing."""
         layout = get(f"{module}.weight_layout")
         if layout is None:
@@ -73,13 +79,16 @@ class Ridgeline:
                 raise UserError(f"{module} has weight_layout but no {name}", "write the checkpoint again")
             return found
 
+        if len(sizes) == 2 and get(f"{module}.{_SPARSE[0]}") is not None:
+            mask, values = (part(name) for name in _SPARSE)
+            return Sparse(mask, values, sizes[1])
         if len(sizes) == 2:
             codes, offsets, low, high = (part(name) for name in _TERNARY)
             return Ternary(codes, offsets, low, high, sizes[1])
-        _, width, bits, group_size = sizes
+        out, width, bits, group_size = sizes
         words, scale = (part(name) for name in _PACKED)
         zeros, index = get(f"{module}.weight_zero_point"), get(f"{module}.weight_outlier_index")
-        zero = None if zeros is None else unpack_bits(zeros, bits, width // group_size)
+        zero = None if zeros is None else unpack_bits(zeros, bits, out).t().contiguous()
         aside = None if index is None else Outliers(index, part("weight_outlier_value"))
         return Packed(unpack_bits(words, bits, width), scale, zero, bits, group_size, aside)
 
@@ -89,7 +98,8 @@ class Ridgeline:
 
     def config(self, layers: Mapping[str, Stored], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """How many modules are stored how; the tensors themselves say it of each."""
-        kinds = Counter(f"{la.bits}-bit" if isinstance(la, Packed) else "ternary" for la in layers.values())
+        names = {Ternary: "ternary", Sparse: "bitmask"}
+        kinds = Counter(f"{la.bits}-bit" if isinstance(la, Packed) else names[type(la)] for la in layers.values())
         config: dict[str, Any] = {"quant_method": self.name, "version": VERSION, "modules": dict(sorted(kinds.items())),
                                   "ignore": dense}  # fmt: skip
         if "ternary" in kinds:
