@@ -21,7 +21,7 @@ from ridgeline.nn.formats import Format, reader
 from ridgeline.nn.hf_names import Link, links, spellings, stacked
 from ridgeline.nn.init import allocate, assign
 from ridgeline.nn.input_code import InputCode
-from ridgeline.nn.packed import Packed
+from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
@@ -108,7 +108,7 @@ class _Files:
         """A whole tensor by its name in the files; None when there is none."""
         return self.read(name, Link("", name)) if name in self.where else None
 
-    def packed(self, link: Link) -> Packed | None:
+    def packed(self, link: Link) -> Stored | None:
         """``link``'s weight, if the checkpoint has it in codes."""
         if self.format is None or not link.theirs.endswith(".weight"):
             return None
@@ -217,7 +217,7 @@ class Reader:
         self._links = {ours: list(group) for ours, group in groupby(links(spec), key=lambda link: link.ours)}
         self._shapes = {p.name: p.shape for p in spec.parameters()}
 
-    def packed(self, ours: str, expert: int | None = None) -> Packed | None:
+    def packed(self, ours: str, expert: int | None = None) -> Stored | None:
         """A parameter's (or one expert's) codes; None where it is stored densely."""
         return self._files.packed(self._links[ours][expert or 0])
 
@@ -244,8 +244,12 @@ def _gather(files: _Files, pieces: list[Link], shape: tuple[int, ...]) -> Tensor
     names = [files.find(link) for link in pieces]
     coded = [None if name else files.packed(link) for name, link in zip(names, pieces, strict=True)]
     if any(packed is not None for packed in coded):  # of a mixture's experts, maybe not all
-        both = zip(coded, names, pieces, strict=True)
-        dense = [files.read(n, link).float() if n else p.dense() for p, n, link in both if n or p is not None]
+        dense = []
+        for packed, name, link in zip(coded, names, pieces, strict=True):
+            if packed is not None:
+                dense.append(packed.dense())
+            elif name is not None:
+                dense.append(files.read(name, link).float())
         whole = dense[0] if pieces[0].expert is None else torch.stack(dense)
         if len(dense) != len(pieces) or tuple(whole.shape) != tuple(shape):
             raise UserError(

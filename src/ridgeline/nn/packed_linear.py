@@ -193,7 +193,7 @@ class Bytes(Codes):
         """int8 by int8, summed in int32."""
         if not has_vnni():
             return self.expanded(q, torch.float32)
-        y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()  # type: ignore[operator]
+        y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()
         return self._finish(y, q)
 
 

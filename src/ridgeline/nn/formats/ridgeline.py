@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.nn.formats import Get
+from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed, Stored, pack_bits, unpack_bits
 from ridgeline.nn.ternary import PAIRS, WORDS, ZEROS, Ternary
 from ridgeline.spec.errors import UserError
@@ -77,6 +78,10 @@ class Ridgeline:
         zero = None if zeros is None else unpack_bits(zeros, bits, width // group_size)
         aside = None if index is None else Outliers(index, part("weight_outlier_value"))
         return Packed(unpack_bits(words, bits, width), scale, zero, bits, group_size, aside)
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """Never: the format is for weights."""
+        return None
 
     def config(self, layers: Mapping[str, Stored], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """How many modules are stored how; the tensors themselves say it of each."""
