@@ -17,7 +17,6 @@ from ridgeline.measure.evaluation import ROUNDS, stored_size
 from ridgeline.measure.generation import generation_times
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity
-from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.meter import Meter, process_memory
 from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
@@ -60,7 +59,7 @@ def compression_cell(
         known["checkpoint_bytes"] = (size["checkpoint_bytes"], "bytes", "lower")
         known["bits_per_weight"] = (size["bits_per_weight"], "", "lower")
         windows = held_out_windows(w, load_text(w, e.model.vocab_size))
-        judged = load_checkpoint(place, dtype=torch.float32, device=device)
+        judged = load_packed(place, torch.float32, device, fast=False)
         result.losses = window_losses(judged, windows, lambda n: report({"stage": f"held-out window {n}"}))
         del judged
         _speed(load_packed(place, device=device), w, result, known, ranks, options)

@@ -15,7 +15,8 @@ from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.generation import generation_times
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
-from ridgeline.nn.checkpoint import first_missing, gguf_file, load_checkpoint
+from ridgeline.nn.checkpoint import first_missing, gguf_file
+from ridgeline.nn.packed_model import load_packed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.train.data import MAX_BYTES, load_tokenizer, own_tokenizer, token_ids
@@ -26,6 +27,9 @@ ROUNDS = 3
 
 def evaluate(options: dict[str, Any], device: torch.device, report: Any) -> dict[str, Any]:
     """Evaluate ``options["checkpoint"]`` on ``options["text"]``.
+
+    Perplexity is that of the weights as stored (and of inputs rounded as the checkpoint says), computed in fp32; speed
+    is that of the kernels that a generating model gets.
 
     Options: ``seq_len``, ``windows`` (at most so many), ``tokenizer``, ``against`` (a checkpoint to compare with,
     window by window), ``prompt_len``, ``output_len`` (of the timed generation; 0: none). Raises :class:`UserError`.
@@ -50,13 +54,15 @@ def evaluate(options: dict[str, Any], device: torch.device, report: Any) -> dict
     }  # fmt: skip
     losses = {}
     for name in filter(None, ("checkpoint", "against" if options.get("against") else "")):
-        model = load_checkpoint(options[name], dtype=torch.float32, device=device)
+        model = load_packed(options[name], torch.float32, device, fast=False)
         if model.spec.vocab_size != spec.vocab_size:
             raise UserError(f"{options[name]} has another vocabulary than {path}", "compare like with like")
         losses[name] = window_losses(model, windows, _progress(report, options[name], len(windows)))
         if name == "checkpoint" and options.get("output_len"):
             report({"stage": "timing generation"})
             prompt = windows[:1, : min(options["prompt_len"], seq_len)].to(device)
+            del model
+            model = load_packed(path, device=device)
             times = generation_times(model, prompt, options["output_len"], ROUNDS)
             result["decode_tokens_per_s"] = 1 / statistics.median(t for run in times for t in run[1:])
             result["ttft_s"] = statistics.median(run[0] for run in times)

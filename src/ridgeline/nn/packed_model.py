@@ -18,6 +18,7 @@ from ridgeline.nn.mlp import ACTIVATIONS, gated
 from ridgeline.nn.moe import Experts
 from ridgeline.nn.packed import Packed
 from ridgeline.nn.packed_linear import PackedLinear
+from ridgeline.nn.semi_structured import use_sparse_cores
 from ridgeline.nn.ternary import Ternary, TernaryLinear
 from ridgeline.nn.transformer import Transformer
 from ridgeline.spec.errors import UserError
@@ -71,7 +72,8 @@ def load_packed(
 ) -> Transformer:
     """The model in a checkpoint directory; layers that it has in integer codes hold these, and never were dense.
 
-    ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.packed_linear`.
+    ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.packed_linear`; 2:4
+    weights then run on sparse tensor cores.
     GGUF files are expanded. Raises :class:`UserError` for whatever is wrong with the directory.
     """
     path = Path(path)
@@ -97,6 +99,8 @@ def load_packed(
         for ours, _ in groupby(links(spec), key=lambda link: link.ours):
             if ours in fresh:
                 assign(model.get_parameter(ours), reader.read(ours))
+    if fast:
+        use_sparse_cores(model)
     return model
 
 
