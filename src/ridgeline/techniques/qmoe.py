@@ -26,8 +26,8 @@ class QMoE(Technique):
     """Round every expert to three values per row under the second moments of the tokens routed to it, and store it in
     words of a fixed dictionary. Everything else stays as it is, or as another technique of the plan leaves it.
 
-    A weight takes less than one bit where at least 83 % are zero: in Gaussian rows of about 700 inputs or more, 1000 to
-    2000 where inputs are strongly correlated, for then more is made up for in other weights."""
+    A weight takes less than one bit where at least 83 % are zero: in Gaussian rows of about 700 inputs or more, later
+    where inputs are correlated, for then more is made up for in other weights (measured: 1.00 bit at 1024 inputs)."""
 
     card: ClassVar[Card] = Card(
         name="qmoe",
