@@ -23,11 +23,12 @@ class KVQuant(Technique):
         title="Quantised key/value cache",
         paper="arXiv:2303.06865",
         taxonomy="inference/memory/kv-cache",
-        tasks=frozenset({"compress", "generate", "serve"}),
+        tasks=frozenset({"generate", "serve"}),
         lossless=False,
         claim="compresses weights and cache to 4 bits with negligible loss of accuracy (FlexGen)",
         tolerance=0.02,
         quality="perplexity within 2 % of the 16-bit cache",
+        example={"dtype": "int8"},
         runs_in=frozenset({"generate"}),
     )
     phase: ClassVar[Phase] = "compile"

@@ -19,6 +19,8 @@ from ridgeline.runtime.solve.support import Given, Support
 
 BLOCK = 128
 """Columns after which the rest of the weight is updated, by one matrix product."""
+INNER = 16
+"""Columns after which the rest of the block is: until then an update touches only these."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def sweep(
     columns = list(range(width)) if order is None else order.tolist()
     diagonal = upper.diagonal()
     kept = None if support is None else torch.empty_like(w, dtype=torch.bool)
+    span = support.span if support is not None else 0
+    inner = INNER if span == 0 else span * max(1, INNER // span)  # whole groups
     errors = torch.empty(block, out, dtype=w.dtype, device=w.device)
     q = torch.empty(out, dtype=w.dtype, device=w.device)
     for a in range(0, width, block):
@@ -105,7 +109,11 @@ def sweep(
         if support is not None and kept is not None and support.span == 0:
             kept[a:b] = support.keep((w[a:b] / diagonal[a:b, None]).square_(), slice(a, b))
         scale = diagonal[a:b].tolist()
+        start = a
         for j in range(a, b):
+            if j == start + inner:  # what the last few columns left to the rest of the block, in one product
+                w[j:b].addmm_(upper[start:j, j:b].t(), errors[start - a : j - a], alpha=-1)
+                start = j
             if support is not None and kept is not None and support.span and j % support.span == 0:
                 group = slice(j, j + support.span)
                 kept[group] = support.keep((w[group] / diagonal[group, None]).square_(), group)
@@ -119,8 +127,9 @@ def sweep(
             error = errors[j - a]
             torch.sub(column, q, out=error).div_(scale[j - a])
             column.copy_(q)
-            if j + 1 < b:
-                w[j + 1 : b].addr_(upper[j, j + 1 : b], error, alpha=-1)
+            end = min(start + inner, b)
+            if j + 1 < end:
+                w[j + 1 : end].addmm_(upper[j, j + 1 : end, None], error[None], alpha=-1)
         if b < width:
             w[b:].addmm_(upper[a:b, b:].t(), errors[: b - a], alpha=-1)
     if order is not None:
