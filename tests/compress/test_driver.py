@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ridgeline.compress import driver as driving
-from ridgeline.compress.calibration import Hidden, calibration_windows, held_out_windows, load_text
+from ridgeline.compress.calibration import Hidden, calibration_windows, held_out_windows, load_text, own_windows
 from ridgeline.compress.driver import compress
 from ridgeline.nn.checkpoint import load_checkpoint
 from ridgeline.nn.packed import unpack_bits
@@ -272,6 +272,19 @@ def test_the_format_is_ours_where_others_cannot_hold_it(bench, tmp_path):
     plain = bench.compress(path, tmp_path / "a", GPTQ, format=None)
     aside = bench.compress(path, tmp_path / "b", "quantease:bits=4,group_size=32,outliers=0.01", format=None)
     assert (plain["format"], aside["format"]) == ("compressed-tensors", "ridgeline")
+
+
+def test_a_model_may_write_its_own_calibration_text(bench, tmp_path):
+    path = bench.checkpoint(20)
+    w = bench.experiment(path, GPTQ, samples=6).workload
+    windows = own_windows(w)
+    assert windows.shape == (6, 32)
+    assert torch.equal(windows, own_windows(w))
+    assert len(windows[:, 0].unique()) > 1
+    e = bench.experiment(path, GPTQ, samples=6)
+    e = e.model_copy(update={"workload": e.workload.model_copy(update={"data": "self"})})
+    report = compress(e, torch.device("cpu"), {"out": str(tmp_path / "out")}, lambda m: None)
+    assert all(la["tokens"] == 6 * 32 for la in report["layers"])
 
 
 def test_held_out_text_is_never_calibrated_on(bench):

@@ -16,7 +16,9 @@ def compress(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory, with its tokenizer.")],
     out: Annotated[Path, typer.Option(help="Directory of the result.")],
     with_: With = None,
-    calib: Annotated[str, typer.Option(help="Calibration text: a file, a directory, stdlib, or hf:NAME.")] = "stdlib",
+    calib: Annotated[
+        str, typer.Option(help="Calibration text: a file, a directory, stdlib, hf:NAME, or self.")
+    ] = "stdlib",
     samples: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens per window (2048, or fewer if the model has fewer).")

@@ -18,6 +18,25 @@ HELD_OUT = 0.1
 """Share of the text, at its end, that calibration never sees."""
 
 
+SELF = "self"
+"""Calibration text that the model writes itself (Norm Tweaking, arXiv:2309.02784, section 3.2)."""
+
+
+def own_windows(w: Compress) -> Tensor:
+    """Token ids [samples, seq] sampled from the model at temperature 1, each from another first token.
+
+    The whole model is in memory for it.
+    """
+    from ridgeline.nn.checkpoint import load_checkpoint
+    from ridgeline.nn.generate import generate
+
+    assert w.checkpoint is not None
+    model = load_checkpoint(w.checkpoint, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(w.seed)
+    first = torch.randint(model.spec.vocab_size, (w.samples, 1), generator=draw)
+    return generate(model, first, w.seq_len - 1, temperature=1.0, seed=w.seed).clone()
+
+
 def load_text(w: Compress, vocab_size: int) -> Tokens:
     """The calibration text by the checkpoint's tokenizer. Raises :class:`UserError` when it has none."""
     from ridgeline.train.data import own_tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ridgeline.compress.calibration import Hidden, calibration_windows, load_text
+from ridgeline.compress.calibration import SELF, Hidden, calibration_windows, load_text, own_windows
 from ridgeline.compress.output import Output, config_of, layer_of, their_tensors
 from ridgeline.compress.walk import ReadExpert, Walker
 from ridgeline.nn.checkpoint import Reader, config_dtype, load_checkpoint, save_checkpoint
@@ -73,7 +73,8 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
         raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")
     windows = torch.empty(0, w.seq_len, dtype=torch.int64)  # weights alone: nothing passes through the model
     if run.wants or run.whole or run.before_block or run.after_block:
-        windows = calibration_windows(w, load_text(w, spec.vocab_size))
+        report({"stage": "calibration text"})
+        windows = own_windows(w) if w.data == SELF else calibration_windows(w, load_text(w, spec.vocab_size))
     output = Output(Path(options["out"]), _identity(e, source, windows, options), options.get("resume", True))
     if run.whole:
         source = _whole(run, output, source, windows, report)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.compress.calibration import held_out_windows, load_text
+from ridgeline.compress.calibration import SELF, held_out_windows, load_text
 from ridgeline.compress.driver import compress
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.evaluation import ROUNDS, stored_size
@@ -38,6 +38,10 @@ def compression_cell(
     if w.checkpoint is None:
         raise UserError("nothing to compress: the workload has no checkpoint",
                         "set workload.checkpoint, or measure.warm_start to train one first")  # fmt: skip
+    if w.data == SELF and w.eval_data is None:
+        raise UserError("text that the model writes itself is calibrated on, so perplexity needs other text",
+                        "set workload.eval_data")  # fmt: skip
+    text = w.eval_data if w.data == SELF else w.data
     result = Result(
         source="measured", experiment_id=e.id, name=e.name, experiment=e.canonical(),
         environment={**fingerprint(), "threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)},
@@ -58,7 +62,8 @@ def compression_cell(
         size = stored_size(place)
         known["checkpoint_bytes"] = (size["checkpoint_bytes"], "bytes", "lower")
         known["bits_per_weight"] = (size["bits_per_weight"], "", "lower")
-        windows = held_out_windows(w, load_text(w, e.model.vocab_size))
+        judge = w.model_copy(update={"data": text})
+        windows = held_out_windows(judge, load_text(judge, e.model.vocab_size))
         judged = load_packed(place, torch.float32, device, fast=False)
         result.losses = window_losses(judged, windows, lambda n: report({"stage": f"held-out window {n}"}))
         del judged

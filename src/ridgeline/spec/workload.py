@@ -111,7 +111,8 @@ class Compress(Generate):
     prompt_len: int = Field(default=64, ge=1)
     output_len: int = Field(default=32, ge=1)
     data: str = "stdlib"
-    """Calibration text, as in training; its held-out end is what perplexity is taken on if ``eval_data`` is not set."""
+    """Calibration text, as in training, or ``self``: what the model writes. The text's held-out end is what perplexity
+    is taken on if ``eval_data`` is not set."""
     samples: int = Field(default=128, ge=1)
     """Calibration windows, drawn by ``seed``."""
     seq_len: int = Field(default=2048, ge=2)
