@@ -55,8 +55,8 @@ class FPTQ(WeightOnly):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Its defaults; how weights are rounded makes nothing faster."""
-        return [cls()]
+        """None: to a search it is gptq, with inputs that cost quality."""
+        return []
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Weights shrink, and products run in int8 where the device has it."""

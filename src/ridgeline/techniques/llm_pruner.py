@@ -56,6 +56,11 @@ class LLMPruner(Technique):
     samples: int = Field(default=10, ge=1)
     """Calibration windows that gradients are taken on."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: what it costs in quality is not predicted, so a search would always take it."""
+        return []
+
     def check(self, e: Experiment) -> None:
         """The model must be one whose smaller shape its configuration can say."""
         m = e.model

@@ -59,6 +59,11 @@ class QMoE(Technique):
         """Words of the dictionary do."""
         return self.grid == "ternary"
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: what it costs in quality is not predicted, so a search would always take it."""
+        return []
+
     def check(self, e: Experiment) -> None:
         """There must be experts, and no other code for them."""
         self.needs(e.model.num_experts > 0, f"{e.model.name} has no experts", "use gptq for a dense model")

@@ -59,6 +59,11 @@ class ShearedLLaMA(Technique):
     mask_lr: float = Field(default=1.0, gt=0)
     """Learning rate of the masks and of the multipliers."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: what it costs in quality is not predicted, so a search would always take it."""
+        return []
+
     def check(self, e: Experiment) -> None:
         """The shape must be smaller, made of whole groups, and one that the configuration can say."""
         m = e.model

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card
+from ridgeline.techniques.base import Card, Technique
 from ridgeline.techniques.weight_only import WeightOnly, in_int8
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class SmoothInt8(WeightOnly):
     """Magnitude from which an input is computed in full precision; 0: none is."""
     alpha: float = Field(default=0.0, ge=0, le=1)
     """Share of the inputs' range that moves into the weights (SmoothQuant takes 0.5, with threshold=0); 0: none."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: to a search it is rtn, with inputs that cost quality."""
+        return []
 
     @property
     def own_format(self) -> bool:

@@ -48,6 +48,11 @@ class ZeroSkipping(Technique):
     zeros: float = Field(default=0.9, ge=0, lt=1)
     """Share of inner entries that predictions take to be zero."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: it pays only where activations are sparse, which is the model's, not the plan's."""
+        return []
+
     def check(self, e: Experiment) -> None:
         """There must be a ReLU in front of a dense projection, or attention to skip in."""
         m = e.model
