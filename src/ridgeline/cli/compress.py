@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, With, app
+from ridgeline.cli.base import Json, With, app, say
 from ridgeline.cli.real import failed
 
 
@@ -60,6 +60,9 @@ def compress(
     with StepBar(f"compressing {checkpoint.name}", model.num_layers) as bar:
         try:
             result = run_job(Job("compress", e, options), bar.message)
+        except KeyboardInterrupt:
+            say(f"stopped; the same command goes on with what lies in {out}.partial")
+            raise typer.Exit(130) from None
         except JobFailed as failure:
             raise failed(failure) from None
     if json:
