@@ -46,4 +46,4 @@ def test_weights_kept_aside_weigh():
 def test_a_search_tries_one_of_those_that_store_alike():
     e = generation()
     tried = {n: c.choices(e) for n, c in registry().items() if issubclass(c, WeightOnly)}
-    assert {n for n, found in tried.items() if found} == {"rtn", "gptq", "smooth_int8", "fptq"}
+    assert {n for n, found in tried.items() if found} == {"rtn", "gptq"}

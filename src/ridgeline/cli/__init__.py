@@ -6,10 +6,15 @@ Exit codes: 0 done, 1 ran but no feasible answer or a threshold was broken, 2 th
 from __future__ import annotations
 
 import sys
+import time
 
 from ridgeline.cli import answers, compress, finetune, looks, real  # noqa: F401  (they register their commands)
 from ridgeline.cli.base import app, say
 from ridgeline.spec.errors import UserError
+
+_LATER = 15.0
+"""Seconds by which ranks that do not speak leave later: torchrun ends all ranks when one is gone, so also the one that
+has yet to say why."""
 
 
 def main() -> None:
@@ -21,6 +26,8 @@ def main() -> None:
 
         if speaks():
             say(f"error: {e}")
+        else:
+            time.sleep(_LATER)
         sys.exit(2)
     except KeyboardInterrupt:
         say("interrupted")
