@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from ridgeline.measure.environment import fingerprint
-from ridgeline.measure.generation import _generate
-from ridgeline.measure.probe import _device
+from ridgeline.measure.generation import timed_generation
+from ridgeline.measure.probe import device_of
 from ridgeline.measure.probe_worker import probe_rank
 from ridgeline.nn.init import build
 from ridgeline.nn.meter import keep_freed_memory
@@ -74,7 +74,7 @@ def main() -> None:
     args.add_argument("--out", default="benchmarks/results/decode_speed.json")
     given = args.parse_args()
     keep_freed_memory()
-    device = _device({1: probe_rank(torch.device("cpu"), 0, 1, {"quick": True}, lambda _: None)})
+    device = device_of({1: probe_rank(torch.device("cpu"), 0, 1, {"quick": True}, lambda _: None)})
     result: dict = {
         "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "rounds": given.rounds,
         "parameters": MODEL.num_parameters, "prompt": PROMPT, "tokens": given.tokens,
@@ -89,7 +89,7 @@ def main() -> None:
         with torch.inference_mode():
             for r in range(given.rounds + 1):
                 for name, model in models.items():
-                    taken = _generate(model, prompt, given.tokens)
+                    taken = timed_generation(model, prompt, given.tokens)
                     if r:
                         first[name].append(taken[0])
                         times[name].append(min(taken[1:]))

@@ -87,8 +87,7 @@ class Bench:
         model = load_checkpoint(checkpoint, dtype=torch.float32).requires_grad_(False)
         tokens = load_tokens(self.text, e.model.vocab_size, str(checkpoint))
         windows = calibration_windows(e.workload, tokens)
-        walker = Walker(run, model, torch.float32, lambda message: None)
-        walker.folder = self.folder
+        walker = Walker(run, model, torch.float32, lambda message: None, self.folder)
         hidden, target = (Hidden(*windows.shape, e.model.hidden_size, self.folder, name) for name in ("a", "b"))
         for stream in (hidden, target):
             walker.embed(windows, stream)

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.nn import packed_linear
-from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.input_code import InputCode, code_input
 from ridgeline.nn.packed import Outliers, Packed
-from ridgeline.nn.packed_linear import PackedLinear, code_input
+from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.spec.lowbit import FEW_NIBBLES, held, held_bytes
 
 SHAPES = [(96, 128, 32), (112, 256, 256), (64, 64, 64), (24, 96, 32), (16, 96, 8), (7, 10, 10)]
@@ -82,7 +82,7 @@ def test_integer_inputs_are_the_same_in_both_ways(bits, group, scale):
     code = InputCode(scale=scale)
     for m in (1, 5, 70):
         x = rows(m, 64)
-        q, s = code_input(x, code)
+        q, s, _ = code_input(x, code)
         target = F.linear((q * s).double(), Packed.dense(p, torch.float64)) - F.linear(
             (q * s - x).double(), p.dense(torch.float64) - record(64, 64, bits, group, bits == 8).dense(torch.float64)
         )  # entries kept aside see the input as it is

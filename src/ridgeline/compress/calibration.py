@@ -54,7 +54,7 @@ def calibration_windows(w: Compress, tokens: Tokens) -> Tensor:
     """
     room = int(len(tokens.ids) * (1 - HELD_OUT)) - w.seq_len
     need = w.samples * w.seq_len
-    if room < 0 or len(tokens.ids) < need // 4:
+    if room < 0 or len(tokens.ids) < need // 4:  # windows may overlap, but not say the same over and over
         raise UserError(
             f"calibration text {w.data!r} has {len(tokens.ids)} tokens, too few for {w.samples} windows of {w.seq_len}",
             "give more text, or fewer samples (--samples) or shorter ones (--seq-len)",

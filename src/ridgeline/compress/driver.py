@@ -137,8 +137,8 @@ def _stream(
     skeleton.layers = nn.ModuleDict()
     assert skeleton.embed is not None
     _load(skeleton.embed, "embed", reader)
-    walker = Walker(run, skeleton, dtype, report)
-    walker.folder, walker.expands, walker.archives = output.partial, form is None, isinstance(form, Ridgeline)
+    walker = Walker(run, skeleton, dtype, report, output.partial, expands=form is None,
+                    archives=isinstance(form, Ridgeline))  # fmt: skip
     hidden = Hidden(windows.shape[0], windows.shape[1], spec.hidden_size, output.partial, "hidden")
     walker.embed(windows, hidden)
     teacher = None

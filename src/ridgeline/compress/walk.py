@@ -38,15 +38,15 @@ def _linear(weight: Tensor) -> nn.Linear:
 class Walker:
     """Carries hidden states through the blocks of a model; ``skeleton`` holds what is not a block."""
 
-    folder: Path
-    """Where hidden states lie that are too large for memory."""
-    archives = False
-    """Whether pruned weights are written as a bitmask and what is left."""
-    expands = False
-    """Whether codes are expanded to the file's dtype as they are written."""
-
-    def __init__(self, run: CompressBuild, skeleton: Transformer, dtype: torch.dtype, report: Report) -> None:
+    def __init__(
+        self, run: CompressBuild, skeleton: Transformer, dtype: torch.dtype, report: Report, folder: Path,
+        expands: bool = False, archives: bool = False,
+    ) -> None:  # fmt: skip
+        """``dtype``: what dense tensors are written in; ``folder``: where hidden states lie that are too large for
+        memory; ``expands``: codes are expanded as they are written; ``archives``: pruned weights are written as a
+        bitmask and what is left."""
         self.run, self.skeleton, self.dtype, self.report = run, skeleton, dtype, report
+        self.folder, self.expands, self.archives = folder, expands, archives
         self.records: list[dict[str, Any]] = []
         self.kept: dict[str, Layer] = {}
         """Layers of the block under way, by name."""
@@ -58,8 +58,8 @@ class Walker:
     def plain(self, inputs: dict[str, InputCode]) -> Walker:
         """One that compresses nothing: for blocks that are; ``inputs`` as they were decided."""
         other = Walker(CompressBuild(self.run.experiment, self.run.spec, self.run.device), self.skeleton, self.dtype,
-                       lambda message: None)  # fmt: skip
-        other.folder, other.inputs = self.folder, inputs
+                       lambda message: None, self.folder)  # fmt: skip
+        other.inputs = inputs
         return other
 
     # ---- plain forward passes ----------------------------------------------------------------------------------------
@@ -103,7 +103,6 @@ class Walker:
         self.kept = {}
         run, prefix = self.run, f"layers.{index}"
         peaks = self._peaks(block, hidden) if "peak" in run.wants else {}
-        norms = {n: p.detach().clone() for n, p in block.named_parameters() if "norm" in n}
         entrance = hidden
         if run.after_block:  # they compute the block again
             entrance = Hidden(*hidden.shape, self.folder, "entrance")
@@ -111,7 +110,6 @@ class Walker:
         job = BlockJob(
             index, block, entrance, target, peaks, forward=lambda x: self.forward(block, x),
             observe=lambda visit: self.observe(block, entrance, visit), settle=lambda: self._round(block),
-            original_norms=norms,
         )  # fmt: skip
         self.said = job.said
         for fold in run.before_block:

@@ -53,7 +53,7 @@ def generation_cell(
     with torch.inference_mode():
         for round_ in range(ROUNDS + 1):
             report({"stage": f"round {round_ + 1} of {ROUNDS + 1}"})
-            times = _generate(run.model, prompt, w.output_len)
+            times = timed_generation(run.model, prompt, w.output_len)
             if round_ == 0:
                 continue  # the first round pays for allocation and warm caches
             firsts.append(times[0])
@@ -65,7 +65,7 @@ def generation_cell(
         meter = Meter(model)
         meter.register(model.parameters(), "parameters")
         with meter:
-            _generate(run.model, prompt, min(2, w.output_len))
+            timed_generation(run.model, prompt, min(2, w.output_len))
     steps = max(1, w.output_len - 1)
     end, first = statistics.median(total), statistics.median(firsts)
     rate = batch * ranks * w.output_len / end
@@ -102,10 +102,10 @@ def generation_cell(
 @torch.inference_mode()
 def generation_times(model: Transformer, prompt: torch.Tensor, output_len: int, rounds: int) -> list[list[float]]:
     """Seconds of the prefill of ``prompt`` [B, S] and of each further token, of every round after one warm-up."""
-    return [_generate(model, prompt, output_len) for _ in range(rounds + 1)][1:]
+    return [timed_generation(model, prompt, output_len) for _ in range(rounds + 1)][1:]
 
 
-def _generate(model: Transformer, prompt: torch.Tensor, output_len: int) -> list[float]:
+def timed_generation(model: Transformer, prompt: torch.Tensor, output_len: int) -> list[float]:
     """Seconds of the prefill (with the first token) and of each further token."""
 
     def now() -> float:

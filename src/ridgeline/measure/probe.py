@@ -41,7 +41,7 @@ def probe(
         except JobFailed as failure:
             raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
         ranks *= 2
-    device = _device(found)
+    device = device_of(found)
     return device, catalog.save_device(device, "probe")
 
 
@@ -127,7 +127,8 @@ def datasheet(title: str, memory: float) -> Device | None:
     return catalog.device(best[1]) if best else None
 
 
-def _device(found: dict[int, dict[str, Any]]) -> Device:
+def device_of(found: dict[int, dict[str, Any]]) -> Device:
+    """The device that :func:`ridgeline.measure.probe_worker.probe_rank` found, by its results per number of ranks."""
     one = found[1]
     if one["kind"] == "gpu":
         return gpu_device(one)

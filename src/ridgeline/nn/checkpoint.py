@@ -61,19 +61,19 @@ class _Files:
         if not path.is_dir():
             raise UserError(f"no checkpoint directory at {path}", "give the directory that holds config.json")
         self.format = reader(_config(path).get("quantization_config")) if files is None else form
-        if files is not None:
-            pass
-        elif (path / SINGLE).is_file():
-            files = [path / SINGLE]
-        elif (path / INDEX).is_file():
-            files = sorted({path / str(name) for name in self._weight_map(path / INDEX).values()})
-        else:
-            raise UserError(f"no {SINGLE} and no {INDEX} in {path}", "only safetensors checkpoints are read")
         self.where: dict[str, Path] = {}
-        for file in files:
+        for file in self._all(path) if files is None else files:
             if not file.is_file():
                 raise UserError(f"{path / INDEX} names the shard {file.name}, which does not exist", _AGAIN)
             self.where.update(dict.fromkeys(self._handle(file).keys(), file))
+
+    @classmethod
+    def _all(cls, path: Path) -> list[Path]:
+        if (path / SINGLE).is_file():
+            return [path / SINGLE]
+        if (path / INDEX).is_file():
+            return sorted({path / str(name) for name in cls._weight_map(path / INDEX).values()})
+        raise UserError(f"no {SINGLE} and no {INDEX} in {path}", "only safetensors checkpoints are read")
 
     @staticmethod
     def _weight_map(index: Path) -> dict[str, str]:

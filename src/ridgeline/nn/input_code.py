@@ -8,6 +8,7 @@ full-precision part multiplies the same dequantised weights (arXiv:2208.07339, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +26,39 @@ class InputCode:
     precision (LLM.int8); 0: none."""
 
 
+class Coded(NamedTuple):
+    """Inputs [..., in] as integers."""
+
+    codes: Tensor
+    """[..., in] whole numbers of at most 2^(bits-1) - 1, in the dtype of the inputs; 0 where an input is wide."""
+    scale: Tensor
+    """[..., 1] of each token, or a scalar."""
+    wide: Tensor | None
+    """bool [in]: inputs that are computed in full precision; None: none can be."""
+
+
+def code_input(x: Tensor, code: InputCode) -> Coded:
+    """``x`` [..., in] rounded to integers."""
+    top = 2 ** (code.bits - 1) - 1
+    wide = None
+    if code.threshold:
+        wide = x.abs().reshape(-1, x.shape[-1]).amax(0) >= code.threshold
+        x = x.masked_fill(wide, 0)
+    if code.scale is None:
+        scale = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny) / top
+    else:
+        scale = torch.full((), code.scale, dtype=x.dtype, device=x.device)
+    return Coded(torch.round(x / scale).clamp_(-top, top), scale, wide)
+
+
 def fake_quantise(x: Tensor, code: InputCode) -> Tensor:
     """What a layer computes with in the place of ``x`` [..., in]: codes times scale, in the dtype of ``x``.
 
     Gradients pass the rounding as if it were not there (straight through).
     """
-    top = 2 ** (code.bits - 1) - 1
     values = x.detach()
-    wide = None
-    if code.threshold:
-        wide = values.abs().reshape(-1, values.shape[-1]).amax(0) >= code.threshold
-        values = values.masked_fill(wide, 0)
-    if code.scale is None:
-        scale = values.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny) / top
-    else:
-        scale = torch.full((), code.scale, dtype=x.dtype, device=x.device)
-    rounded = torch.round(values / scale).clamp_(-top, top).mul_(scale)
+    codes, scale, wide = code_input(values, code)
+    rounded = codes.mul_(scale)
     if wide is not None:
-        rounded = torch.where(wide, x.detach(), rounded)
-    return rounded if not x.requires_grad else x + (rounded - x.detach())
+        rounded = torch.where(wide, values, rounded)
+    return rounded if not x.requires_grad else x + (rounded - values)

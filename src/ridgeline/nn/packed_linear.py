@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.input_code import InputCode
+from ridgeline.nn.input_code import InputCode, code_input, fake_quantise
 from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, held
 
@@ -306,26 +306,14 @@ class PackedLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _coded(self, x: Tensor, code: InputCode) -> Tensor:
-        """The product with inputs rounded to integers; inputs with an entry of at least ``code.threshold`` in any row
-        are taken out and multiplied as they are (LLM.int8, arXiv:2208.07339, section 3)."""
+        """The product with inputs rounded to integers; wide ones are taken out and multiplied as they are (LLM.int8,
+        arXiv:2208.07339, section 3)."""
         x = x.float()
-        large: Tensor | None = None
-        if code.threshold:
-            large = (x.abs().amax(0) >= code.threshold).nonzero().squeeze(1)
-            full = x[:, large]
-            x = x.index_fill(1, large, 0.0)
-        q, scale = code_input(x, code)
-        if self.fast:
-            y = self.codes.integer_product(q).mul_(scale)
-        else:
-            y = self.codes.expanded(q.mul_(scale), torch.float32)
-        if large is not None and large.numel():
-            y.addmm_(full, self.codes.columns(large).t())
+        if not self.fast:
+            return self.codes.expanded(fake_quantise(x, code), torch.float32)
+        codes, scale, wide = code_input(x, code)
+        y = self.codes.integer_product(codes).mul_(scale)
+        if wide is not None and bool(wide.any()):
+            index = wide.nonzero().squeeze(1)
+            y.addmm_(x[:, index], self.codes.columns(index).t())
         return y
-
-
-def code_input(x: Tensor, code: InputCode) -> tuple[Tensor, Tensor | float]:
-    """``x`` [M, in] as whole numbers (fp32) and their scale: [M, 1] of each row, or the calibrated one."""
-    top = float((1 << (code.bits - 1)) - 1)
-    scale = code.scale if code.scale is not None else x.abs().amax(1, keepdim=True).div_(top).clamp_min_(1e-12)
-    return (x / scale).round_().clamp_(-top, top), scale

@@ -17,7 +17,7 @@ from torch import Tensor
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.solve.grid import Grid, nearest
+from ridgeline.runtime.solve.grid import Affine, Grid, nearest
 from ridgeline.runtime.solve.sweep import relative_error
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -68,10 +68,6 @@ class Site:
         """The layers' weights stacked, [sum of outs, in]: they can be solved as one."""
         return torch.cat([layer.weight for layer in self.layers])
 
-    def apart(self, stacked: Tensor) -> list[Tensor]:
-        """A stacked tensor cut into the layers' parts."""
-        return list(torch.split(stacked, [len(layer.weight) for layer in self.layers]))
-
     def keeps(self) -> Tensor | None:
         """The layers' supports stacked, bool [sum of outs, in]; None when all are dense."""
         if all(layer.keep is None for layer in self.layers):
@@ -109,8 +105,6 @@ class BlockJob:
     """Round norms, biases and routers to what the file will hold."""
     said: dict[str, Any] = field(default_factory=dict)
     """For the report: what steps want to tell of this block."""
-    original_norms: dict[str, Tensor] = field(default_factory=dict)
-    """Name in the block → norm weight or bias that the block was loaded with."""
 
 
 @dataclass
@@ -146,10 +140,8 @@ class CompressBuild:
     wants: set[str] = field(default_factory=set)
     """Statistics that must be gathered: "gram", "peak", "teacher"."""
 
-    def affine(self, bits: int, group_size: int, symmetric: bool, mse: bool = False) -> Any:
+    def affine(self, bits: int, group_size: int, symmetric: bool, mse: bool = False) -> Affine:
         """An integer grid whose scales are stored as this checkpoint's are."""
-        from ridgeline.runtime.solve.grid import Affine
-
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 

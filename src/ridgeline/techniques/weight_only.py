@@ -198,7 +198,7 @@ def is_weight_format(name: str) -> bool:
     """Whether the technique called ``name`` decides how weights are stored."""
     from ridgeline.techniques.registry import registry
 
-    return name in ("rtn", "mxfp4", "fp8") or issubclass(registry()[name], WeightOnly)
+    return name in ("mxfp4", "fp8") or issubclass(registry()[name], WeightOnly)
 
 
 def left(e: Experiment) -> ModelSpec:

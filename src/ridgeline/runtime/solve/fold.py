@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ridgeline.nn.mlp import MLP
 from ridgeline.nn.transformer import Block
 
-SITES = ("attention.qkv", "attention.o", "mlp.up", "mlp.down")
-
 
 def readers(block: Block, site: str) -> list[nn.Linear]:
     """The linear layers that read the site's input. A mixture's experts are not in the block, so it has no ``mlp``
