@@ -16,7 +16,7 @@ from ridgeline.compress.calibration import windows_of
 from ridgeline.measure.ablate import run_ablation
 from ridgeline.measure.compression import compression_cell
 from ridgeline.measure.evaluation import evaluate, stored_size
-from ridgeline.measure.harness import require_harness
+from ridgeline.measure.harness import harness, require_harness
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
 from ridgeline.nn.checkpoint import load_checkpoint
@@ -95,6 +95,20 @@ def test_tasks_need_the_harness(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="lm-eval, which is not installed"):
         require_harness()
+
+
+def test_tasks_of_the_harness(bench, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"q": f"number {i} is "}) + "\n" for i in range(4)))
+    task = tmp_path / "toy.yaml"
+    task.write_text(
+        f"task: toy\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {rows}}}\ntest_split: test\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: [a, a]\ndoc_to_target: 0\n'
+        "metric_list:\n  - metric: acc\n"
+    )
+    assert harness(bench.checkpoint(20), [str(task)])["toy"] == {"acc": 1.0}  # the first of two equals
 
 
 def test_cell_of_a_plan(bench):

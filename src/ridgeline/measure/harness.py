@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.spec.errors import UserError
+from ridgeline.train.data import END, load_tokenizer
 
 
 def require_harness() -> None:
@@ -22,16 +23,25 @@ def harness(checkpoint: Path, tasks: list[str]) -> dict[str, dict[str, float]]:
     """
     require_harness()
     import lm_eval
+    import torch
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
     missing = [t for t in tasks if not (Path(t).is_file() or manager.match_tasks([t]))]
     if missing:
         raise UserError(f"lm-eval knows no task {missing[0]!r}", "see `lm-eval ls tasks`, or give a task's YAML file")
+    given: dict[str, Any] = {"pretrained": str(checkpoint)}
+    if not (checkpoint / "tokenizer_config.json").is_file():  # nothing says then what a text begins with
+        given["prefix_token_id"] = load_tokenizer(str(checkpoint)).token_to_id(END)
     found: Any = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": str(checkpoint)}, tasks=tasks, task_manager=manager, bootstrap_iters=0
-    )
+        model="hf", model_args=given, tasks=tasks, task_manager=manager, bootstrap_iters=0,
+        device="cuda" if torch.cuda.is_available() else "cpu",  # its own default is cuda, whatever there is
+    )  # fmt: skip
     return {
-        name: {k.removesuffix(",none"): float(v) for k, v in scores.items() if isinstance(v, (int, float))}
+        name: {
+            k.removesuffix(",none"): float(v)
+            for k, v in scores.items()
+            if isinstance(v, (int, float)) and k != "sample_len"
+        }  # fmt: skip
         for name, scores in found["results"].items()
     }
