@@ -42,6 +42,6 @@ def harness(checkpoint: Path, tasks: list[str]) -> dict[str, dict[str, float]]:
             k.removesuffix(",none"): float(v)
             for k, v in scores.items()
             if isinstance(v, (int, float)) and k != "sample_len"
-        }  # fmt: skip
+        }
         for name, scores in found["results"].items()
     }
