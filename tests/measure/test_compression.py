@@ -20,12 +20,14 @@ from ridgeline.measure.harness import harness, require_harness
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
 from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.predict import predict
 from ridgeline.report.charts.pareto import frontier, pareto_chart
 from ridgeline.report.html import ablation_html
 from ridgeline.report.tables import to_csv, to_markdown
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.registry import normalise
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +113,32 @@ def test_tasks_of_the_harness(bench, tmp_path, monkeypatch):
     assert harness(bench.checkpoint(20), [str(task)])["toy"] == {"acc": 1.0}  # the first of two equals
 
 
-def test_cell_of_a_plan(bench):
-    e = bench.experiment(bench.checkpoint(20), "gptq:bits=4,group_size=32", eval_windows=8)
+@pytest.mark.parametrize(
+    ("call", "bits", "slack"),
+    [
+        ("gptq:bits=4,group_size=32", 4.5, 0.0),
+        ("quantease:bits=4,group_size=32,outliers=0.01", 4.5 + 48 * 0.01, 2e-3),  # whole outliers in each layer
+    ],
+)
+def test_cell_of_a_plan(bench, call, bits, slack):
+    e = bench.experiment(bench.checkpoint(20), call, eval_windows=8)
     r = Result.model_validate(compression_cell(e, torch.device("cpu"), 0, 1, {}, lambda m: None))
     assert len(r.losses) == 8
-    assert r.metric("bits_per_weight") == 4.5
+    assert r.metric("bits_per_weight") == pytest.approx(bits, rel=slack, abs=0)
     assert r.metric("perplexity") == pytest.approx(math.exp(np.mean(r.losses)))
     assert 0 < r.metric("layer_error") < 0.1
     assert r.metric("tokens_per_s") > 0
-    assert {m.category for m in r.memory} >= {"parameters"}
+    expected = predict(normalise(e))
+    held, said = ({m.category: m.bytes for m in x.memory}["parameters"] for x in (r, expected))
+    assert held == pytest.approx(said, rel=slack, abs=0)
+    assert r.metric("checkpoint_bytes") == pytest.approx(expected.metric("checkpoint_bytes"), rel=slack, abs=0)
+
+
+def test_a_cell_needs_a_checkpoint(bench):
+    e = bench.experiment(bench.checkpoint(20), "gptq:bits=4,group_size=32")
+    without = e.model_copy(update={"workload": e.workload.model_copy(update={"checkpoint": None})})
     with pytest.raises(UserError, match="no checkpoint"):
-        compression_cell(e.model_copy(update={"workload": e.workload.model_copy(update={"checkpoint": None})}),
-                         torch.device("cpu"), 0, 1, {}, print)  # fmt: skip
+        compression_cell(without, torch.device("cpu"), 0, 1, {}, print)
 
 
 def test_ablation_of_compressions(bench, tmp_path, monkeypatch):

@@ -62,6 +62,21 @@ def test_a_toy_models_bytes_are_exact():
     assert got.get("activations", 0) + got.get("temporaries", 0) <= parameters / 2 + 6 * 4 * 8 * 512
 
 
+def test_sparse_tensors_are_their_indices_and_values():
+    dense = torch.zeros(64, 64)
+    dense[::8, 3] = 1.0
+    sparse, x = dense.to_sparse(), torch.ones(64, 16)
+    values = nn.Parameter(sparse._values(), requires_grad=False)
+    with Meter(nn.Module()) as meter:
+        y = torch.sparse.mm(sparse, x)
+        assert torch.equal(y, dense @ x)
+        meter.register([values], "parameters")
+        again = torch.sparse.mm(sparse, x)
+    assert again.shape == y.shape
+    assert meter.peak.categories["parameters"] == values.nbytes
+    assert meter.peak.total >= values.nbytes + 2 * y.nbytes
+
+
 def test_what_is_let_go_is_no_longer_counted():
     meter = Meter(nn.Linear(1, 1))
     with meter:

@@ -21,6 +21,12 @@ from torch.utils._pytree import tree_iter
 from ridgeline.nn.store import HOST, is_host, making_now
 
 
+def _parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What of a tensor has memory here: its own shard, and of a sparse one its indices and values."""
+    t = _local(t)
+    return (t._indices(), t._values()) if t.layout is torch.sparse_coo else (t,)
+
+
 def _local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
@@ -144,16 +150,18 @@ class Meter(TorchDispatchMode):
         category = "activations" if self.phase == "forward" else "temporaries"
         for x in tree_iter(args):
             if isinstance(x, nn.Parameter):
-                self._see(_local(x), "parameters")
+                for part in _parts(x):
+                    self._see(part, "parameters")
             elif isinstance(x, torch.Tensor):
-                x = _local(x)
-                storage = x.untyped_storage()
-                if storage._cdata in self.live or is_host(storage):
-                    self._see(x, category)
+                for part in _parts(x):
+                    storage = part.untyped_storage()
+                    if storage._cdata in self.live or is_host(storage):
+                        self._see(part, category)
         made = making_now() or category
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
-                self._see(_local(x), made)
+                for part in _parts(x):
+                    self._see(part, made)
         if self.total > self.peak.total:
             self._record(str(func))
         if self.host > self.peak.host:

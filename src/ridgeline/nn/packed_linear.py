@@ -286,6 +286,7 @@ class PackedLinear(nn.Module):
             self._aside = torch.sparse_coo_tensor(at, values, packed.shape, device=device, check_invariants=False)
             self._aside = self._aside.coalesce()
             self.aside = nn.Parameter(self._aside.values(), requires_grad=False)
+            self.places = nn.Parameter(self._aside.indices(), requires_grad=False)
 
     def dense(self) -> Tensor:
         """The weight [out, in] in fp32, as it is computed with."""

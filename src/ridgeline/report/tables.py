@@ -110,7 +110,7 @@ def quality_table(a: Ablation) -> Table:
                 NONE if worse is None else _change(worse),
                 both(*(NONE if b is None else f"{b:.2f}" for b in bits)) if found else NONE,
                 both(_value(o.predicted, "checkpoint_bytes", unit), _value(m, "checkpoint_bytes", unit)),
-                NONE if error is None else percent(error),
+                NONE if error is None else f"{number(100 * error)} %",
                 seconds(took),
             ]
         )
