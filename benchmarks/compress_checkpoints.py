@@ -26,7 +26,7 @@ def train(name: str, folder: Path) -> dict[str, object] | None:
         return None
     start = time.perf_counter()
     command = [sys.executable, "-m", "ridgeline", "train", str(HERE / f"compress_{name}.toml"), "--out",
-               str(folder / name), "--save-every", "20", "--json"]  # fmt: skip
+               str(folder / name), "--save-every", "200", "--json"]  # fmt: skip
     said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {"steps": said["step"], "first_loss": said["losses"][0], "last_loss": said["losses"][-1],
             "seconds": time.perf_counter() - start}  # fmt: skip

@@ -1,0 +1,196 @@
+"""What is asked of the engine, and what it says back. Token ids only; text lies in :mod:`ridgeline.serve.text`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from ridgeline.spec.errors import UserError
+
+Finish = Literal["stop", "length", "abort", "error"]
+"""Why an output ended: an end token (or a stop string, which text finds), ``max_tokens`` or the context's end, a cancel, a
+failure of its own."""
+
+
+class Invalid(UserError):
+    """A request that cannot be served as it is written. ``param`` names the field."""
+
+    def __init__(self, param: str, why: str, fix: str) -> None:
+        super().__init__(f"{param}: {why}", fix)
+        self.param = param
+
+
+class Busy(UserError):
+    """The queue is full, or the engine is going down. ``retry_after``: seconds after which to ask again."""
+
+    def __init__(self, why: str, retry_after: float) -> None:
+        super().__init__(why, f"ask again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class Grammar(Protocol):
+    """What an output must match, as a machine over tokens. One object per sequence."""
+
+    def allowed(self) -> Sequence[int] | None:
+        """Token ids that may come next (the end token among them where it may end); None: any."""
+
+    def accept(self, token: int) -> None:
+        """Move on by one token."""
+
+    def fork(self) -> Grammar:
+        """A copy that goes its own way."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Names and ranges are those of the OpenAI API and vLLM's extensions."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    """Only the k likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have at least this probability."""
+    min_p: float = 0.0
+    """Only tokens at least this likely relative to the likeliest."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """Makes the output a function of the request alone, whatever else is in the batch; None: drawn by the engine."""
+    n: int = 1
+    """Outputs to return."""
+    best_of: int | None = None
+    """Outputs to make, of which the ``n`` of highest mean log-probability are returned; None: ``n``."""
+    beam_width: int = 0
+    """Beam search over so many beams, of which ``n`` are returned; 0: sample."""
+    length_penalty: float = 1.0
+    """A finished beam's score is its log-probability over length ** length_penalty."""
+    early_stopping: bool = False
+    """Beam search ends as soon as ``beam_width`` beams have finished."""
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    """No end before so many tokens."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Report the log-probability of each token, and of so many likeliest ones."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from its second on."""
+    grammar: Grammar | None = None
+
+    def check(self, vocab_size: int) -> None:
+        """Raise :class:`Invalid` for a value out of its range."""
+
+        def needs(ok: bool, param: str, why: str, fix: str) -> None:
+            if not ok:
+                raise Invalid(param, why, fix)
+
+        def within(param: str, low: float, high: float, open_low: bool = False) -> None:
+            value = getattr(self, param)
+            fine = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+            edge = "above" if open_low else "from"
+            needs(fine, param, f"is {value}, outside {edge} {low:g} to {high:g}", "give a value inside")
+
+        needs(self.max_tokens >= 1, "max_tokens", f"is {self.max_tokens}", "give at least 1")
+        within("temperature", 0, 100)
+        within("top_p", 0, 1, open_low=True)
+        within("min_p", 0, 1)
+        within("presence_penalty", -2, 2)
+        within("frequency_penalty", -2, 2)
+        within("repetition_penalty", 0, 100, open_low=True)
+        needs(self.top_k >= 0, "top_k", f"is {self.top_k}", "give a positive number, or 0 for all tokens")
+        needs(1 <= self.n <= 128, "n", f"is {self.n}, outside 1 to 128", "ask for fewer outputs")
+        made = self.best_of if self.best_of is not None else self.n
+        needs(self.n <= made <= 128, "best_of", f"is {made}, outside n to 128", f"give {self.n} or more")
+        needs(0 <= self.beam_width <= 64, "beam_width", f"is {self.beam_width}, outside 0 to 64", "use fewer beams")
+        if self.beam_width:
+            needs(self.n <= self.beam_width, "n", f"{self.n} outputs of {self.beam_width} beams", "use more beams")
+            needs(self.best_of is None, "best_of", "does not go with beam search", "leave it out")
+        needs(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"is {self.min_tokens}", "give 0 to max_tokens")
+        for param in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, param)
+            needs(count is None or 0 <= count <= 20, param, f"is {count}, outside 0 to 20", "ask for fewer")
+        for param, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            bad = [i for i in ids if not 0 <= i < vocab_size]
+            needs(not bad, param, f"names token {bad[0] if bad else ''} of a vocabulary of {vocab_size}", "use its ids")
+        needs(all(math.isfinite(b) and abs(b) <= 100 for b in self.logit_bias.values()), "logit_bias",
+              "holds a bias outside -100 to 100", "give biases inside")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what is wanted of it."""
+
+    id: str
+    prompt: Sequence[int]
+    sampling: Sampling = Sampling()
+    adapter: str = ""
+    """Name of a loaded adapter; empty: the base model."""
+    salt: bytes = b""
+    """Prompts share cached blocks only with prompts of the same salt."""
+    priority: int = 0
+    """Lower goes first, where the policy looks at it."""
+    embed: bool = False
+    """Return the prompt's mean hidden state instead of generating."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token, before temperature and filters, and those of the likeliest tokens at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Event:
+    """News of one output of a request: tokens that are new, and how it ended if it did.
+
+    Outputs that are ranked against others (``best_of``, beams) are told of once, whole, at their end.
+    """
+
+    request: str
+    index: int
+    """Which of the request's outputs, 0 to n - 1."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    """As many as ``tokens``, where they were asked for."""
+    finish: Finish | None = None
+    stop_token: int | None = None
+    """The token of ``stop_token_ids`` that ended it (the end-of-sequence token is told by None)."""
+    error: str = ""
+    """With finish "error": what went wrong."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache; on an output's last event."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """On the first event of output 0, where they were asked for."""
+    embedding: list[float] | None = None
+    """With ``embed``."""
+    score: float | None = None
+    """Of a beam: its penalised log-probability."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The engine's state and totals since it started."""
+
+    waiting: int
+    running: int
+    blocks: int
+    """Blocks of the pool."""
+    blocks_used: int
+    """Blocks that sequences hold."""
+    blocks_cached: int
+    """Blocks that nobody holds, kept for their contents."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not computed, having been found in the cache."""
+    generated_tokens: int
+    preemptions: int
+    steps: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
