@@ -90,7 +90,7 @@ def _blocks(run: ServeBuild, longest: int) -> int:
         found = min(most, int(CACHE_SHARE * free / per_block))
     if found < 2:
         raise UserError(
-            f"the key/value pool has room for {max(0, found)} blocks of {run.block_size} tokens of {per_block:.0f} bytes",
+            f"the key/value pool has room for {max(0, found)} blocks of {per_block:.0f} bytes",
             "give it more memory, or use kv_quant",
         )
     return found
