@@ -48,7 +48,9 @@ def test_the_first_to_write_copies():
     assert child.blocks == parent.blocks
     child.tokens.append(9)
     ((source, target),) = compute(blocks, child)
-    assert source == parent.blocks[1] and target == child.blocks[1] and child.blocks[0] == parent.blocks[0]
+    assert source == parent.blocks[1]
+    assert target == child.blocks[1]
+    assert child.blocks[0] == parent.blocks[0]
     parent.tokens.append(8)
     assert compute(blocks, parent) == []
     blocks.check([parent, child])
