@@ -9,7 +9,7 @@ from ridgeline.serve.sequence import Group, Sequence
 
 
 def seq(tokens, salt=b""):
-    return Sequence(Group(Request("r", tokens, salt=salt), 0), 0, list(tokens))
+    return Sequence(Group(Request("r", tokens), 0, scope=salt), 0, list(tokens))
 
 
 def compute(blocks, s, n=None, expect=0):
