@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
+from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass
@@ -30,8 +26,16 @@ class Limits:
     """Whether a sequence gets the blocks of its longest possible length at once, in one extent."""
 
 
-Propose = Callable[["Sequence[Any]", list[int]], list[list[int]]]
-"""Drafts: for each sequence (its ``tokens`` are what is known of it) at most so many tokens that may follow."""
+@dataclass
+class Drafts:
+    """How next tokens are guessed."""
+
+    tokens: int
+    """Most tokens of one draft."""
+    ngram: int
+    """Longest n-gram that is looked for in the text so far."""
+    model: Transformer | None = None
+    """A smaller model that drafts instead."""
 
 
 @dataclass
@@ -49,7 +53,5 @@ class ServeBuild(Build):
     """Whether the vocabulary is searched in two levels."""
     adapters: bool = False
     """Whether adapters can be loaded."""
-    propose: Propose | None = None
-    """A drafter."""
-    draft_tokens: Callable[[int], int] = lambda running: 0
-    """Tokens to draft for each sequence, by how many run."""
+    drafts: Drafts | None = None
+    """Guesses at the next tokens; None: none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -13,12 +13,14 @@ from ridgeline import catalog
 from ridgeline.nn.init import build
 from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
-from ridgeline.runtime.serving import ServeBuild
+from ridgeline.runtime.serving import Drafts, ServeBuild
 from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.blocks import Blocks
+from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.sequence import Sequence as Row
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
@@ -31,6 +33,8 @@ DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchi
 """What ``ridgeline serve`` switches on by itself."""
 CACHE_SHARE = 0.25
 """Of the memory that is free, what the key/value pool takes at most where nothing is said."""
+DRAFTED = 16
+"""Sequences of full length that a drafting model's cache has room for."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,7 +67,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     engine = Engine(runner, table, sampler, limits, longest, w.seed)
     if run.adapters:
         engine.adapters = AdapterTable(run.model, table, _block_bytes(run))
-    engine.propose, engine.draft_tokens = run.propose, run.draft_tokens
+    if run.drafts is not None:
+        engine.drafter = _drafting(run, run.drafts, longest)
     return engine
 
 
@@ -95,6 +100,18 @@ def _blocks(run: ServeBuild, longest: int) -> int:
             "give it more memory, or use kv_quant",
         )
     return found
+
+
+def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
+    if drafts.model is not None:
+        longest = min(longest, drafts.model.spec.max_positions)
+        blocks = DRAFTED * -(-longest // run.block_size)
+        return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens)
+
+    def propose(seqs: Sequence[Row], most: list[int]) -> list[list[int]]:
+        return [lookup(s.tokens, drafts.ngram, n) for s, n in zip(seqs, most, strict=True)]
+
+    return Drafting(propose, drafts.tokens)
 
 
 def _block_bytes(run: ServeBuild) -> float:

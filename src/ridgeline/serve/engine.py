@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ridgeline.runtime.serving import Limits, Propose
+from ridgeline.runtime.serving import Limits
 from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.blocks import Blocks
+from ridgeline.serve.drafting import Drafting
 from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
@@ -38,9 +39,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, limits, max_model_len, whole=not self.spec.causal)
         self.groups: dict[str, Group] = {}
         self.adapters: AdapterTable | None = None
-        self.propose: Propose | None = None
-        self.draft_tokens: Callable[[int], int] = lambda running: 0
-        """Tokens to draft for each sequence, by how many run."""
+        self.drafter: Drafting | None = None
         self._random = random.Random(seed)
         self._events: list[Event] = []
         self._prompt_tokens = self._cached_tokens = self._generated = self._steps = 0
@@ -142,23 +141,28 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One iteration → news of all outputs that have any."""
+        start, before, drafted = time.perf_counter(), self._generated, self._drafted
         self._draft()
         plan = self.scheduler.schedule()
         if plan.tokens:
             self._steps += 1
+            decoding = all(s.generated and n == 1 + len(s.draft) for s, n in plan.tokens.items())
             self._compute(plan)
+            if self.drafter is not None and decoding:
+                seconds = time.perf_counter() - start
+                self.drafter.observe(len(plan.tokens), self._drafted > drafted, self._generated - before, seconds)
         events, self._events = self._events, []
         return events
 
     def _draft(self) -> None:
         """Let the drafter propose for sequences that decode by themselves."""
         running = self.scheduler.running
-        most = self.draft_tokens(len(running)) if self.propose is not None else 0
-        if not most or self.propose is None:
+        most = self.drafter.tokens(len(running)) if self.drafter is not None else 0
+        if not most or self.drafter is None:
             return
         able = [s for s in running if s.total - s.n_computed == 1 and _draftable(s)]
         room = [min(most, s.group.request.sampling.max_tokens - s.generated - 1) for s in able]
-        for seq, draft in zip(able, self.propose(able, room), strict=True):
+        for seq, draft in zip(able, self.drafter.propose(able, room), strict=True):
             seq.draft = draft
             self._drafted += len(draft)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 class Speculative(Technique):
     """Guess the next tokens from what the text has said before, compute them all in one pass, keep those that agree.
 
-    Drafts come from the sequence itself: what followed the last occurrence of its newest n-gram (prompt lookup). A
-    drafted token is kept when it is the one that sampling chooses at its place, with the random number of that place;
-    so the output is the same, token for token, as without drafts, and its distribution exactly the model's (the rule of
-    Leviathan et al. for a draft that is certain of itself).
+    Drafts come from the sequence itself (what followed the last occurrence of its newest n-gram) or from a smaller
+    model. A drafted token is kept when it is the one that sampling chooses at its place, with the random number of that
+    place: outputs are the same, token for token, as without drafts. Where drafts are measured not to pay, as in fuller
+    batches, they are left out.
     """
 
     card: ClassVar[Card] = Card(
@@ -38,9 +37,9 @@ class Speculative(Technique):
     tokens: int = Field(default=4, ge=1, le=16)
     """Most tokens to draft."""
     ngram: int = Field(default=3, ge=1, le=8)
-    """Longest n-gram that is looked for; shorter ones follow."""
-    max_running: int = Field(default=4, ge=1)
-    """Draft only while at most so many sequences run: a fuller batch has better use for the rows."""
+    """Longest n-gram that is looked for in the text so far; shorter ones follow."""
+    draft: str = ""
+    """Checkpoint directory of a smaller model with the same vocabulary that drafts instead."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -52,19 +51,15 @@ class Speculative(Technique):
         return g
 
     def serve(self, run: ServeBuild) -> None:
-        """Draft where few sequences run."""
-        run.propose = lambda seqs, most: [lookup(s.tokens, self.ngram, n) for s, n in zip(seqs, most, strict=True)]
-        run.draft_tokens = lambda running: self.tokens if running <= self.max_running else 0
+        """Draft where it pays."""
+        from ridgeline.nn.packed_model import load_packed
+        from ridgeline.runtime.serving import Drafts
 
-
-def lookup(tokens: Sequence[Any], longest: int, most: int) -> list[int]:
-    """Up to ``most`` tokens that followed the last earlier occurrence of the newest n-gram, for the longest n at most
-    ``longest`` that occurred before; empty if none did."""
-    if most < 1:
-        return []
-    for n in range(min(longest, len(tokens) - 1), 0, -1):
-        tail = list(tokens[-n:])
-        for at in range(len(tokens) - n - 1, -1, -1):
-            if tokens[at] == tail[0] and list(tokens[at : at + n]) == tail:
-                return list(tokens[at + n : at + n + most])
-    return []
+        run.drafts = Drafts(self.tokens, self.ngram)
+        if self.draft:
+            model = load_packed(self.draft, next(run.model.parameters()).dtype, run.device).requires_grad_(False)
+            mine, theirs = run.model.spec, model.spec
+            self.needs(mine.vocab_size == theirs.vocab_size,
+                       f"{self.draft} has {theirs.vocab_size} tokens, {mine.name} {mine.vocab_size}",
+                       "draft with a model of the same vocabulary")  # fmt: skip
+            run.drafts.model = model
