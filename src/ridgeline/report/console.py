@@ -173,6 +173,17 @@ def print_pair(predicted: Result, measured: Result) -> None:
         print_tables(_traffic_table(predicted, measured))
 
 
+def print_loads(results: Sequence[Result]) -> None:
+    """What a server gave under one load or several, its latencies, and what to know about them."""
+    from ridgeline.report.tables import load_tables
+
+    console = _out()
+    console.print(render.rich(load_tables(results)))
+    for r in results:
+        for said in [*r.notes, *(f"{c.name}: failed" for c in r.checks if not c.passed)]:
+            console.print(f"note: {r.name}: {said}", markup=False)
+
+
 def _traffic_table(predicted: Result, measured: Result) -> Table:
     """Collectives of one step, counted beside foretold."""
     said = {(t.kind, t.ranks): t for t in predicted.traffic}
