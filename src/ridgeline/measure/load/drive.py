@@ -48,6 +48,7 @@ def drive(
     Ctrl-C ends it: what is under way is dropped, the rest is returned. Raises :class:`UserError` when the first request
     of all is refused.
     """
+    _many_connections()
     with _quiet_memory():
         return run(_Driver(endpoint, asked, prompts, concurrency, timeout, progress).run(warmup))
 
@@ -152,6 +153,15 @@ class _Driver:
             self.pool.expire(self.loop.time())
             note = f"{len(self.pool.flying)} under way" + (f", {self.failed} failed" if self.failed else "")
             self.progress({"step": self.settled, "steps": len(self.asked), "stage": note})
+
+
+def _many_connections() -> None:
+    """An open loop may have thousands of requests under way: as many descriptors as the system allows."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager
