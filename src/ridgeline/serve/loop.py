@@ -105,6 +105,8 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics) -> None:
         self.engine, self.limits, self.metrics = engine, limits, metrics
+        no_end = 1 << 62  # the queue is bounded here, before the inbox: the engine's own bounds would come too late
+        engine.limits.max_waiting = engine.limits.max_waiting_tokens = no_end
         self.stats: Stats = engine.stats()
         self.failure: Exception | None = None
         self.draining = False
@@ -164,7 +166,7 @@ class EngineLoop:
             self._wake.notify()
         try:
             await stream.accepted
-        except BaseException:
+        except asyncio.CancelledError:
             self.cancel(stream)
             raise
         return stream
@@ -172,7 +174,8 @@ class EngineLoop:
     def cancel(self, stream: Stream) -> None:
         """Give up what is not finished of ``stream``; its blocks are free before the next step."""
         left = [job.request.id for job in stream.jobs.values() if job.open]
-        if left:
+        if left and self.failure is None:
+            self.metrics.disconnected.inc()
             self._call(lambda: self._abort(left))
 
     async def ask(self, function: Callable[[Engine], Any]) -> Any:
@@ -336,8 +339,8 @@ class EngineLoop:
         if delta is None:
             return
         if delta.finish and event.finish is None:  # the text found a stop string
-            self.engine.finish(event.request, event.index, delta.generated)
-        self.metrics.tokens.inc(len(delta.tokens))
+            self.engine.finish(event.request, event.index)
+        self.metrics.tokens.inc(len(event.tokens))
         self._outgoing.append((stream, delta))
         if delta.finish:
             self.metrics.output(delta, stream.first.get(event.request, now), now)

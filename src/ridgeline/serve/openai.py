@@ -157,6 +157,8 @@ class Sampled(Body):
                 raise Invalid("structured_outputs", "asks for nothing", "give json, regex, choice or grammar")
         if len(asked) > 1:
             raise Invalid(asked[1][2], "asks for a second structure of the same output", "ask for one")
+        if asked and self.ignore_eos:
+            raise Invalid("ignore_eos", "does not go with a structure, which has an end", "leave it out")
         return grammars.compile(*asked[0]) if asked else None
 
 

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ridgeline.serve.grammar import Grammars
@@ -78,6 +79,24 @@ class Service:
 
         return [entry(self.name, self.name, None), *(entry(n, p, self.name) for n, p in self.adapters.items())]
 
+    async def load(self, name: str, path: str) -> None:
+        """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
+        if name == self.name or name in self.adapters:
+            raise Invalid("lora_name", f"{name!r} is served already", "unload it first, or choose another name")
+        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path)))
+        self.adapters[name] = path
+
+    async def unload(self, name: str) -> None:
+        """Serve adapter ``name`` no more; requests that use it end first. Raises :class:`NoModel`."""
+        if name not in self.adapters:
+            raise NoModel(f"no adapter {name!r} is loaded", "see /v1/models")
+        path = self.adapters.pop(name)  # no new requests from here on
+        try:
+            await self.loop.ask(lambda engine: engine.unload_adapter(name))
+        except UserError:
+            self.adapters[name] = path
+            raise
+
     # Everything below may take long for long prompts, and runs beside the event loop.
 
     def completion(self, body: Completion, key: bytes) -> Asked:
@@ -89,6 +108,8 @@ class Service:
             self.grammars,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
+        if body.echo and body.logprobs is not None and (body.use_beam_search or (body.best_of or 0) > body.outputs):
+            raise Invalid("echo", "with logprobs does not go with ranked outputs", "leave out best_of and beams")
         prompts = self._prompts(prompts_of(body.prompt, "prompt"), "prompt", body.add_special_tokens)
         asked = self._asked("cmpl", body, prompts, sampling, key)
         asked.echo, asked.silent = body.echo, silent

@@ -124,6 +124,10 @@ class Detokenizer:
             self._held += self._utf8.decode(self._bytes[token])
         return self._certain()
 
+    def skip(self) -> None:
+        """A token that is no text, as the one that ends the output."""
+        self.tokens += 1
+
     def flush(self) -> str:
         """The rest of the text, when no more tokens come."""
         self._held += self._utf8.decode(b"", final=True)
@@ -169,7 +173,6 @@ class Delta:
     """Which of the prompts asked for together."""
     index: int
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     finish: Finish | None = None
     stop_reason: str | int | None = None
@@ -184,7 +187,6 @@ class Delta:
     def add(self, later: Delta) -> None:
         """Take in what came after this."""
         self.text += later.text
-        self.tokens += later.tokens
         self.entries += later.entries
         self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
         self.generated, self.cached_tokens = later.generated, max(self.cached_tokens, later.cached_tokens)
@@ -220,10 +222,13 @@ class Job:
         delta = Delta(self.ordinal, event.index, finish=event.finish, stop_reason=event.stop_token, error=event.error,
                       cached_tokens=event.cached_tokens, prompt_logprobs=event.prompt_logprobs,
                       embedding=event.embedding)  # fmt: skip
+        ends = len(event.tokens) - 1 if event.finish == "stop" and not self.include_stop else -1
         for i, token in enumerate(event.tokens):
             if event.logprobs is not None:
                 entries.append(Entry(event.logprobs[i], text.length))
-            delta.tokens.append(token)
+            if i == ends:
+                text.skip()
+                break
             delta.text += text.push(token)
             if text.stop is not None:
                 break
