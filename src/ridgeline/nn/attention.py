@@ -58,6 +58,10 @@ class LayerCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Store ``k`` and ``v`` and let ``q`` [B, H, S, D] see all that is stored: [B, H, S, D]."""
+        return backend.function(q, *self.append(k, v), mask)
+
 
 CacheOf = Callable[[tuple[int, ...], torch.dtype, torch.device], LayerCache]
 """Makes a layer's cache from the shape [B, G, T, D] of its keys, their dtype, and the device."""
@@ -189,8 +193,9 @@ class Attention(nn.Module):
         """``x`` [B, S, hidden] → [B, S, hidden]."""
         batch, length, _ = x.shape
         q, k, v = (t.transpose(1, 2) for t in self.project(self, x, rope))
-        if cache is not None:
-            k, v = cache.append(k, v)
-        out = self.backend.function(q, k, v, mask)
+        if cache is None:
+            out = self.backend.function(q, k, v, mask)
+        else:
+            out = cache.attend(self.backend, q, k, v, mask)
         projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return projected

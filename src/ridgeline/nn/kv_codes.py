@@ -13,6 +13,9 @@ from torch import Tensor
 from ridgeline.nn.attention import LayerCache
 from ridgeline.spec.lowbit import kv_group
 
+At = slice | Tensor
+"""Positions of a cache: a range, or their numbers [S]."""
+
 
 class ByteCodes:
     """int8, with an fp16 scale for every token of every head."""
@@ -21,16 +24,16 @@ class ByteCodes:
         self.codes = torch.empty(shape, dtype=torch.int8, device=device)
         self.scale = torch.empty((*shape[:-1], 1), dtype=torch.float16, device=device)
 
-    def write(self, start: int, x: Tensor) -> None:
-        """Code ``x`` [B, G, S, D] as positions ``start`` and on."""
-        x, end = x.float(), start + x.shape[2]
+    def write(self, at: At, x: Tensor) -> None:
+        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        x = x.float()
         scale = x.abs().amax(-1, keepdim=True).div_(127.0).clamp_(2.0**-24, 65504.0).half()
-        self.scale[:, :, start:end] = scale
-        self.codes[:, :, start:end] = (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
+        self.scale[:, :, at] = scale
+        self.codes[:, :, at] = (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
 
-    def read(self, end: int, dtype: torch.dtype) -> Tensor:
-        """All positions before ``end``, [B, G, end, D]."""
-        return torch.mul(self.codes[:, :, :end], self.scale[:, :, :end].to(dtype))
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """Positions ``at``, [B, G, S, D]."""
+        return torch.mul(self.codes[:, :, at], self.scale[:, :, at].to(dtype))
 
 
 class NibbleCodes:
@@ -44,22 +47,22 @@ class NibbleCodes:
         self.scale = torch.empty(groups, dtype=torch.float16, device=device)
         self.least = torch.empty(groups, dtype=torch.float16, device=device)
 
-    def write(self, start: int, x: Tensor) -> None:
-        """Code ``x`` [B, G, S, D] as positions ``start`` and on."""
-        grouped, end = x.float().unflatten(-1, (-1, self.group)), start + x.shape[2]
+    def write(self, at: At, x: Tensor) -> None:
+        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        grouped = x.float().unflatten(-1, (-1, self.group))
         least = grouped.amin(-1, keepdim=True).half()
         span = grouped.amax(-1, keepdim=True) - least.float()
         scale = span.div_(15.0).clamp_(2.0**-24, 65504.0).half()
-        self.least[:, :, start:end], self.scale[:, :, start:end] = least, scale
+        self.least[:, :, at], self.scale[:, :, at] = least, scale
         codes = ((grouped - least.float()) / scale.float()).round_().clamp_(0, 15).to(torch.uint8).flatten(-2)
         half = codes.shape[-1] // 2
-        self.codes[:, :, start:end] = codes[..., :half] | (codes[..., half:] << 4)
+        self.codes[:, :, at] = codes[..., :half] | (codes[..., half:] << 4)
 
-    def read(self, end: int, dtype: torch.dtype) -> Tensor:
-        """All positions before ``end``, [B, G, end, D]."""
-        packed = self.codes[:, :, :end]
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """Positions ``at``, [B, G, S, D]."""
+        packed = self.codes[:, :, at]
         codes = torch.cat((packed & 15, packed >> 4), -1).to(dtype).unflatten(-1, (-1, self.group))
-        return torch.addcmul(self.least[:, :, :end].to(dtype), codes, self.scale[:, :, :end].to(dtype)).flatten(-2)
+        return torch.addcmul(self.least[:, :, at].to(dtype), codes, self.scale[:, :, at].to(dtype)).flatten(-2)
 
 
 class FloatCodes:
@@ -68,16 +71,17 @@ class FloatCodes:
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
 
-    def write(self, start: int, x: Tensor) -> None:
-        """Code ``x`` [B, G, S, D] as positions ``start`` and on."""
-        self.codes[:, :, start : start + x.shape[2]] = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    def write(self, at: At, x: Tensor) -> None:
+        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        self.codes[:, :, at] = x.clamp(-448, 448).to(torch.float8_e4m3fn)
 
-    def read(self, end: int, dtype: torch.dtype) -> Tensor:
-        """All positions before ``end``, [B, G, end, D]."""
-        return self.codes[:, :, :end].to(dtype)
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """Positions ``at``, [B, G, S, D]."""
+        return self.codes[:, :, at].to(dtype)
 
 
-KINDS: dict[str, Callable[[tuple[int, ...], torch.device], ByteCodes | NibbleCodes | FloatCodes]] = {
+Codes = ByteCodes | NibbleCodes | FloatCodes
+KINDS: dict[str, Callable[[tuple[int, ...], torch.device], Codes]] = {
     "int8": ByteCodes, "int4": NibbleCodes, "fp8": FloatCodes,
 }  # fmt: skip
 
@@ -94,8 +98,8 @@ class CodedCache(LayerCache):
         """Store ``k`` and ``v`` [B, G, S, D] behind what is there, and return all that is stored, expanded."""
         start, self.length = self.length, self.length + k.shape[2]
         for held, new in zip(self.held, (k, v), strict=True):
-            held.write(start, new)
-        keys, values = (held.read(self.length, k.dtype) for held in self.held)
+            held.write(slice(start, self.length), new)
+        keys, values = (held.read(slice(0, self.length), k.dtype) for held in self.held)
         return keys, values
 
     @property

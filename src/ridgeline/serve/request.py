@@ -10,8 +10,7 @@ from typing import Literal, Protocol
 from ridgeline.spec.errors import UserError
 
 Finish = Literal["stop", "length", "abort", "error"]
-"""Why an output ended: an end token (or a stop string, which text finds), ``max_tokens`` or the context's end, a cancel, a
-failure of its own."""
+"""Why an output ended: an end token (or a stop string, which text finds), ``max_tokens``, a cancel, a failure."""
 
 
 class Invalid(UserError):

@@ -155,6 +155,10 @@ class Serve(_Workload):
     """Mean seconds per further token that a good request stays within."""
     engine: str = "vllm"
     """Serving software: vllm, vllm-2023, trtllm."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and output together; None: as long as the model's positions."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory of the key/value pool when run; None: what the engine finds."""
     seed: int = 0
     checkpoint: str | None = None
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ridgeline.graph.graph import Graph
     from ridgeline.runtime.build import TrainBuild
     from ridgeline.runtime.compression import CompressBuild
+    from ridgeline.runtime.serving import ServeBuild
     from ridgeline.spec.model import ModelSpec
 
 Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
@@ -174,6 +175,10 @@ class Technique(BaseModel):
     def build(self, run: TrainBuild) -> None:
         """The real side: act on the engine's builder."""
         raise NotImplementedError
+
+    def serve(self, run: ServeBuild) -> None:
+        """The real side in task serve; where it does not differ, :meth:`build`."""
+        self.build(run)  # type: ignore[arg-type]  # serving techniques touch only what every Build has
 
     def compress(self, run: CompressBuild) -> None:
         """The real side in task compress: register with the layer-wise driver."""

@@ -13,6 +13,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import Build
+    from ridgeline.runtime.serving import ServeBuild
 
 
 class KVQuant(Technique):
@@ -29,7 +30,6 @@ class KVQuant(Technique):
         tolerance=0.02,
         quality="perplexity within 2 % of the 16-bit cache",
         example={"dtype": "int8"},
-        runs_in=frozenset({"generate"}),
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 2
@@ -59,6 +59,10 @@ class KVQuant(Technique):
         from ridgeline.nn.kv_codes import CodedCache
 
         run.model.cache_of = lambda shape, dtype, device: CodedCache(self.dtype, shape, device)
+
+    def serve(self, run: ServeBuild) -> None:
+        """Have the pool hold codes."""
+        run.cache_kind = self.dtype
 
 
 def _expand(b: Block, e: Experiment, each: float, wide: float, dtype: str) -> None:

@@ -1,0 +1,169 @@
+"""Attention of a packed batch over a pool of slots: no padding, no gather, no phases.
+
+A step's tokens lie behind each other in one row; every sequence brings some new ones and sees its older ones, which lie
+in the pool in a few extents (see :mod:`ridgeline.serve.blocks`). Attention is taken extent by extent on views of the
+pool and merged by the log-sum-exp of the scores, so nothing is copied (vLLM's paged attention, arXiv:2309.06180, on
+extents; merging as in flash decoding). Packed rows without padding: ByteTransformer (arXiv:2210.03052).
+
+Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, L slots of an extent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.nn.attention import Backend, LayerCache, Mask
+from ridgeline.nn.kv_codes import KINDS, At
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class PlainStore:
+    """Keys or values as they are, [1, G, slots, D]."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, at: At, x: Tensor) -> None:
+        """Store ``x`` [1, G, T, D] in the slots ``at``."""
+        self.rows[:, :, at] = x
+
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """The slots ``at``, [1, G, L, D]."""
+        return self.rows[:, :, at]
+
+
+@dataclass(slots=True)
+class Piece:
+    """One sequence's part of a step: rows ``start`` to ``stop`` are its newest tokens; ``extents`` (first slot, slots)
+    hold the older ones that they see, in order, and where ``own`` is False, the new ones too."""
+
+    start: int
+    stop: int
+    extents: list[tuple[int, int]]
+    own: bool
+    """Whether new tokens are read from the step itself, not from the pool."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """One step as attention sees it; the same for all layers."""
+
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """Where the new tokens' keys and values go, [T]; empty: nowhere (encoders)."""
+    pieces: list[Piece] = field(default_factory=list)
+    causal: bool = True
+    window: int = 0
+    """Newest tokens that a token sees; 0: all. Extents are cut to it for a single new token."""
+
+
+class PagedCache(LayerCache):
+    """A layer's part of the pool. ``layout`` is what the step is like; the engine changes it in place."""
+
+    def __init__(
+        self, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = ""
+    ) -> None:
+        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 to keep codes."""
+        self.layout = layout
+        self.length = 0
+        make = KINDS[kind] if kind else lambda s, d: PlainStore(s, dtype, d)
+        self.stores = [make(shape, device) for _ in range(2)]
+
+    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence sees itself.
+
+        ``backend`` and ``mask`` play no part: what is seen follows from the layout.
+        """
+        layout = self.layout
+        if len(layout.slots):
+            for store, new in zip(self.stores, (k, v), strict=True):
+                store.write(layout.slots, new)
+            if not isinstance(self.stores[0], PlainStore):
+                # What is seen must not depend on which step brought it: codes are read back at once.
+                k, v = (store.read(layout.slots, q.dtype) for store in self.stores)
+        # Rows of a token beside each other, as the output projection wants them.
+        out = torch.empty((q.shape[2], q.shape[1], q.shape[3]), dtype=q.dtype, device=q.device)
+        for piece in layout.pieces:
+            n, rows = piece.stop - piece.start, slice(piece.start, piece.stop)
+            if n == 1 and not piece.own:
+                out[rows] = self._decode(q[:, :, rows], piece)
+            else:
+                out[rows] = self._chunk(q[:, :, rows], k[:, :, rows], v[:, :, rows], piece)[0].transpose(0, 1)
+        return out.transpose(0, 1)[None]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` [N] to ``target`` [N]."""
+        for store in self.stores:
+            for held in vars(store).values():
+                if isinstance(held, Tensor):
+                    held[:, :, target] = held[:, :, source]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's part of the pool."""
+        return sum(t.nbytes for store in self.stores for t in vars(store).values() if isinstance(t, Tensor))
+
+    def _read(self, extent: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        at = slice(extent[0], extent[0] + extent[1])
+        return self.stores[0].read(at, dtype), self.stores[1].read(at, dtype)
+
+    def _decode(self, q: Tensor, piece: Piece) -> Tensor:
+        """One new token, [1, H, 1, D] → [1, H, D]: heads that share a key head are the queries of one head."""
+        heads, width = q.shape[1], q.shape[3]
+        q = q.reshape(1, self._groups, heads // self._groups, width)
+        if len(piece.extents) == 1:
+            k, v = self._read(piece.extents[0], q.dtype)
+            return F.scaled_dot_product_attention(q, k, v).reshape(1, heads, width)
+        parts = [attend(q, *self._read(extent, q.dtype)) for extent in piece.extents]
+        return merge(parts).reshape(1, heads, width)
+
+    @property
+    def _groups(self) -> int:
+        store = self.stores[0]
+        rows: Tensor = store.rows if isinstance(store, PlainStore) else store.codes
+        return rows.shape[1]
+
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
+        """Several new tokens: what came before is seen by all of them, then each sees those up to itself."""
+        layout = self.layout
+        if layout.window and layout.window < piece.stop - piece.start + sum(n for _, n in piece.extents):
+            return self._windowed(q, k, v, piece)
+        if not piece.extents:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=layout.causal, enable_gqa=k.shape[1] < q.shape[1])
+        parts = [attend(q, *self._read(extent, q.dtype)) for extent in piece.extents]
+        return merge([*parts, attend(q, k, v, causal=True)])
+
+    def _windowed(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
+        """A sliding window cuts through the chunk: older tokens are gathered and a mask says who sees whom."""
+        past = [self._read(extent, q.dtype) for extent in piece.extents]
+        keys = torch.cat([*(p[0] for p in past), k], 2)
+        values = torch.cat([*(p[1] for p in past), v], 2)
+        at = torch.arange(keys.shape[2], device=q.device)
+        query = at[-q.shape[2] :, None]
+        seen = (at <= query) & (at > query - self.layout.window)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=k.shape[1] < q.shape[1])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention of ``q`` [1, H, S, D] over ``k`` and ``v`` [1, G, L, D], and the scores' log-sum-exp [1, H, S]."""
+    if q.device.type == "cpu":
+        out, lse = _flash(q, k, v, 0.0, causal)
+        return out, lse
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
+    return out, lse[..., : q.shape[2]]
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention over several sets of keys from that over each, weighed by their shares of the whole softmax sum."""
+    if len(parts) == 1:
+        return parts[0][0]
+    lse = torch.stack([lse for _, lse in parts])
+    weights = (lse - lse.logsumexp(0)).exp()[..., None]
+    return torch.stack([out.to(weights.dtype) for out, _ in parts]).mul_(weights).sum(0).to(parts[0][0].dtype)

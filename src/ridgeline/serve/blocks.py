@@ -1,0 +1,228 @@
+"""The one manager of cache blocks: tables, reference counts, copy-on-write, prefix sharing (vLLM, arXiv:2309.06180).
+
+A block is ``size`` consecutive slots of the pool. It is *blank* (nobody's), *held* (by ``refs`` tables) or *cached*
+(nobody's, but its contents are known by a chained hash and may be taken up again; the least recently freed goes first).
+
+The allocator prefers neighbours: a sequence grows into the block behind its last one, and a new sequence starts in the
+largest blank extent and lays claim to as much of it as it may grow to. Attention over few long extents needs no gather.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from ridgeline.serve.sequence import Sequence
+
+Copy = tuple[int, int]
+"""A block whose contents must be copied before the step: (from, to)."""
+
+
+class Blocks:
+    """``count`` blocks of ``size`` slots. ``share``: whether equal prefixes share blocks."""
+
+    def __init__(self, count: int, size: int, share: bool = True) -> None:
+        self.count, self.size, self.share = count, size, share
+        self.refs = [0] * count
+        self.key: list[bytes | None] = [None] * count
+        self.by_key: dict[bytes, int] = {}
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        self.blank = np.ones(count, dtype=bool)
+        self.blanks = count
+        self.claim = np.full(count, -1, dtype=np.int64)
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be had."""
+        return self.blanks + len(self.cached)
+
+    @property
+    def used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.count - self.free
+
+    def needed(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.size)
+
+    # ---- prefixes ------------------------------------------------------------------------------------------------
+
+    def match(self, seq: Sequence) -> int:
+        """Take up the cached blocks that begin a sequence without blocks → tokens found. At least one token is left to
+        compute, since its logits are wanted."""
+        if not self.share:
+            return 0
+        most = (len(seq.tokens) - 1) // self.size
+        self._hash(seq, most)
+        for key in seq.keys[:most]:
+            block = self.by_key.get(key)
+            if block is None:
+                break
+            if not self.refs[block]:
+                del self.cached[block]
+            self.refs[block] += 1
+            seq.blocks.append(block)
+        seq.committed = len(seq.blocks)
+        seq.n_computed = seq.committed * self.size
+        return seq.n_computed
+
+    def commit(self, seq: Sequence) -> None:
+        """Offer the blocks that became full of computed tokens for sharing."""
+        if not self.share:
+            return
+        full = min(seq.n_computed, len(seq.tokens)) // self.size
+        if full <= seq.committed:
+            return
+        self._hash(seq, full)
+        for i in range(seq.committed, full):
+            block, key = seq.blocks[i], seq.keys[i]
+            if key not in self.by_key and self.key[block] is None:
+                self.key[block], self.by_key[key] = key, block
+        seq.committed = full
+
+    def _hash(self, seq: Sequence, full: int) -> None:
+        """Chained SHA-256 of the leading ``full`` blocks; adapter and salt enter the first link."""
+        request, size = seq.group.request, self.size
+        while len(seq.keys) < full:
+            i = len(seq.keys)
+            link = hashlib.sha256(seq.keys[-1] if i else f"{request.adapter}\0".encode() + request.salt)
+            link.update(array("q", seq.tokens[i * size : (i + 1) * size]).tobytes())
+            seq.keys.append(link.digest())
+
+    # ---- tables --------------------------------------------------------------------------------------------------
+
+    def grow(self, seq: Sequence, tokens: int, expect: int = 0) -> list[Copy] | None:
+        """Blocks for ``tokens`` tokens of a sequence, those it is about to write its own → copies to make first, or
+        None if it would not fit (nothing has changed then). ``expect``: tokens that it may grow to."""
+        size = self.size
+        first = seq.n_computed // size
+        shared = [i for i in range(first, len(seq.blocks)) if self.refs[seq.blocks[i]] > 1]
+        missing = self.needed(tokens) - len(seq.blocks)
+        if max(0, missing) + len(shared) > self.free:
+            return None
+        copies: list[Copy] = []
+        for i in shared:
+            block = self._take(seq, seq.blocks[i - 1] if i else -1)
+            copies.append((seq.blocks[i], block))
+            self.refs[seq.blocks[i]] -= 1
+            seq.blocks[i] = block
+        for _ in range(missing):
+            if seq.blocks:
+                seq.blocks.append(self._take(seq, seq.blocks[-1]))
+            else:
+                seq.blocks.append(self._start(seq, self.needed(max(tokens, expect))))
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` hold what ``parent`` holds; the first to write copies."""
+        child.blocks, child.keys = list(parent.blocks), list(parent.keys)
+        child.n_computed, child.committed = parent.n_computed, parent.committed
+        for block in child.blocks:
+            self.refs[block] += 1
+
+    def release(self, seq: Sequence) -> None:
+        """Let go of all blocks, the last first: a prefix outlives what follows it."""
+        for block in reversed(seq.blocks):
+            self.refs[block] -= 1
+            if not self.refs[block]:
+                if self.key[block] is None:
+                    self._empty(block)
+                else:
+                    self.cached[block] = None
+        seq.blocks, seq.n_computed, seq.committed = [], 0, 0
+        self.claim[self.claim == id(seq)] = -1
+
+    def drop_cache(self) -> None:
+        """Forget the contents of all blocks that nobody holds."""
+        while self.cached:
+            self._empty(self._evict())
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    def _take(self, seq: Sequence, after: int) -> int:
+        """A block for ``seq``, if possible the one behind ``after``."""
+        nearest = after + 1
+        if after >= 0 and nearest < self.count and self.blank[nearest] and self.claim[nearest] in (-1, id(seq)):
+            return self._hold(nearest)
+        return self._start(seq, 1)
+
+    def _start(self, seq: Sequence, expect: int) -> int:
+        """The first block of the largest unclaimed extent, which ``seq`` claims as far as it ``expect``s to grow."""
+        if not self.blanks:
+            return self._hold(self._evict())
+        at, length = _largest(self.blank & (self.claim == -1))
+        if not length:
+            at, length = _largest(self.blank)
+        self.claim[at : at + min(length, expect)] = id(seq)
+        return self._hold(at)
+
+    def _hold(self, block: int) -> int:
+        if self.blank[block]:
+            self.blank[block] = False
+            self.blanks -= 1
+        self.refs[block] = 1
+        return block
+
+    def _evict(self) -> int:
+        block, _ = self.cached.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        key = self.key[block]
+        if key is not None:
+            del self.by_key[key]
+            self.key[block] = None
+
+    def _empty(self, block: int) -> None:
+        self._forget(block)
+        self.blank[block] = True
+        self.blanks += 1
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that every block is accounted for: tables against counts, states against each other."""
+        refs = [0] * self.count
+        for seq in sequences:
+            assert len(set(seq.blocks)) == len(seq.blocks), "a table names a block twice"
+            assert len(seq.blocks) >= self.needed(seq.n_computed), "computed tokens without blocks"
+            for block in seq.blocks:
+                refs[block] += 1
+        held = sum(1 for r in self.refs if r)
+        assert self.refs == refs, "counts differ from tables"
+        assert held + self.blanks + len(self.cached) == self.count, "a block is lost"
+        assert int(self.blank.sum()) == self.blanks
+        assert all(not self.refs[b] and self.key[b] is not None and not self.blank[b] for b in self.cached)
+        assert all(self.key[b] == k for k, b in self.by_key.items())
+        assert sum(k is not None for k in self.key) == len(self.by_key)
+
+
+def _largest(mask: np.ndarray) -> tuple[int, int]:
+    """(start, length) of the longest run of True; length 0 if there is none."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    longest = int(lengths.argmax())
+    return int(edges[2 * longest]), int(lengths[longest])
+
+
+def runs(blocks: List[int], size: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """Extents (first slot, slots) of the pool that hold tokens ``start`` to ``stop`` of a table, in order."""
+    out: list[tuple[int, int]] = []
+    i = start // size
+    at = start
+    while at < stop:
+        first = blocks[i]
+        slot = first * size + at - i * size
+        j = i + 1
+        while j * size < stop and blocks[j] == first + j - i:
+            j += 1
+        end = min(stop, j * size)
+        out.append((slot, end - at))
+        at, i = end, j
+    return out

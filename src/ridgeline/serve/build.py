@@ -1,0 +1,107 @@
+"""From an experiment or a checkpoint to an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from ridgeline import catalog
+from ridgeline.nn.init import build
+from ridgeline.nn.packed_model import load_packed
+from ridgeline.nn.transformer import Transformer
+from ridgeline.runtime.serving import ServeBuild
+from ridgeline.serve.blocks import Blocks
+from ridgeline.serve.engine import Engine
+from ridgeline.serve.runner import Runner
+from ridgeline.serve.sampler import Sampler
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import kv_bytes
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import check, normalise, require_runnable
+
+DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
+"""What ``ridgeline serve`` switches on by itself."""
+CACHE_SHARE = 0.25
+"""Of the memory that is free, what the key/value pool takes at most where nothing is said."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_engine(e: Experiment, device: torch.device, model: Transformer | None = None) -> Engine:
+    """The engine that a serving experiment describes. ``model``: at hand already, instead of the checkpoint's."""
+    e = normalise(e)
+    w = e.workload
+    if not isinstance(w, Serve):
+        raise UserError(f"task {e.task!r} is not served", "use a workload of kind serve")
+    made = check(e)
+    require_runnable(e)
+    if model is None:
+        dtype = DTYPES[e.dtype]
+        model = (
+            load_packed(Path(w.checkpoint), dtype, device) if w.checkpoint else build(e.model, device, dtype, w.seed)
+        )
+    model.requires_grad_(False)
+    run = ServeBuild(e, model, device)
+    for technique in made:
+        technique.serve(run)
+    limits = run.limits
+    limits.max_num_seqs = w.max_num_seqs or limits.max_num_seqs
+    limits.max_num_batched_tokens = w.max_num_batched_tokens or limits.max_num_batched_tokens
+    longest = min(w.max_model_len or e.model.max_positions, e.model.max_positions)
+    blocks = _blocks(run, longest) if e.model.causal else 0
+    runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind)
+    sampler = Sampler(ends_of(w.checkpoint), run.hierarchical)
+    table = Blocks(blocks, run.block_size, run.share_prefixes)
+    longest = min(longest, blocks * run.block_size) if e.model.causal else longest
+    engine = Engine(runner, table, sampler, limits, longest, w.seed)
+    engine.propose, engine.draft_tokens = run.propose, run.draft_tokens
+    return engine
+
+
+def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload: object) -> Engine:
+    """An engine for a checkpoint on this machine, with fields of :class:`Serve` as ``workload``."""
+    catalog.allow_unprobed()
+    w = Serve(**{"checkpoint": str(checkpoint), "prompt_len": 1, "output_len": 1, **workload})
+    e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=catalog.cluster("local"), workload=w,
+                   plan=Plan.parse(list(plan)))  # fmt: skip
+    return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _blocks(run: ServeBuild, longest: int) -> int:
+    """Blocks of the pool: what was asked for, or what the running sequences could use, within a share of memory."""
+    spec, w = run.experiment.model, run.experiment.workload
+    assert isinstance(w, Serve)
+    wide = next(run.model.parameters()).element_size()
+    each = kv_bytes(run.cache_kind, spec.head_dim) if run.cache_kind else wide
+    per_block = run.block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * each
+    most = run.limits.max_num_seqs * -(-longest // run.block_size)
+    if w.kv_cache_bytes is not None:
+        found = int(w.kv_cache_bytes / per_block)
+    else:
+        free = (
+            torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else psutil.virtual_memory().available
+        )
+        found = min(most, int(CACHE_SHARE * free / per_block))
+    if found < 2:
+        raise UserError(
+            f"the key/value pool has room for {max(0, found)} blocks of {per_block:.0f} bytes",
+            "give it more memory, or use kv_quant",
+        )
+    return found
+
+
+def ends_of(checkpoint: str | None) -> frozenset[int]:
+    """The end-of-sequence tokens that a checkpoint's ``generation_config.json`` or ``config.json`` names."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(checkpoint or "", name)
+        if checkpoint and file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()

@@ -1,0 +1,128 @@
+"""From logits to tokens: penalties, biases, grammars, temperature, top-k, top-p, min-p; one uniform number a token.
+
+A row's choice depends on its own logits and its own random numbers only, so an output with a seed is the same whatever
+else is in the batch. Filters follow one another as in Hugging Face: temperature, top-k, top-p, min-p.
+
+Shapes: R rows, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn import topk
+from ridgeline.serve.request import Sampling, TokenLogprob
+from ridgeline.serve.sequence import Sequence
+
+Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+CANDIDATES = 256
+"""Likeliest tokens that a nucleus is looked for in before the whole row is sorted."""
+
+
+def plain_search(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, by one pass of PyTorch's selection."""
+    return x.topk(min(k, x.shape[1]), dim=1)
+
+
+class Sampler:
+    """Chooses tokens. ``hierarchical``: by two-level search of the vocabulary; else by PyTorch's own operators."""
+
+    def __init__(self, ends: frozenset[int], hierarchical: bool = True) -> None:
+        self.ends = ends
+        self.search: Search = topk.top_k if hierarchical else plain_search
+        self.argmax = topk.argmax if hierarchical else (lambda x: x.argmax(1))
+
+    def __call__(self, logits: Tensor, seqs: list[Sequence]) -> list[int]:
+        """One token for each row of ``logits`` [R, V], which may be changed."""
+        self.adjust(logits, seqs)
+        chosen = [0] * len(seqs)
+        greedy = [i for i, s in enumerate(seqs) if s.group.request.sampling.temperature == 0]
+        if greedy:
+            rows = logits if len(greedy) == len(seqs) else logits[greedy]
+            for i, token in zip(greedy, self.argmax(rows).tolist(), strict=True):
+                chosen[i] = token
+        for filtered in (False, True):
+            some = [
+                i for i, s in enumerate(seqs)
+                if s.group.request.sampling.temperature > 0 and _filters(s.group.request.sampling) == filtered
+            ]  # fmt: skip
+            if some:
+                settings = [seqs[i].group.request.sampling for i in some]
+                uniform = torch.tensor([seqs[i].rng.random() for i in some], dtype=torch.float64, device=logits.device)
+                heat = torch.tensor([s.temperature for s in settings], dtype=logits.dtype, device=logits.device)
+                x = logits[some] / heat[:, None]
+                drawn = self._filtered(x, settings, uniform) if filtered else topk.draw(x, uniform).tolist()
+                for i, token in zip(some, drawn, strict=True):
+                    chosen[i] = token
+        return chosen
+
+    def adjust(self, logits: Tensor, seqs: list[Sequence]) -> None:
+        """Change rows of logits [R, V] as their requests say, in place."""
+        for row, seq in zip(logits, seqs, strict=True):
+            self._adjust(row, seq)
+
+    def _adjust(self, row: Tensor, seq: Sequence) -> None:
+        """Change one row of logits [V] as its request says, in place."""
+        s = seq.group.request.sampling
+        if s.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(seq.tokens)), device=row.device)
+            values = row[seen]
+            row[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        if (s.presence_penalty or s.frequency_penalty) and seq.counts:
+            ids = torch.tensor(list(seq.counts), device=row.device)
+            often = torch.tensor(list(seq.counts.values()), dtype=row.dtype, device=row.device)
+            row[ids] -= s.presence_penalty + s.frequency_penalty * often
+        if s.logit_bias:
+            ids = torch.tensor(list(s.logit_bias), device=row.device)
+            row[ids] += torch.tensor(list(s.logit_bias.values()), dtype=row.dtype, device=row.device)
+        if seq.generated < s.min_tokens:
+            row[list(self.ends | set(s.stop_token_ids))] = float("-inf")
+        if seq.grammar is not None:
+            allowed = seq.grammar.allowed()
+            if allowed is not None:
+                ids = torch.as_tensor(allowed, device=row.device)
+                kept = row[ids]
+                row.fill_(float("-inf"))
+                row[ids] = kept
+
+    def _filtered(self, x: Tensor, settings: list[Sampling], uniform: Tensor) -> list[int]:
+        """Draws from rows ``x`` [R, V] with top-k, top-p or min-p."""
+        most = max([CANDIDATES, *(s.top_k for s in settings)])
+        values, ids = self.search(x, most)
+        whole = x.logsumexp(1)
+        return [self._nucleus(x[i], values[i], ids[i], whole[i], s, float(uniform[i])) for i, s in enumerate(settings)]
+
+    def _nucleus(self, row: Tensor, values: Tensor, ids: Tensor, whole: Tensor, s: Sampling, u: float) -> int:
+        """One draw, from candidates ``values`` and ``ids`` [C], largest first; ``whole``: log of the row's sum."""
+        if s.top_k > 0:
+            values, ids = values[: s.top_k], ids[: s.top_k]
+            whole = values.logsumexp(0)
+        p = (values - whole).double().exp()
+        upto = p.cumsum(0)
+        keep = len(p) if s.top_p >= 1 else int(torch.searchsorted(upto, s.top_p)) + 1
+        floor = s.min_p * float(p[0])
+        complete = len(p) == len(row) or s.top_k > 0
+        if not complete and keep >= len(p) and float(p[-1]) >= floor:
+            # More than the candidates pass: the one case that needs a sorted row.
+            values, ids = row.sort(descending=True)
+            return self._nucleus(row, values, ids, whole, s, u)
+        keep = min(keep, len(p), int((p >= floor).sum()) if floor else len(p))
+        return int(ids[min(int(torch.searchsorted(upto[:keep], u * upto[keep - 1], right=True)), keep - 1)])
+
+    def logprobs(self, logits: Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprob]:
+        """Log-probabilities of one token for each row of unchanged ``logits`` [R, V], and of its likeliest ones."""
+        whole = logits.logsumexp(1)
+        chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0] - whole
+        if not any(tops):
+            return [TokenLogprob(t, p) for t, p in zip(tokens, chosen.tolist(), strict=True)]
+        values, ids = self.search(logits, max(tops))
+        values = values - whole[:, None]
+        rows = zip(tokens, chosen.tolist(), ids.tolist(), values.tolist(), tops, strict=True)
+        return [TokenLogprob(t, p, tuple(zip(i[:n], v[:n], strict=True))) for t, p, i, v, n in rows]
+
+
+def _filters(s: Sampling) -> bool:
+    return s.top_k > 0 or s.top_p < 1 or s.min_p > 0

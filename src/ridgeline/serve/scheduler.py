@@ -1,0 +1,158 @@
+"""What each step computes: ``n_computed`` chases ``total``, and nothing else (Orca, OSDI 2022; vLLM's V1 scheduler).
+
+There are no phases. A sequence that lacks one token decodes, one that lacks many reads its prompt; both are rows of one
+packed batch under a budget of tokens. Sequences that run go first, in the order in which they were admitted and those
+that lack one token before those that lack more; then the queue. What does not fit the pool sends the last admitted back
+to the front of the queue, to be computed again: a prefix of its blocks usually survives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ridgeline.runtime.serving import Limits
+from ridgeline.serve.blocks import Blocks, Copy
+from ridgeline.serve.sequence import Sequence
+
+
+@dataclass
+class Plan:
+    """One step: how many tokens of which sequences, and the blocks to copy before."""
+
+    tokens: dict[Sequence, int] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+Order = Callable[[deque[Sequence]], None]
+"""A policy: puts the queue in the order in which it should be served."""
+
+
+class Scheduler:
+    """The queue and the running sequences of one engine."""
+
+    def __init__(self, blocks: Blocks, limits: Limits, max_model_len: int, whole: bool = False) -> None:
+        """``whole``: a prompt must be computed in one step (encoders)."""
+        self.blocks, self.limits, self.max_model_len, self.whole = blocks, limits, max_model_len, whole
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.order: Order | None = None
+        self.preemptions = 0
+        self._admitted = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Put a sequence at the end of the queue."""
+        self.waiting.append(seq)
+
+    def run(self, seq: Sequence, beside: Sequence) -> None:
+        """Let a fork run, in the place behind the one that it was forked from."""
+        seq.admitted = beside.admitted
+        at = self.running.index(beside) + 1 if beside in self.running else 0
+        if beside not in self.running:
+            seq.admitted = -1
+            self.waiting.appendleft(seq)
+        else:
+            self.running.insert(at, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        self.blocks.release(seq)
+
+    def schedule(self) -> Plan:
+        """The next step."""
+        plan, lim = Plan(), self.limits
+        budget = lim.max_num_batched_tokens
+        joins = lim.continuous or not self.running
+        lacking = [s for s in self.running if s.total > s.n_computed]
+        # Decodes first: a prompt must not delay the next token of those that already stream.
+        for seq in sorted(lacking, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
+            if seq.admitted < 0:  # sent back meanwhile
+                continue
+            n = self._share(seq, budget, not plan.tokens)
+            if n and self._room(seq, n, plan):
+                plan.tokens[seq] = n
+            budget = lim.max_num_batched_tokens - sum(plan.tokens.values())
+        if joins and not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def _share(self, seq: Sequence, budget: int, alone: bool) -> int:
+        """Tokens of ``seq`` that fit the budget; a prompt that may not be cut and exceeds every budget goes alone."""
+        lacks = seq.total - seq.n_computed
+        if lacks <= budget:
+            return lacks
+        if seq.draft:
+            lacks -= len(seq.draft)
+            seq.draft = []
+            if lacks <= budget:
+                return lacks
+        if self.limits.chunked and not self.whole:
+            return budget
+        return lacks if alone else 0
+
+    def _room(self, seq: Sequence, n: int, plan: Plan) -> bool:
+        """Blocks for the next ``n`` tokens of a running sequence, at the cost of those admitted last if need be."""
+        while (copies := self._grow(seq, n)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is seq:
+                return False
+        plan.copies += copies
+        return True
+
+    def _grow(self, seq: Sequence, n: int) -> list[Copy] | None:
+        if self.whole:
+            return []
+        longest = min(len(seq.group.request.prompt) + seq.group.request.sampling.max_tokens, self.max_model_len)
+        tokens = longest if self.limits.reserve else seq.n_computed + n
+        return self.blocks.grow(seq, max(tokens, seq.n_computed + n), longest)
+
+    def _preempt(self, seq: Sequence, plan: Plan) -> None:
+        self.running.remove(seq)
+        plan.tokens.pop(seq, None)
+        plan.preempted.append(seq)
+        held = set(seq.blocks)
+        plan.copies = [c for c in plan.copies if c[1] not in held]
+        self.blocks.release(seq)
+        seq.admitted, seq.draft, seq.group.hidden = -1, [], None
+        self.waiting.appendleft(seq)
+        self.preemptions += 1
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        if self.order is not None:
+            self.order(self.waiting)
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            seq = self.waiting[0]
+            if not self.whole and not self._fits(seq):
+                return
+            found = 0 if self.whole or _reads(seq) else self.blocks.match(seq)
+            n = self._share(seq, budget, not plan.tokens)
+            copies = self._grow(seq, n) if n else None
+            if copies is None:
+                self.blocks.release(seq)
+                return
+            if seq.group.cached_tokens < 0:
+                seq.group.cached_tokens = found
+            self.waiting.popleft()
+            self._admitted += 1
+            seq.admitted = self._admitted
+            self.running.append(seq)
+            plan.tokens[seq] = n
+            plan.copies += copies
+            budget -= n
+
+    def _fits(self, seq: Sequence) -> bool:
+        """Whether the pool has room for all of what is known of a sequence, so that its prompt is not begun in vain."""
+        return self.blocks.needed(seq.total) <= self.blocks.free or not self.running
+
+
+def _reads(seq: Sequence) -> bool:
+    """Whether something is wanted of every token of the prompt, so that none may be taken from the cache."""
+    request = seq.group.request
+    return request.embed or request.sampling.prompt_logprobs is not None

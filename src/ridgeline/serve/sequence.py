@@ -1,0 +1,86 @@
+"""One row of work, and the request that it is part of: state without behaviour."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ridgeline.serve.request import Finish, Grammar, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from ridgeline.serve.beam import Beams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens of one output, and how far their keys and values are in the pool."""
+
+    group: Group
+    index: int
+    tokens: list[int]
+    """The prompt and everything made so far."""
+    n_computed: int = 0
+    """Tokens whose keys and values are valid; the scheduler only ever makes this chase ``total``."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens that a drafter proposes behind ``tokens``; they are computed with them, and kept as far as they agree."""
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    """Chained hashes of the leading full blocks, as far as they are known."""
+    committed: int = 0
+    """Leading blocks that have been offered for sharing."""
+    rng: random.Random = field(default_factory=random.Random)
+    counts: dict[int, int] = field(default_factory=dict)
+    """How often each generated token occurs."""
+    grammar: Grammar | None = None
+    logprob: float = 0.0
+    """Sum of the log-probabilities of the generated tokens, where the request ranks its outputs."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of generated tokens that have not been told of."""
+    told: int = 0
+    """Generated tokens that events have told of."""
+    finish: Finish | None = None
+    stop_token: int | None = None
+    error: str = ""
+    admitted: int = -1
+    """Admission number while it runs."""
+
+    @property
+    def total(self) -> int:
+        """Tokens that are to be computed."""
+        return len(self.tokens) + len(self.draft)
+
+    @property
+    def generated(self) -> int:
+        """Tokens made so far."""
+        return len(self.tokens) - len(self.group.request.prompt)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A request and its outputs."""
+
+    request: Request
+    seed: int
+    sequences: list[Sequence] = field(default_factory=list)
+    """Those that are alive: one until the prompt is computed, then as many as the request asks for."""
+    done: list[Sequence] = field(default_factory=list)
+    """Outputs that ended, where they are ranked before they are told of."""
+    beams: Beams | None = None
+    cached_tokens: int = -1
+    """Prompt tokens found in the cache when it first started; -1: it has not."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    hidden: list[float] | None = None
+    """Sum of the prompt's hidden states, as far as they are computed, for an embedding."""
+
+    @property
+    def ranked(self) -> bool:
+        """Whether its outputs are told of only when all have ended."""
+        s = self.request.sampling
+        return self.beams is not None or (s.best_of is not None and s.best_of > s.n)
+
+    @property
+    def outputs(self) -> int:
+        """Outputs that are made by sampling."""
+        s = self.request.sampling
+        return s.best_of if s.best_of is not None else s.n
