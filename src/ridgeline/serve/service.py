@@ -79,6 +79,15 @@ class Service:
 
         return [entry(self.name, self.name, None), *(entry(n, p, self.name) for n, p in self.adapters.items())]
 
+    def load_all(self, folder: Path) -> None:
+        """Serve every adapter in ``folder``, by the names of its folders; before the loop has started."""
+        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        if not found:
+            raise UserError(f"no adapters in {folder}", "give a directory that holds a folder for each adapter")
+        for path in found:
+            self.loop.engine.load_adapter(path.name, path)
+            self.adapters[path.name] = str(path)
+
     async def load(self, name: str, path: str) -> None:
         """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
         if name == self.name or name in self.adapters:
