@@ -309,11 +309,13 @@ def test_prompts_are_of_the_asked_length_and_share_what_they_should(tmp_path):
     assert ids.make(-1, 50) != a, "warm-up sends other prompts"
     tokenizer = train_tokenizer([json.__doc__ or "", statistics.__doc__ or ""], 300)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text, _ = make_prompts("chat", "stdlib", str(tmp_path), 256, 10, 0)
+    words = tmp_path / "words.txt"
+    words.write_text("".join(f"{statistics.__doc__} {i}" for i in range(20)))
+    text, _ = make_prompts("chat", str(words), str(tmp_path), 256, 10, 0)
     said = text.make(0, 40)
     assert isinstance(said, str)
     assert abs(len(tokenizer.encode(said).ids) - 40) <= 4
-    exact, _ = make_prompts("completions", "stdlib", str(tmp_path), 256, 10, 0)
+    exact, _ = make_prompts("completions", str(words), str(tmp_path), 256, 10, 0)
     assert len(exact.make(0, 40)) == 40
     rough, _ = make_prompts("chat", None, None, 256, 0, 0)
     assert len(rough.make(0, 100)) == 400

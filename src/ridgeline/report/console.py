@@ -86,6 +86,22 @@ class Status(_Live):
             self.line(f"{self.title}: {note}")
 
 
+class CountBar(_Live):
+    """So many things of a kind, one after the other."""
+
+    def __init__(self, title: str, total: int, done: int = 0) -> None:
+        super().__init__()
+        self.title, self.total, self.done = title, total, done
+        self.task = self.progress.add_task(title, total=total, completed=done, note="")
+
+    def advance(self, note: str = "") -> None:
+        """One more is done."""
+        self.done += 1
+        self.progress.update(self.task, note=note, completed=self.done)
+        if self.done == self.total or self.done % max(1, self.total // 10) == 0:
+            self.line(f"{self.title}: {self.done} of {self.total}, {note}")
+
+
 class StepBar(_Live):
     """Optimizer steps of one job."""
 

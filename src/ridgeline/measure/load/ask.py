@@ -19,7 +19,7 @@ BURST, EVEN = 0.25, 1e4
 SECONDS, LEAST = 60, 100
 """Default length of a run, and its fewest requests: p99 needs a hundred."""
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "": 1.0}
-_TEXT = 4_000_000
+_TEXT = 1_000_000
 """Characters of text that prompts are cut from."""
 
 

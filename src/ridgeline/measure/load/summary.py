@@ -60,9 +60,10 @@ def summarise(d: Drive, w: Serve, result: Result) -> Result:
         ),
         "slo_share": share,
         "tokens_per_s": _metric(tokens / span, "tokens/s", "higher", "generated tokens"),
-        "wall_s": _metric(span, "s", "", "first intended sending to last end"),
+        "window_s": _metric(span, "s", "", "first intended sending to last end"),
         "concurrency_mean": _metric(in_flight, "requests", "", "seconds under way over wall time"),
         "output_tokens_mean": _metric(tokens / len(served), "tokens", ""),
+        "output_tokens_total": _metric(tokens, "tokens", ""),
     }
     if said:
         result.metrics["prompt_tokens_mean"] = _metric(statistics.fmean(said), "tokens", "", "as the server counts")
