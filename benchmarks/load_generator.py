@@ -142,10 +142,11 @@ def guidellm(program: str, url: str, rate: float, seconds: float, out: Path) -> 
     text = [p.read_text() for p in sorted(Path(json.__file__).parent.glob("*.py"))]
     train_tokenizer(text, 500).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    command = [program, "benchmark", "run", "--target", url, "--model", "mock", "--profile", "constant", "--rate",
-               f"{rate:g}", "--max-seconds", f"{seconds:g}", "--processor", str(folder), "--data",
-               f"prompt_tokens={PROMPT},output_tokens={TOKENS}", "--output-path", str(out / "guidellm.json"),
-               "--request-type", "text_completions", "--disable-console"]  # fmt: skip
+    command = [program, "run", "--backend", f"kind=openai_http,target={url},model=mock,request_format=/v1/completions",
+               "--profile", f"kind=constant,rate={rate:g}", "--constraint", f"kind=max_duration,seconds={seconds:g}",
+               "--tokenizer", f"kind=huggingface_auto,model={folder}",
+               "--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={TOKENS}",
+               "--output", f"kind=json,path={out / 'guidellm.json'}", "--disable-console"]  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=600,
                           env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)  # fmt: skip

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
     from ridgeline.train.restart import Launch
 
-Backend = Annotated[str, typer.Option(help="The engine that trains: native, hf or deepspeed.")]
+Backend = Annotated[str, typer.Option(help="The engine: native, hf or deepspeed.")]
 
 
 # ---- run and measure ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from ridgeline.measure.backends import NATIVE, engine_versions
 from ridgeline.nn.meter import process_memory
 from ridgeline.serve.app import create_app
 from ridgeline.serve.build import make_engine
@@ -43,6 +44,25 @@ def serving_cell(
     if ranks > 1:
         raise Incompatible(f"{ranks} processes of one server are not measured yet", 'use on = "local"')
     e = normalise(e)
+    if options.get("backend", NATIVE) != NATIVE:
+        from ridgeline.measure.backends.hf_serving import hf_serving
+
+        result = hf_serving(e, device, report)
+        result.environment |= engine_versions(options["backend"])
+    else:
+        result = _served(e, device, report)
+    tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
+    if tokens and seconds:
+        # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
+        result.samples = [Sample(step=0, seconds=seconds, tokens=int(tokens), repeat=options.get("repeat", 0))]
+    rate = result.metrics.get("tokens_per_s")
+    if rate is not None:
+        result.metrics["tokens_per_s_per_device"] = rate.model_copy(update={"value": rate.value / e.world})
+    result.environment |= {"threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)}
+    return result.model_dump(mode="json", by_alias=True)
+
+
+def _served(e: Experiment, device: torch.device, report: Any) -> Result:
     w = e.workload
     assert isinstance(w, Serve)
     begun = time.perf_counter()
@@ -59,14 +79,8 @@ def serving_cell(
         raise UserError(*server.refused)
     if server.result is None:
         raise RuntimeError(loop.failure or "the client of the server ended without a result")
-    result = server.result
-    _add(result, engine, e, server.ready_after)
-    tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
-    if tokens and seconds:
-        # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
-        result.samples = [Sample(step=0, seconds=seconds, tokens=int(tokens), repeat=options.get("repeat", 0))]
-    result.environment |= {"threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)}
-    return result.model_dump(mode="json", by_alias=True)
+    _add(server.result, engine, server.ready_after)
+    return server.result
 
 
 class _Served(Server):
@@ -122,12 +136,9 @@ def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
     return Vocabulary(Tokenizer(WordLevel({str(i): i for i in range(size)}, unk_token="0")), size)
 
 
-def _add(result: Result, engine: Engine, e: Experiment, setup: float) -> None:
+def _add(result: Result, engine: Engine, setup: float) -> None:
     """What only the server's side knows. Its counts include the warm-up's few requests."""
     stats = engine.stats()
-    rate = result.metrics.get("tokens_per_s")
-    if rate is not None:
-        result.metrics["tokens_per_s_per_device"] = rate.model_copy(update={"value": rate.value / e.world})
     found = {
         "batch_mean": (stats.generated_tokens / max(1, stats.steps), "sequences", "tokens per step of the engine"),
         "preemptions": (stats.preemptions, "", "counted by the engine"),

@@ -62,7 +62,8 @@ def ablation_html(a: Ablation, path: Path) -> Path:
 def result_html(r: Result, path: Path) -> Path:
     """Write the report of one result; returns the path."""
     name = r.name or r.experiment_id
-    charts = [*cdf_charts([r]), *step_charts([(name, [r])]), waterfall_chart(r), roofline_chart(r), step_chart(r)]
+    charts = [*cdf_charts([r]), *step_charts([(name, [r])]), waterfall_chart(r), roofline_chart(r),
+              None if r.distributions else step_chart(r)]  # fmt: skip
     drawn = [c for c in charts if c is not None]
     rate = r.metric("tokens_per_s")
     facts = [
