@@ -44,6 +44,7 @@ class Kept:
 
     requests: int = 0
     first: float = 0.0
+    answered: int = 0
     gaps: float = 0.0
     gap_count: int = 0
     prompts: list[int] = field(default_factory=list)
@@ -89,9 +90,11 @@ class Connection(asyncio.Protocol):
             return self.refuse(401, "no such key", "authentication_error")
         if (method, path) == ("GET", "/v1/models"):
             return self.plain(200, {"object": "list", "data": [{"id": self.b.model, "object": "model"}]})
+        if (method, path) == ("GET", "/health"):
+            return self.plain(200, {})
         if (method, path) == ("GET", "/stats"):
             k = self.kept
-            n, gaps = max(1, k.requests), max(1, k.gap_count)
+            n, gaps = max(1, k.answered), max(1, k.gap_count)
             return self.plain(
                 200,
                 {"requests": k.requests, "ttft_s": k.first / n, "itl_s": k.gaps / gaps, "prompts": k.prompts[-10000:]},
@@ -129,6 +132,7 @@ class Connection(asyncio.Protocol):
             now = self.loop.time()
             if sent == 0:
                 self.kept.first += now - began
+                self.kept.answered += 1
             else:
                 self.kept.gaps += now - last
                 self.kept.gap_count += 1
