@@ -24,6 +24,7 @@ from ridgeline.serve.openai import (
     Detokenize,
     Embedding,
     LoadAdapter,
+    Sampled,
     Tokenize,
     UnloadAdapter,
 )
@@ -57,7 +58,8 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         yield
         loop.stop()
 
-    app = FastAPI(title="Ridgeline", version=ridgeline.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Ridgeline", version=ridgeline.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+                  redirect_slashes=False)  # fmt: skip
     metrics.watch(lambda: loop.stats, lambda: loop.queued)
 
     async def answer(
@@ -91,6 +93,10 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
             return EventStream(pieces(asked, found, stream))
         except Gone:
             return Response(status_code=499)
+        except Invalid as e:
+            if isinstance(body, Sampled) and (param := body.renamed(e.param)) != e.param:
+                raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix) from None
+            raise
 
     # ---- generation --------------------------------------------------------------------------------------------------
 

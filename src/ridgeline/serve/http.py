@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import math
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -48,19 +49,19 @@ def refusal(
     return Json(error_body(status, message, param, code), status, headers)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes first (:class:`Gone`)."""
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
+    """The result of ``work``, which is cancelled when the client goes first, or one of ``ends`` (:class:`Gone`)."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnect(receive))
+    watches = [asyncio.ensure_future(end) for end in (_disconnect(receive), *ends)]
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Gone
         return task.result()
     finally:
-        for t in (task, watch):
+        for t in (task, *watches):
             t.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        await asyncio.gather(task, *watches, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -77,18 +78,27 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.chunks = chunks
+        self._writing: float | None = None
+        """Since when a write has been waiting for the client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(Gone, OSError, TimeoutError, asyncio.TimeoutError):
+        with contextlib.suppress(Gone, OSError):
             try:
-                await unless_gone(receive, self._write(send))
+                await unless_gone(receive, self._write(send), self._stuck())
             finally:
                 await self.chunks.aclose()
 
+    async def _stuck(self) -> None:
+        """Until the client has taken nothing for too long."""
+        while self._writing is None or time.monotonic() - self._writing < WRITE_SECONDS:
+            await asyncio.sleep(WRITE_SECONDS / 10)
+
     async def _write(self, send: Send) -> None:
         async def put(data: bytes, more: bool = True) -> None:
-            await asyncio.wait_for(send({"type": "http.response.body", "body": data, "more_body": more}), WRITE_SECONDS)
+            self._writing = time.monotonic()  # asyncio.wait_for would lose cancellations (Python < 3.12)
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._writing = None
 
         following: asyncio.Future[Any] = asyncio.ensure_future(anext(self.chunks))
         try:

@@ -183,10 +183,6 @@ class Service:
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
     ) -> Asked:
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", _salt(key, body.cache_salt)
-        try:
-            sampling.check(self.vocab_size)
-        except Invalid as e:
-            raise Invalid(body.renamed(e.param), e.what.removeprefix(f"{e.param}: "), e.fix) from None
         grammars = [sampling.grammar.fork() if sampling.grammar else None for _ in prompts]
         jobs = [
             Job(
