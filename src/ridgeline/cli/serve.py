@@ -79,7 +79,8 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Option(help="One prompt; its text goes to standard output.")] = None,
     input_: Annotated[
-        Path | None, typer.Option("--input", help='JSON lines of {"prompt": …} or {"messages": […]}, with id if wanted.')
+        Path | None,
+        typer.Option("--input", help='JSON lines of {"prompt": …} or {"messages": […]}, with id if wanted.'),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File of results (.jsonl); what it holds is not done again.")] = None,
     with_: With = None,

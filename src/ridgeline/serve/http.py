@@ -38,6 +38,7 @@ class Json(JSONResponse):
     """A JSON answer in ASCII, so that whatever a client sent can be quoted back."""
 
     def render(self, content: Any) -> bytes:
+        """The body."""
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
@@ -82,6 +83,7 @@ class EventStream(Response):
         """Since when a write has been waiting for the client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the chunks until they end or the client goes."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         with contextlib.suppress(Gone, OSError):
             try:
@@ -150,6 +152,7 @@ class Gate:
         self.app, self.keys, self.admin, self.admin_paths, self.max_body = app, keys, admin, admin_paths, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse, or read the whole body and hand it on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,7 +1,7 @@
 """The one thread that owns the engine: requests come in, text goes out to whoever waits for it on the event loop.
 
-Ownership: the engine, its jobs and their text belong to the thread; streams belong to the event loop. What crosses is an
-inbox of calls (under a lock) one way, and one callback per step with everything that is new the other way.
+Ownership: the engine, its jobs and their text belong to the thread; streams belong to the event loop. What crosses is
+an inbox of calls (under a lock) one way, and one callback per step with everything that is new the other way.
 """
 
 from __future__ import annotations
@@ -211,13 +211,13 @@ class EngineLoop:
             while self._streams and self.alive:
                 await asyncio.sleep(0.02)
 
-    def stop(self) -> None:
-        """End the thread after its step."""
+    def stop(self, seconds: float = 5.0) -> bool:
+        """End the thread after its step → whether it ended within so many seconds."""
         with self._wake:
             self._stop = True
             self._wake.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _admit(self, jobs: Sequence[Job]) -> None:
         if self.failure is not None:
@@ -233,7 +233,9 @@ class EngineLoop:
                                     (tokens, self.limits.queued_tokens, "prompt tokens")):  # fmt: skip
             if limit is not None and number > limit:
                 self.metrics.rejected.inc()
-                raise Busy(f"the queue is full: {number} {what}, of {limit} at most", min(60.0, max(1.0, self._patience)))
+                raise Busy(
+                    f"the queue is full: {number} {what}, of {limit} at most", min(60.0, max(1.0, self._patience))
+                )
 
     def _call(self, call: Callable[[], None]) -> None:
         with self._wake:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ridgeline.serve.grammar import Grammars
+from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.loop import EngineLoop
 from ridgeline.serve.openai import ChatCompletion, Completion, Embedding, Message, Sampled, Tokenize, prompts_of
 from ridgeline.serve.request import Invalid, Request, Sampling
@@ -172,7 +172,9 @@ class Service:
 
     def _prompts(self, given: Sequence[str | list[int]], param: str, special: bool) -> list[list[int]]:
         if len(given) > self.max_prompts:
-            raise Invalid(param, f"holds {len(given)} prompts, of {self.max_prompts} at most", "ask in several requests")
+            raise Invalid(
+                param, f"holds {len(given)} prompts, of {self.max_prompts} at most", "ask in several requests"
+            )
         prompts = [self.vocabulary.encode(p, special) if isinstance(p, str) else p for p in given]
         for prompt in prompts:
             if not prompt:
@@ -183,7 +185,7 @@ class Service:
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
     ) -> Asked:
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", _salt(key, body.cache_salt)
-        grammars = [sampling.grammar.fork() if sampling.grammar else None for _ in prompts]
+        grammars = [sampling.grammar.fresh() if isinstance(sampling.grammar, Matcher) else None for _ in prompts]
         jobs = [
             Job(
                 Request(f"{base}-{i}", prompt, replace(sampling, grammar=grammar), adapter, salt, body.priority),
