@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 import ridgeline
 from ridgeline.serve import replies
@@ -45,6 +45,14 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         413: "Too large", 500: "The server failed", 503: "The server is busy",
     }.items()
 }  # fmt: skip
+
+_GENERATED: dict[int | str, dict[str, Any]] = {
+    **_REFUSALS,
+    200: {
+        "description": "Whole, or with `stream` as events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+}
 
 
 def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
@@ -100,7 +108,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
-    @app.post("/v1/completions", responses=_REFUSALS)
+    @app.post("/v1/completions", responses=_GENERATED)
     async def completions(body: Completion, request: Request) -> Response:
         """Continue prompts."""
         return await answer(
@@ -108,7 +116,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
             (lambda a, s: replies.chunks(a, s, body, chat=False)) if body.stream else None,
         )  # fmt: skip
 
-    @app.post("/v1/chat/completions", responses=_REFUSALS)
+    @app.post("/v1/chat/completions", responses=_GENERATED)
     async def chat(body: ChatCompletion, request: Request) -> Response:
         """Answer a conversation."""
         return await answer(
@@ -177,7 +185,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         """Whether new requests are taken."""
         return Json({"status": "ready"}) if loop.ready else refusal(503, "not taking requests", retry_after=5.0)
 
-    @app.get("/metrics", responses=_REFUSALS)
+    @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """For Prometheus."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
