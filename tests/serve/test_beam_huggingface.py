@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from serving import ask, engine, model, run
+from tests.serving import ask, engine, model, run
 
 from ridgeline.nn.checkpoint import save_checkpoint
 

@@ -9,7 +9,7 @@ from ridgeline.serve.sequence import Group, Sequence
 
 
 def seq(tokens, salt=b""):
-    return Sequence(Group(Request("r", tokens, salt=salt), 0), 0, list(tokens))
+    return Sequence(Group(Request("r", tokens), 0, scope=salt), 0, list(tokens))
 
 
 def compute(blocks, s, n=None, expect=0):
@@ -48,7 +48,9 @@ def test_the_first_to_write_copies():
     assert child.blocks == parent.blocks
     child.tokens.append(9)
     ((source, target),) = compute(blocks, child)
-    assert source == parent.blocks[1] and target == child.blocks[1] and child.blocks[0] == parent.blocks[0]
+    assert source == parent.blocks[1]
+    assert target == child.blocks[1]
+    assert child.blocks[0] == parent.blocks[0]
     parent.tokens.append(8)
     assert compute(blocks, parent) == []
     blocks.check([parent, child])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from serving import alone, ask, beams_alone, collect, engine, greedy, model, run
+from tests.serving import alone, ask, beams_alone, collect, engine, greedy, model, run
 
 from ridgeline.serve.request import Busy, Invalid, Request, Sampling
 
@@ -70,11 +70,12 @@ def test_a_prompt_in_pieces_delays_no_running_sequence(llama):
 def test_equal_prefixes_are_computed_once(llama):
     eng = engine(llama, "paged_kv:block_size=4")
     first, second = [*range(40), 99], [*range(40), 77, 78]
-    got, events = run(eng, ask("a", first))
+    _got, events = run(eng, ask("a", first))
     again, events = run(eng, ask("b", second))
     assert again["b", 0] == greedy(llama, second, 8)
     assert events[-1].cached_tokens == 40
-    assert eng.stats().cached_tokens == 40 and eng.stats().prompt_tokens == 41 + 2
+    assert eng.stats().cached_tokens == 40
+    assert eng.stats().prompt_tokens == 41 + 2
     for change in ({"salt": b"x"}, {"adapter": "other"}):
         seq = dataclasses.replace(ask("c", second), **change)
         if "adapter" in change:
@@ -138,13 +139,16 @@ def test_ends(llama):
     end = free[4]
     first = free.index(end)
     got, events = run(engine(llama, ends=[end]), ask("r", [1, 2, 3], 12))
-    assert got["r", 0] == free[: first + 1] and events[-1].finish == "stop"
+    assert got["r", 0] == free[: first + 1]
+    assert events[-1].finish == "stop"
     got, _ = run(engine(llama, ends=[end]), ask("r", [1, 2, 3], 12, ignore_eos=True))
     assert got["r", 0] == free
     _, events = run(engine(llama), ask("r", [1, 2, 3], 12, stop_token_ids=(end,)))
-    assert events[-1].stop_token == end and events[-1].finish == "stop"
+    assert events[-1].stop_token == end
+    assert events[-1].finish == "stop"
     got, _ = run(engine(llama, ends=[end]), ask("r", [1, 2, 3], 12, min_tokens=first + 3))
-    assert len(got["r", 0]) >= first + 3 and end not in got["r", 0][: first + 3]
+    assert len(got["r", 0]) >= first + 3
+    assert end not in got["r", 0][: first + 3]
 
 
 @pytest.mark.parametrize("settings", [{}, {"length_penalty": 0.5}, {"early_stopping": True}, {"beam_width": 2, "n": 1}])
@@ -173,13 +177,15 @@ def test_a_cancel_frees_blocks_at_once(llama):
         eng.add(ask(k, p, 30))
     eng.step()
     held = eng.blocks.used
-    assert eng.abort("r5") and not eng.abort("r5")
+    assert eng.abort("r5")
+    assert not eng.abort("r5")
     assert eng.blocks.used < held
     eng.check()
     assert [e.request for e in eng.step() if e.finish == "abort"] == ["r5"]
     eng.finish("r4", 0)
-    got, events = run(eng)
-    assert "r4" not in {e.request for e in events} and eng.blocks.used == 0
+    _got, events = run(eng)
+    assert "r4" not in {e.request for e in events}
+    assert eng.blocks.used == 0
 
 
 def test_one_bad_request_fails_alone(llama):

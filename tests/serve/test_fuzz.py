@@ -1,11 +1,11 @@
-"""Any requests, arrivals, cancels, pools and features: invariants after every step, the reference's tokens at the end."""
+"""Any requests, cancels, pools and features: invariants after every step, the reference's tokens at the end."""
 
 from functools import cache
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from serving import alone, ask, beams_alone, engine, model
+from tests.serving import alone, ask, beams_alone, engine, model
 
 ENDS = (7, 11, 23)
 BLOCK = 4 * 2 * 2 * 2 * 8 * 8
@@ -16,6 +16,7 @@ def llama():
     return model()
 
 
+KINDS = st.sampled_from([{}, {"top_k": 4}, {"top_p": 0.8}, {"frequency_penalty": 1.2}, {"min_p": 0.1}])
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 299), min_size=1, max_size=24),
     st.tuples(st.integers(0, 2), st.lists(st.integers(0, 299), min_size=1, max_size=5)).map(
@@ -33,8 +34,9 @@ class Serving(RuleBasedStateMachine):
         seqs=st.integers(1, 6),
     )  # fmt: skip
     def start(self, paged, share, continuous, chunked, hierarchical, drafts, blocks, budget, seqs):
-        off = [f"-{name}" for name, on in (("continuous_batching", continuous), ("chunked_prefill", chunked),
-                                           ("hierarchical_search", hierarchical), ("paged_kv", paged)) if not on]  # fmt: skip
+        wanted = {"continuous_batching": continuous, "chunked_prefill": chunked, "hierarchical_search": hierarchical,
+                  "paged_kv": paged}  # fmt: skip
+        off = [f"-{name}" for name, on in wanted.items() if not on]
         if paged:
             off.append(f"paged_kv:block_size=4,prefix_sharing={str(share).lower()}")
         if drafts:
@@ -59,7 +61,7 @@ class Serving(RuleBasedStateMachine):
         self._add(prompt, new)
 
     @rule(prompt=PROMPTS, new=st.integers(1, 10), n=st.integers(1, 3), seed=st.integers(0, 9),
-          kind=st.sampled_from([{}, {"top_k": 4}, {"top_p": 0.8}, {"repetition_penalty": 1.2}, {"min_p": 0.1}]))  # fmt: skip
+          kind=KINDS)  # fmt: skip
     def sampled(self, prompt, new, n, seed, kind):
         self._add(prompt, new, temperature=0.8, n=n, seed=seed, **kind)
 

@@ -47,6 +47,8 @@ class ServeBuild(Build):
     """fp8, int8 or int4: the pool holds codes; empty: the weights' dtype."""
     hierarchical: bool = False
     """Whether the vocabulary is searched in two levels."""
+    adapters: bool = False
+    """Whether adapters can be loaded."""
     propose: Propose | None = None
     """A drafter."""
     draft_tokens: Callable[[int], int] = lambda running: 0

@@ -14,6 +14,7 @@ from ridgeline.nn.init import build
 from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.serving import ServeBuild
+from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.runner import Runner
@@ -60,6 +61,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     longest = min(longest, blocks * run.block_size) if e.model.causal else longest
     engine = Engine(runner, table, sampler, limits, longest, w.seed)
+    if run.adapters:
+        engine.adapters = AdapterTable(run.model, table, _block_bytes(run))
     engine.propose, engine.draft_tokens = run.propose, run.draft_tokens
     return engine
 
@@ -75,11 +78,9 @@ def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload
 
 def _blocks(run: ServeBuild, longest: int) -> int:
     """Blocks of the pool: what was asked for, or what the running sequences could use, within a share of memory."""
-    spec, w = run.experiment.model, run.experiment.workload
+    _spec, w = run.experiment.model, run.experiment.workload
     assert isinstance(w, Serve)
-    wide = next(run.model.parameters()).element_size()
-    each = kv_bytes(run.cache_kind, spec.head_dim) if run.cache_kind else wide
-    per_block = run.block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * each
+    per_block = _block_bytes(run)
     most = run.limits.max_num_seqs * -(-longest // run.block_size)
     if w.kv_cache_bytes is not None:
         found = int(w.kv_cache_bytes / per_block)
@@ -94,6 +95,13 @@ def _blocks(run: ServeBuild, longest: int) -> int:
             "give it more memory, or use kv_quant",
         )
     return found
+
+
+def _block_bytes(run: ServeBuild) -> float:
+    """Memory of one block of the pool."""
+    spec, wide = run.experiment.model, next(run.model.parameters()).element_size()
+    each = kv_bytes(run.cache_kind, spec.head_dim) if run.cache_kind else wide
+    return run.block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * each
 
 
 def ends_of(checkpoint: str | None) -> frozenset[int]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ridgeline.runtime.serving import Limits, Propose
+from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob
@@ -35,6 +37,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(blocks, limits, max_model_len, whole=not self.spec.causal)
         self.groups: dict[str, Group] = {}
+        self.adapters: AdapterTable | None = None
         self.propose: Propose | None = None
         self.draft_tokens: Callable[[int], int] = lambda running: 0
         """Tokens to draft for each sequence, by how many run."""
@@ -55,7 +58,9 @@ class Engine:
             raise Busy(f"{len(waiting)} requests with {tokens} tokens are waiting already", retry_after=1.0)
         s = request.sampling
         seed = s.seed if s.seed is not None else self._random.getrandbits(64)
-        group = Group(request, seed)
+        group = Group(request, seed, scope=request.salt)
+        if self.adapters is not None:
+            group.scope = self.adapters.scope(request.adapter) + b"\0" + request.salt
         if s.beam_width:
             ends = frozenset() if s.ignore_eos else self.eos | set(s.stop_token_ids)
             group.beams = Beams(s.beam_width, s.length_penalty, s.early_stopping, ends, s.max_tokens)
@@ -67,6 +72,8 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raise :class:`Invalid`, naming the field, for a request that could never be served."""
         s, n = request.sampling, len(request.prompt)
+        if request.adapter and (self.adapters is None or request.adapter not in self.adapters):
+            raise Invalid("model", f"there is no adapter {request.adapter!r}", "load it, or name another")
         if request.id in self.groups:
             raise Invalid("id", f"{request.id!r} is being served already", "choose another")
         if not n:
@@ -111,6 +118,21 @@ class Engine:
                 self._leave(seq)
                 return
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Make an adapter available under ``name``. Raises :class:`UserError` if it does not fit."""
+        if self.adapters is None:
+            raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
+        self.adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises :class:`Invalid` while requests use it, or if there is none."""
+        using = sum(g.request.adapter == name for g in self.groups.values())
+        if using:
+            raise Invalid("lora_name", f"{using} requests are using {name!r}", "wait for them, or cancel them")
+        if self.adapters is None:
+            raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
+        self.adapters.unload(name)
+
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self.groups or self._events)
@@ -143,6 +165,9 @@ class Engine:
     def _compute(self, plan: Plan) -> None:
         batch = list(plan.tokens.items())
         try:
+            if self.adapters is not None:
+                batch.sort(key=lambda item: item[0].group.request.adapter)
+                self.adapters.activate(batch)
             hidden = self.runner.run(batch, plan.copies)
         except Exception as e:  # one request's fault must not be everybody's: find whose it is
             if len(batch) == 1:
