@@ -11,7 +11,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"prompt": "a", "max_tokens": 2},
         {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "stop": ["x"], "seed": 1, "logprobs": 2, "echo": True},
         {"prompt": [[1, 2], [3]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
-        {"prompt": [5], "max_tokens": 4, "structured_outputs": {"regex": "a+b"}, "top_k": 5, "top_p": 0.5, "min_p": 0.1},
+        {"prompt": [5], "max_tokens": 4, "structured_outputs": {"regex": "a+b"}, "top_k": 5, "min_p": 0.1},
         {"prompt": "a", "max_tokens": 2, "use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": 1.0},
         {"prompt": "a", "max_tokens": 2, "logit_bias": {"7": 3.0}, "presence_penalty": 1.0, "stop_token_ids": [4]},
     ],
@@ -25,7 +25,6 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": ["a", "b"], "encoding_format": "base64"}],
     "/tokenize": [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}],
     "/detokenize": [{"tokens": [1, 2]}],
-    "/v1/load_lora_adapter": [{"lora_name": "x", "lora_path": "/nowhere"}],
 }  # fmt: skip
 
 ODD: list[Any] = [
@@ -83,9 +82,13 @@ def request(seed: int) -> tuple[str, str, bytes, dict[str, str]]:
     elif kind == 2:
         raw = _deep(rng)
     elif kind == 3:
-        raw = raw.replace(b'"a"', rng.choice([b'"\xff\xfe"', b'"\\ud800"', b"1e999", b"-", b'"' + b"y" * 20_000 + b'"']))
+        raw = raw.replace(
+            b'"a"', rng.choice([b'"\xff\xfe"', b'"\\ud800"', b"1e999", b"-", b'"' + b"y" * 20_000 + b'"'])
+        )
     elif kind == 4:
-        headers["content-type"] = rng.choice(["text/plain", "", "application/json; charset=utf-16", "multipart/form-data"])
+        headers["content-type"] = rng.choice(
+            ["text/plain", "", "application/json; charset=utf-16", "multipart/form-data"]
+        )
     elif kind == 5:
         return rng.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS"]), path, raw, headers
     elif kind == 6:

@@ -61,7 +61,7 @@ class Slow:
         self.engine.step = self.real
 
 
-# ---- mistakes ----------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,11 @@ class Slow:
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "stream_options.usage"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be compiled"),
         ({"structured_outputs": {}}, "structured_outputs", "asks for nothing"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs", "second"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "second",
+        ),
         ({"suffix": "x"}, "suffix", "''"),
         ({"tools": []}, "tools", "unknown field"),
     ],
@@ -119,25 +123,22 @@ def test_random_malformed_requests_neither_break_nor_leak(server):
     for seed in range(300):
         method, path, raw, headers = malformed.request(seed)
         status, _, text = call(server, path, method=method, raw=raw, headers=headers)
-        assert status in (200, 400, 401, 403, 404, 405), (seed, status, text)
+        assert status in (200, 400, 404, 405), (seed, status, text)
         if status >= 400:
             assert error(text)["message"], seed
     server.assert_idle()
 
 
-# ---- keys and sizes ----------------------------------------------------------------------------------------------------
+# ---- keys and sizes ------------------------------------------------------------------------------------------------
 
 
 def test_keys(folder):
-    with running(folder, keys=["k1", "k2"], admin=["boss"], max_body=2000) as server:
+    with running(folder, keys=["k1", "k2"], max_body=2000) as server:
         assert call(server, "/health")[0] == call(server, "/ready")[0] == 200
         for path in ("/v1/models", "/metrics", "/openapi.json"):
             assert call(server, path)[0] == 401
             assert call(server, path, key="k3")[0] == 401
             assert call(server, path, key="k2")[0] == 200
-        adapter = {"lora_name": "x", "lora_path": "/nowhere"}
-        assert call(server, "/v1/load_lora_adapter", adapter, key="k1")[0] == 401
-        assert call(server, "/v1/load_lora_adapter", adapter, key="boss")[0] == 400
         assert call(server, "/v1/completions", {"prompt": "x" * 3000}, key="k1")[0] == 413
         chunked = iter([b"x" * 1500, b"x" * 1500])
         connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
@@ -153,7 +154,7 @@ def test_keys(folder):
         assert [cached("k1"), cached("k2"), cached("k1")] == [0, 0, 48]
 
 
-# ---- clients that leave ------------------------------------------------------------------------------------------------
+# ---- clients that leave --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -183,7 +184,7 @@ def test_a_client_that_leaves_while_it_waits(folder):
         server.assert_idle()
 
 
-# ---- load --------------------------------------------------------------------------------------------------------------
+# ---- load ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_queue_refuses_and_everybody_else_is_served(folder):
@@ -240,11 +241,10 @@ def test_a_small_pool_preempts_and_all_say_what_they_say_alone(folder):
         server.assert_idle()
 
 
-# ---- the engine --------------------------------------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_fails_fails_everybody_clearly(folder):
-    server = None
     with running(folder) as server:
         results = []
         threads = [
@@ -286,7 +286,9 @@ def test_metrics_are_prometheus_text_and_add_up(folder):
             call(server, "/v1/completions", {**LONG, "max_tokens": 5})
         _, headers, text = call(server, "/metrics")
         assert headers["content-type"].startswith("text/plain")
-        samples = {(s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+        samples = {
+            (s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(text) for s in f.samples
+        }
         assert samples["ridgeline_output_tokens_total",] == 15
         assert samples["ridgeline_generated_tokens_total",] == 15
         assert samples["ridgeline_time_to_first_token_seconds_count",] == 3

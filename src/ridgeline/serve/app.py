@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 import ridgeline
 from ridgeline.serve import replies
@@ -23,10 +23,8 @@ from ridgeline.serve.openai import (
     Completion,
     Detokenize,
     Embedding,
-    LoadAdapter,
     Sampled,
     Tokenize,
-    UnloadAdapter,
 )
 from ridgeline.serve.request import Busy, Invalid
 from ridgeline.serve.service import Asked, NoModel, Service
@@ -35,20 +33,26 @@ from ridgeline.spec.errors import UserError
 T = TypeVar("T")
 log = logging.getLogger("ridgeline.serve")
 MAX_BODY = 8 << 20
-_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
     "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": what, **_ERROR}
     for status, what in {
-        400: "The request is wrong", 401: "No valid key", 403: "Not allowed", 404: "No such model",
+        400: "The request is wrong", 401: "No valid key", 404: "No such model",
         413: "Too large", 500: "The server failed", 503: "The server is busy",
     }.items()
 }  # fmt: skip
 
+_GENERATED: dict[int | str, dict[str, Any]] = {
+    **_REFUSALS,
+    200: {
+        "description": "Whole, or with `stream` as events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+}
 
-def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
-               max_body: int = MAX_BODY) -> FastAPI:  # fmt: skip
+
+def create_app(service: Service, keys: Sequence[str] = (), max_body: int = MAX_BODY) -> FastAPI:
     """The server around ``service``, whose loop runs as long as the app does."""
     loop, metrics = service.loop, service.loop.metrics
 
@@ -100,7 +104,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
-    @app.post("/v1/completions", responses=_REFUSALS)
+    @app.post("/v1/completions", responses=_GENERATED)
     async def completions(body: Completion, request: Request) -> Response:
         """Continue prompts."""
         return await answer(
@@ -108,7 +112,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
             (lambda a, s: replies.chunks(a, s, body, chat=False)) if body.stream else None,
         )  # fmt: skip
 
-    @app.post("/v1/chat/completions", responses=_REFUSALS)
+    @app.post("/v1/chat/completions", responses=_GENERATED)
     async def chat(body: ChatCompletion, request: Request) -> Response:
         """Answer a conversation."""
         return await answer(
@@ -150,18 +154,6 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
             raise Invalid("tokens", f"holds ids outside the vocabulary of {service.vocab_size}", "use its ids")
         return Json({"prompt": service.vocabulary.decode(body.tokens, skip_special=False)})
 
-    @app.post(_LOAD, responses=_REFUSALS)
-    async def load_adapter(body: LoadAdapter) -> Response:
-        """Serve an adapter from a folder of the server, under a name."""
-        await service.load(body.lora_name, body.lora_path)
-        return Json({"loaded": body.lora_name})
-
-    @app.post(_UNLOAD, responses=_REFUSALS)
-    async def unload_adapter(body: UnloadAdapter) -> Response:
-        """Serve an adapter no more."""
-        await service.unload(body.lora_name)
-        return Json({"unloaded": body.lora_name})
-
     # ---- state -------------------------------------------------------------------------------------------------------
 
     @app.get("/health", responses=_REFUSALS)
@@ -177,14 +169,13 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         """Whether new requests are taken."""
         return Json({"status": "ready"}) if loop.ready else refusal(503, "not taking requests", retry_after=5.0)
 
-    @app.get("/metrics", responses=_REFUSALS)
+    @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """For Prometheus."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _errors(app)
-    app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=frozenset({_LOAD, _UNLOAD}),
-                       max_body=max_body)  # fmt: skip
+    app.add_middleware(Gate, keys=Keys(keys), max_body=max_body)
     return app
 
 

@@ -1,4 +1,4 @@
-"""Outputs that must match a JSON schema, a regular expression or a grammar, by llguidance (optional: extra ``serve``)."""
+"""Outputs that must match a JSON schema, a regular expression or a grammar, by llguidance (extra ``serve``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from ridgeline.serve.request import Grammar, Invalid
+from ridgeline.serve.request import Invalid
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,27 +23,36 @@ SPACE = r"\n? {0,16}"
 
 
 class Matcher:
-    """A :class:`Grammar` over llguidance's matcher."""
+    """A :class:`Grammar` over llguidance's matcher.
 
-    def __init__(self, matcher: Any, size: int) -> None:
-        self._matcher, self._size = matcher, size
+    It never raises: a matcher that gives up (a grammar may turn out too complex only while it runs) lets nothing but an
+    end follow, and ``failures``, which all forks share, says why: the request has failed.
+    """
+
+    def __init__(self, matcher: Any, size: int, ends: Sequence[int], failures: list[str] | None = None) -> None:
+        self._matcher, self._size, self._ends = matcher, size, ends
+        self.failures: list[str] = [] if failures is None else failures
 
     def allowed(self) -> Sequence[int] | None:
-        """Token ids that may come next, ascending, as an int64 array. Raises ValueError when the matcher gave up."""
+        """Token ids that may come next, ascending, as an int64 array."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         found = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._size])
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error()}")
+        if self._matcher.is_error() or not found.size:
+            self.failures.append(self._matcher.get_error() or "nothing can follow")
+            return self._ends
         return cast("Sequence[int]", found)
 
     def accept(self, token: int) -> None:
-        """Move on by one token. Raises ValueError for one that is not allowed."""
-        if not self._matcher.consume_token(token):
-            raise ValueError(f"the grammar does not take token {token}: {self._matcher.get_error()}")
+        """Move on by one token."""
+        self._matcher.consume_token(token)
 
-    def fork(self) -> Grammar:
+    def fork(self) -> Matcher:
         """A copy that goes its own way."""
-        return Matcher(self._matcher.deep_copy(), self._size)
+        return Matcher(self._matcher.deep_copy(), self._size, self._ends, self.failures)
+
+    def fresh(self) -> Matcher:
+        """A copy for another request."""
+        return Matcher(self._matcher.deep_copy(), self._size, self._ends)
 
 
 class Grammars:
@@ -54,12 +63,14 @@ class Grammars:
         self._tokenizer: Any = None
         self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
 
-    def compile(self, kind: Kind, source: Any, param: str) -> Grammar:
+    def compile(self, kind: Kind, source: Any, param: str) -> Matcher:
         """A fresh machine for ``source``. Raises :class:`Invalid` naming ``param`` for what cannot be compiled."""
         try:
             import llguidance
         except ImportError:
-            raise UserError("structured output needs the `llguidance` package", "pip install 'ridgeline[serve]'") from None
+            raise UserError(
+                "structured output needs the `llguidance` package", "pip install 'ridgeline[serve]'"
+            ) from None
         if not self._eos:
             raise Invalid(param, "the model has no end token, without which nothing can be complete", "leave it out")
         if _depth(source) > MAX_DEPTH:
@@ -72,11 +83,11 @@ class Grammars:
             if made.is_error():
                 reason = made.get_error().strip().splitlines()[0]
                 raise Invalid(param, f"cannot be compiled: {reason}", "see the llguidance documentation for what can")
-            self._kept[key] = Matcher(made, self._vocabulary.size)
+            self._kept[key] = Matcher(made, self._vocabulary.size, sorted(self._eos))
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return self._kept[key].fork()
+        return self._kept[key].fresh()
 
     def _tokens(self) -> Any:
         """llguidance's view of the vocabulary, made at first need."""
@@ -112,13 +123,15 @@ def _written(matcher: Any, kind: Kind, source: Any, param: str) -> str:
             return str(matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in source)))
         return str(matcher.grammar_from_regex(source) if kind == "regex" else matcher.grammar_from_lark(source))
     except ValueError as e:
-        raise Invalid(param, f"cannot be read: {e}", "write a JSON schema, a regular expression or a Lark grammar") from e
+        raise Invalid(
+            param, f"cannot be read: {e}", "write a JSON schema, a regular expression or a Lark grammar"
+        ) from e
 
 
 def _depth(value: Any) -> int:
     """How deep a JSON value is nested, without recursion: it may be an attacker's."""
     depth, level = 0, [value]
-    while level and depth <= MAX_DEPTH:
+    while level and depth <= MAX_DEPTH + 1:
         level = [
             inner
             for outer in level

@@ -1,20 +1,19 @@
 """The one thread that owns the engine: requests come in, text goes out to whoever waits for it on the event loop.
 
-Ownership: the engine, its jobs and their text belong to the thread; streams belong to the event loop. What crosses is an
-inbox of calls (under a lock) one way, and one callback per step with everything that is new the other way.
+Ownership: the engine, its jobs and their text belong to the thread; streams belong to the event loop. What crosses is
+an inbox of calls (under a lock) one way, and one callback per step with everything that is new the other way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ridgeline.serve.request import Busy, Event, Stats
 from ridgeline.serve.text import Delta, Job
@@ -178,27 +177,6 @@ class EngineLoop:
             self.metrics.disconnected.inc()
             self._call(lambda: self._abort(left))
 
-    async def ask(self, function: Callable[[Engine], Any]) -> Any:
-        """``function(engine)``, between two steps."""
-        answer = self._loop.create_future()
-
-        def settle(value: Any, error: Exception | None) -> None:
-            if not answer.done():
-                answer.set_exception(error) if error else answer.set_result(value)
-
-        def call() -> None:
-            value, error = None, None
-            try:
-                value = function(self.engine)
-            except Exception as e:
-                error = e
-            self._loop.call_soon_threadsafe(settle, value, error)
-
-        if self.failure is not None:
-            raise Failed("the engine has stopped")
-        self._call(call)
-        return await answer
-
     async def drain(self, seconds: float) -> None:
         """Take no more requests, let the running ones finish for so long, then abort the rest."""
         self.draining = True
@@ -211,13 +189,13 @@ class EngineLoop:
             while self._streams and self.alive:
                 await asyncio.sleep(0.02)
 
-    def stop(self) -> None:
-        """End the thread after its step."""
+    def stop(self, seconds: float = 5.0) -> bool:
+        """End the thread after its step → whether it ended within so many seconds."""
         with self._wake:
             self._stop = True
             self._wake.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _admit(self, jobs: Sequence[Job]) -> None:
         if self.failure is not None:
@@ -233,7 +211,9 @@ class EngineLoop:
                                     (tokens, self.limits.queued_tokens, "prompt tokens")):  # fmt: skip
             if limit is not None and number > limit:
                 self.metrics.rejected.inc()
-                raise Busy(f"the queue is full: {number} {what}, of {limit} at most", min(60.0, max(1.0, self._patience)))
+                raise Busy(
+                    f"the queue is full: {number} {what}, of {limit} at most", min(60.0, max(1.0, self._patience))
+                )
 
     def _call(self, call: Callable[[], None]) -> None:
         with self._wake:
@@ -265,8 +245,6 @@ class EngineLoop:
                 lost = {id(stream): stream for stream in self._streams.values()}
             self._outgoing += [(s, Failed("the engine failed; the server's log says why")) for s in lost.values()]
             self._forget(*list(self._streams))
-            with contextlib.suppress(Exception):
-                self._take_calls()  # who asks something gets the engine's own answer
             self._send()
             self._loop.call_soon_threadsafe(self.on_failure)
 

@@ -40,7 +40,9 @@ def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise UserError(f"{place}: max_tokens is {limit!r}", "give a positive number")
         found.append(Prompt(str(record.get("id", number)), _text(record, template, place), limit))
-    twice = {p.id for p in found if sum(q.id == p.id for q in found) > 1} if len({p.id for p in found}) < len(found) else ()
+    twice = (
+        {p.id for p in found if sum(q.id == p.id for q in found) > 1} if len({p.id for p in found}) < len(found) else ()
+    )
     if twice:
         raise UserError(f"{file}: id {sorted(twice)[0]!r} occurs twice", "give each record an id of its own")
     return found

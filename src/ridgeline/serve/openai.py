@@ -157,8 +157,9 @@ class Sampled(Body):
                 raise Invalid("structured_outputs", "asks for nothing", "give json, regex, choice or grammar")
         if len(asked) > 1:
             raise Invalid(asked[1][2], "asks for a second structure of the same output", "ask for one")
-        if asked and self.ignore_eos:
-            raise Invalid("ignore_eos", "does not go with a structure, which has an end", "leave it out")
+        for name in ("ignore_eos", "min_tokens"):
+            if asked and getattr(self, name):
+                raise Invalid(name, "does not go with a structure, which says itself where it ends", "leave it out")
         return grammars.compile(*asked[0]) if asked else None
 
 
@@ -244,19 +245,6 @@ class Detokenize(Body):
     tokens: list[TokenId]
 
 
-class LoadAdapter(Body):
-    """``POST /v1/load_lora_adapter``."""
-
-    lora_name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    lora_path: Annotated[str, StringConstraints(min_length=1)]
-
-
-class UnloadAdapter(Body):
-    """``POST /v1/unload_lora_adapter``."""
-
-    lora_name: str
-
-
 def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
     """The single prompts of a ``prompt`` field. Raises :class:`Invalid` for none at all."""
     if isinstance(prompt, str):
@@ -264,5 +252,5 @@ def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
     if not prompt:
         raise Invalid(param, "is an empty list", "give a text, or token ids")
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return prompt  # type: ignore[return-value]
+        return [prompt]
+    return prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -92,6 +93,9 @@ def serve(app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, sa
     except OSError as e:
         raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
     Server(app, loop, host, port, drain, say).run()
+    if not loop.stop():
+        say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
+        os._exit(1)  # nothing else ends its thread
     return loop.failure is None
 
 

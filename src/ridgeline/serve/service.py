@@ -7,10 +7,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from ridgeline.serve.grammar import Grammars
+from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.loop import EngineLoop
 from ridgeline.serve.openai import ChatCompletion, Completion, Embedding, Message, Sampled, Tokenize, prompts_of
 from ridgeline.serve.request import Invalid, Request, Sampling
@@ -59,52 +58,17 @@ class Service:
         engine = self.loop.engine
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.spec.vocab_size
         self.grammars = Grammars(self.vocabulary, engine.eos)
-        self.adapters: dict[str, str] = {}
-        """Adapters that are loaded, with where they came from."""
 
     def adapter(self, model: str | None) -> str:
         """The adapter that ``model`` names, "" for the base. Raises :class:`NoModel`."""
-        if model is None or model == self.name:
-            return ""
-        if model not in self.adapters:
+        if model is not None and model != self.name:
             raise NoModel(f"the model {model!r} is not served here", "see /v1/models")
-        return model
+        return ""
 
     def models(self) -> list[dict[str, Any]]:
         """The list of ``/v1/models``."""
-
-        def entry(name: str, root: str, parent: str | None) -> dict[str, Any]:
-            return {"id": name, "object": "model", "created": self.started, "owned_by": "ridgeline", "root": root,
-                    "parent": parent, "max_model_len": self.max_model_len}  # fmt: skip
-
-        return [entry(self.name, self.name, None), *(entry(n, p, self.name) for n, p in self.adapters.items())]
-
-    def load_all(self, folder: Path) -> None:
-        """Serve every adapter in ``folder``, by the names of its folders; before the loop has started."""
-        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        if not found:
-            raise UserError(f"no adapters in {folder}", "give a directory that holds a folder for each adapter")
-        for path in found:
-            self.loop.engine.load_adapter(path.name, path)
-            self.adapters[path.name] = str(path)
-
-    async def load(self, name: str, path: str) -> None:
-        """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
-        if name == self.name or name in self.adapters:
-            raise Invalid("lora_name", f"{name!r} is served already", "unload it first, or choose another name")
-        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path)))
-        self.adapters[name] = path
-
-    async def unload(self, name: str) -> None:
-        """Serve adapter ``name`` no more; requests that use it end first. Raises :class:`NoModel`."""
-        if name not in self.adapters:
-            raise NoModel(f"no adapter {name!r} is loaded", "see /v1/models")
-        path = self.adapters.pop(name)  # no new requests from here on
-        try:
-            await self.loop.ask(lambda engine: engine.unload_adapter(name))
-        except UserError:
-            self.adapters[name] = path
-            raise
+        return [{"id": self.name, "object": "model", "created": self.started, "owned_by": "ridgeline",
+                 "root": self.name, "parent": None, "max_model_len": self.max_model_len}]  # fmt: skip
 
     # Everything below may take long for long prompts, and runs beside the event loop.
 
@@ -172,7 +136,9 @@ class Service:
 
     def _prompts(self, given: Sequence[str | list[int]], param: str, special: bool) -> list[list[int]]:
         if len(given) > self.max_prompts:
-            raise Invalid(param, f"holds {len(given)} prompts, of {self.max_prompts} at most", "ask in several requests")
+            raise Invalid(
+                param, f"holds {len(given)} prompts, of {self.max_prompts} at most", "ask in several requests"
+            )
         prompts = [self.vocabulary.encode(p, special) if isinstance(p, str) else p for p in given]
         for prompt in prompts:
             if not prompt:
@@ -183,7 +149,7 @@ class Service:
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
     ) -> Asked:
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", _salt(key, body.cache_salt)
-        grammars = [sampling.grammar.fork() if sampling.grammar else None for _ in prompts]
+        grammars = [sampling.grammar.fresh() if isinstance(sampling.grammar, Matcher) else None for _ in prompts]
         jobs = [
             Job(
                 Request(f"{base}-{i}", prompt, replace(sampling, grammar=grammar), adapter, salt, body.priority),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.serve.grammar import Matcher
 from ridgeline.serve.request import Event, Finish, Request, TokenLogprob
 from ridgeline.spec.errors import UserError
 
@@ -234,6 +235,9 @@ class Job:
                 break
         if delta.finish and text.stop is None:
             delta.text += text.flush()
+        grammar = self.request.sampling.grammar
+        if delta.finish and isinstance(grammar, Matcher) and grammar.failures:
+            delta.finish, delta.error = "error", f"the structure could not be kept: {grammar.failures[0]}"
         if text.stop is not None:
             delta.finish, delta.stop_reason = "stop", text.stop
         known = len(entries)
