@@ -1,7 +1,7 @@
 """A serving experiment measured in one go: our server or the Hugging Face baseline, and the same requests for both."""
 
 import pytest
-from tests.serve.serving import spec
+from tests.serving import spec
 
 from ridgeline import catalog
 from ridgeline.measure.ablate import measure_plan
