@@ -6,6 +6,8 @@ that it kept to. Errors are of the mean, against what it was told: they hold the
 loopback, the client's lateness in sending and its delay in reading. CPU is the client's, in cores.
 
     python benchmarks/load_generator.py [--rates 50,200,500] [--seconds 8] [--guidellm PATH] [--out FILE]
+
+``--clients ridgeline`` leaves the others out. Needs a core for the server and one for the client, both idle otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import time
 import urllib.request
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +79,7 @@ def judged(times: Times, cores: float) -> dict[str, Any]:
     """Means and their errors."""
     first = sorted(chunks[0] - due for due, chunks in times)
     ttft = statistics.fmean(first)
-    gap = statistics.fmean(b - a for _, c in times for a, b in zip(c, c[1:], strict=False))
+    gap = statistics.fmean(b - a for _, c in times for a, b in pairwise(c))
     return {"requests": len(times), "ttft_s": ttft, "ttft_p50_s": statistics.median(first),
             "ttft_p99_s": first[int(0.99 * len(first))], "itl_s": gap, "ttft_error": ttft / TTFT - 1,
             "itl_error": gap / GAP - 1, "cpu_cores": cores}  # fmt: skip
@@ -167,12 +170,13 @@ def guidellm(program: str, url: str, rate: float, seconds: float, out: Path) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How true is `ridgeline load`?")
     parser.add_argument("--rates", default="50,200,500")
+    parser.add_argument("--clients", default="ridgeline,aiohttp,httpx2")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--guidellm", help="its program, to run it beside")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/load_generator.json"))
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    clients = ["ridgeline", *(n for n in ("aiohttp", "httpx2") if find_spec(n))]
+    clients = [n for n in given.clients.split(",") if find_spec(n)]
     for rate in (float(r) for r in given.rates.split(",")):
         for client in clients:
             count = int(rate * given.seconds)
@@ -188,7 +192,10 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     truth = {"ttft_s": TTFT, "gap_s": GAP, "tokens": TOKENS, "prompt": PROMPT}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps({"truth": truth, "rows": rows, "environment": fingerprint()}, indent=2) + "\n")
+    given.out.write_text(
+        json.dumps({"truth": truth, "rows": rows, "environment": {**fingerprint(), "nice": os.nice(0)}}, indent=2)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":
