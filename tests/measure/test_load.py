@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 
@@ -280,7 +281,7 @@ def test_workloads_as_written(tmp_path):
     assert {r.output for r in drawn} == {1, 2, 3}
     assert min(r.prompt for r in drawn) >= 99
     assert max(r.prompt for r in drawn) <= 901
-    gaps = [b.arrival - a.arrival for a, b in zip(drawn, drawn[1:], strict=False)]
+    gaps = [b.arrival - a.arrival for a, b in pairwise(drawn)]
     assert statistics.pstdev(gaps) < 0.02 * statistics.mean(gaps)
     (lognormal,) = workloads("2", "poisson", "lognormal:400,0.5", "lognormal:100,1.0", 20_000, None, 1)
     prompts = [r.prompt for r in requests(lognormal)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -90,7 +91,7 @@ def within(r: Record, w: Serve) -> bool:
 
 def gaps(r: Record) -> list[float]:
     """Seconds between neighbouring chunks with text."""
-    return [b - a for a, b in zip(r.chunks, r.chunks[1:], strict=False)]
+    return [b - a for a, b in pairwise(r.chunks)]
 
 
 def _latency(result: Result, name: str, per_request: Sequence[Sequence[float]], block: int) -> None:
