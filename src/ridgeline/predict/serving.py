@@ -104,6 +104,8 @@ def serving_metrics(o: Outcome, w: Serve, e: Experiment, source: str) -> dict[st
             for q in QUANTILES:
                 metrics[f"{name}_p{q * 100:.0f}_s"] = metric(percentile(values, q), "s", "lower", source)
     if o.gaps:
+        total = sum(n for _, n in o.gaps)
+        metrics["itl_s"] = metric(math.fsum(v * n for v, n in o.gaps) / total, "s", "lower", source)
         for q, value in zip(QUANTILES, weighted_percentiles(o.gaps, QUANTILES), strict=True):
             metrics[f"itl_p{q * 100:.0f}_s"] = metric(value, "s", "lower", source)
     good = sum(
