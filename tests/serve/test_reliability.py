@@ -69,6 +69,7 @@ class Slow:
     [
         ({"prompt": "x" * 300}, "prompt", "300 tokens, and the context is 256"),
         ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": "\ud800"}, "prompt", "unicode"),
         ({"prompt": [999]}, "prompt", "vocabulary of 258"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 256}, "max_tokens", "exceeds the context of 256"),
@@ -78,6 +79,7 @@ class Slow:
         ({"n": 0}, "n", "outside"),
         ({"n": 3, "best_of": 2}, "best_of", "outside"),
         ({"best_of": 2, "use_beam_search": True, "n": 3}, "n", "3 outputs of 2 beams"),
+        ({"length_penalty": 1e308, "use_beam_search": True}, "length_penalty", "outside"),
         ({"length_penalty": 2.0}, "length_penalty", "use_beam_search"),
         ({"stop": [""]}, "stop", "1 character"),
         ({"stop": ["a"] * 17}, "stop", "16 items"),
