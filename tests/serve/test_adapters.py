@@ -32,9 +32,8 @@ def folders(tmp_path_factory):
         generator = torch.Generator().manual_seed(i)
         state = {}
         for at, layer in list(made.named_modules()):
-            if not at.endswith("_proj") or not (
-                at.rpartition(".")[2] in technique.targets or kind not in ("lora", "bottleneck_adapter")
-            ):
+            everywhere = kind not in ("lora", "bottleneck_adapter")
+            if not at.endswith("_proj") or not (everywhere or at.rpartition(".")[2] in technique.targets):
                 continue
             adapter = technique.around(layer)
             for leaf, t in adapter.state().items():

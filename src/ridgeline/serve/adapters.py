@@ -43,8 +43,11 @@ class AdapterTable:
         size = sum(_bytes(adapter) for adapter in made.values())
         blocks = self.blocks.borrow(math.ceil(size / self.block_bytes))
         if blocks is None:
-            raise Invalid("lora_path", f"takes {size} bytes, and the pool has {self.blocks.free} free blocks of"
-                          f" {self.block_bytes:.0f}", "unload another adapter, or give the pool more memory")  # fmt: skip
+            raise Invalid(
+                "lora_path",
+                f"takes {size} bytes, and the pool has {self.blocks.free} free blocks of {self.block_bytes:.0f}",
+                "unload another adapter, or give the pool more memory",
+            )
         self.tasks.add(name, made)
         self.held[name] = blocks
         self.version[name] = self.version.get(name, 0) + 1

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 class MultiAdapter(Technique):
     """Serve requests of different adapters (LoRA, BitFit, bottleneck, diff pruning, masks) in one batch: the product
-    with the base's weights is shared by all, each task adds its own part for its rows (PetS). Adapters come and go while
-    the engine runs; their memory is taken out of the cache's."""
+    with the base's weights is shared by all, each task adds its own part for its rows (PetS). Adapters come and go
+    while the engine runs; their memory is taken out of the cache's."""
 
     card: ClassVar[Card] = Card(
         name="multi_adapter",
