@@ -71,6 +71,7 @@ class Slow:
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": "\ud800"}, "prompt", "unicode"),
         ({"prompt": [999]}, "prompt", "vocabulary of 258"),
+        ({"prompt": [999], "echo": True}, "prompt", "vocabulary of 258"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 256}, "max_tokens", "exceeds the context of 256"),
         ({"temperature": -1}, "temperature", "outside"),
@@ -184,6 +185,17 @@ def test_a_client_that_leaves_while_it_waits(folder):
         server.wait(lambda: len(server.engine.groups) == 1, seconds=1.0)
         first.close()
         server.assert_idle()
+
+
+def test_a_silent_stream_pings(server, monkeypatch):
+    monkeypatch.setattr("ridgeline.serve.http.PING_SECONDS", 0.05)
+    with Slow(server.engine, 0.2):
+        _, headers, text = call(server, "/v1/completions", {**LONG, "max_tokens": 2, "stream": True})
+    assert headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in text.split("\n") if line]
+    assert ": ping" in lines
+    assert lines[-1] == "data: [DONE]"
+    assert all(line == ": ping" or line.startswith("data: ") for line in lines)
 
 
 # ---- load ----------------------------------------------------------------------------------------------------------

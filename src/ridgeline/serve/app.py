@@ -150,8 +150,7 @@ def create_app(service: Service, keys: Sequence[str] = (), max_body: int = MAX_B
     async def detokenize(body: Detokenize) -> Response:
         """The text of token ids."""
         service.adapter(body.model)
-        if any(token >= service.vocab_size for token in body.tokens):
-            raise Invalid("tokens", f"holds ids outside the vocabulary of {service.vocab_size}", "use its ids")
+        service.known(body.tokens, "tokens")
         return Json({"prompt": service.vocabulary.decode(body.tokens, skip_special=False)})
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -143,7 +143,13 @@ class Service:
         for prompt in prompts:
             if not prompt:
                 raise Invalid(param, "has no tokens", "give at least one")
+            self.known(prompt, param)
         return prompts
+
+    def known(self, tokens: Sequence[int], param: str) -> None:
+        """Raise :class:`Invalid` for a token that the model does not have."""
+        if (most := max(tokens, default=0)) >= self.vocab_size:
+            raise Invalid(param, f"holds token {most} of a vocabulary of {self.vocab_size}", "use its ids")
 
     def _asked(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
