@@ -247,6 +247,19 @@ class Detokenize(Body):
     tokens: list[TokenId]
 
 
+class LoadAdapter(Body):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    lora_path: Annotated[str, StringConstraints(min_length=1)]
+
+
+class UnloadAdapter(Body):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str
+
+
 def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
     """The single prompts of a ``prompt`` field. Raises :class:`Invalid` for none at all."""
     if isinstance(prompt, str):
