@@ -63,7 +63,8 @@ def serve(
     if not (api_key or insecure or loopback(host)):
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body = number_of_bytes("--max-body", max_body)
-    engine = _engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache)
+    more = ("multi_adapter",) if adapters is not None or admin_key else ()
+    engine = _engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more)
     limits = Limits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)
     if adapters is not None:
@@ -172,12 +173,16 @@ def _write(results: Any, out: Path, total: int, before: int) -> None:
 
 def _engine(
     checkpoint: Path, with_: list[str] | None, length: int | None, seqs: int | None, tokens: int | None,
-    pool: str | None,
+    pool: str | None, more: tuple[str, ...] = (),
 ) -> Engine:  # fmt: skip
+    """The engine of the default plan and ``more``, where ``--with`` does not give their options itself."""
     from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+    from ridgeline.spec.plan import Call
 
     _require_checkpoint(checkpoint)
-    plan = [*DEFAULT_PLAN, *(with_ or [])]
+    asked = list(with_ or [])
+    named = {Call.parse(item).name for item in asked}
+    plan = [*(name for name in (*DEFAULT_PLAN, *more) if name not in named), *asked]
     return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,
                        kv_cache_bytes=number_of_bytes("--kv-cache", pool))  # fmt: skip
 
