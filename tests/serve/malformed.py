@@ -25,6 +25,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": ["a", "b"], "encoding_format": "base64"}],
     "/tokenize": [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}],
     "/detokenize": [{"tokens": [1, 2]}],
+    "/v1/load_lora_adapter": [{"lora_name": "x", "lora_path": "/nowhere"}],
 }  # fmt: skip
 
 ODD: list[Any] = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.compressing import LLAMA, checkpoint
 
 from ridgeline.serve.app import create_app
-from ridgeline.serve.build import load_engine
+from ridgeline.serve.build import DEFAULT_PLAN, load_engine
 from ridgeline.serve.loop import Limits
 from ridgeline.serve.server import Server, make_service
 
@@ -35,11 +35,13 @@ def tiny(folder: Path) -> Path:
 class Running:
     """A server and what it is made of."""
 
-    def __init__(self, folder: Path, keys=(), max_body=1 << 20, limits=None, **workload) -> None:
-        self.engine = load_engine(folder, **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload})
+    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(), **workload) -> None:
+        self.engine = load_engine(
+            folder, [*DEFAULT_PLAN, *plan], **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload}
+        )
         self.service = make_service(self.engine, folder, limits or Limits(), name="tiny")
         self.loop = self.service.loop
-        self.app = create_app(self.service, keys, max_body)
+        self.app = create_app(self.service, keys, admin, max_body)
         self._said = threading.Event()
         self.server = Server(self.app, self.loop, "127.0.0.1", 0, 5.0, self._say)
         self.url = ""

@@ -68,6 +68,8 @@ def test_forks_go_their_own_ways():
         ("json", {"type": "nothing"}, "type"),
         ("json", {"$ref": "https://example.com/x"}, "x"),
         ("grammar", "start: other", "other"),
+        ("grammar", "start: start", "nothing can match"),
+        ("json", {"$ref": "#"}, "nothing can match"),
         ("regex", "a" * 70_000, "characters"),
     ],
 )

@@ -94,6 +94,15 @@ def test_log_probabilities_of_completions(client):
     assert only.choices[0].text == PROMPT
     assert only.choices[0].logprobs.token_logprobs == table.token_logprobs[: len(only.choices[0].logprobs.tokens)]
     assert only.usage.completion_tokens == 0
+    two = client.completions.create(prompt=PROMPT, logprobs=3, echo=True, n=2, **GREEDY).choices
+    assert two[0].logprobs.tokens == two[1].logprobs.tokens == table.tokens
+    pieces = client.completions.create(prompt=PROMPT, logprobs=3, echo=True, n=2, stream=True, **GREEDY)
+    streamed = [[], []]
+    for chunk in pieces:
+        streamed[chunk.choices[0].index] += chunk.choices[0].logprobs.token_logprobs
+    for found in streamed:
+        assert found[0] is None
+        assert found[1:] == pytest.approx(table.token_logprobs[1:], abs=1e-4)
 
 
 def test_log_probabilities_of_chats_whole_and_streamed(client):

@@ -108,7 +108,8 @@ def test_a_taken_port_is_told(folder, server):
 def test_generate_prints_one_prompt(folder, capsys):
     run("generate", folder, "--prompt", "Hi", "--max-tokens", 8, "--temperature", 1, "--seed", 3)
     first = capsys.readouterr().out
-    run("generate", folder, "--prompt", "Hi", "--max-tokens", 8, "--temperature", 1, "--seed", 3)
+    options = ["--max-tokens", 8, "--temperature", 1, "--seed", 3, "--with", "paged_kv:block_size=8"]
+    run("generate", folder, "--prompt", "Hi", *options)
     assert capsys.readouterr().out == first
     assert first.strip()
 

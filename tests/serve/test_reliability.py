@@ -69,7 +69,9 @@ class Slow:
     [
         ({"prompt": "x" * 300}, "prompt", "300 tokens, and the context is 256"),
         ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": "\ud800"}, "prompt", "unicode"),
         ({"prompt": [999]}, "prompt", "vocabulary of 258"),
+        ({"prompt": [999], "echo": True}, "prompt", "vocabulary of 258"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 256}, "max_tokens", "exceeds the context of 256"),
         ({"temperature": -1}, "temperature", "outside"),
@@ -78,6 +80,7 @@ class Slow:
         ({"n": 0}, "n", "outside"),
         ({"n": 3, "best_of": 2}, "best_of", "outside"),
         ({"best_of": 2, "use_beam_search": True, "n": 3}, "n", "3 outputs of 2 beams"),
+        ({"length_penalty": 1e308, "use_beam_search": True}, "length_penalty", "outside"),
         ({"length_penalty": 2.0}, "length_penalty", "use_beam_search"),
         ({"stop": [""]}, "stop", "1 character"),
         ({"stop": ["a"] * 17}, "stop", "16 items"),
@@ -123,7 +126,7 @@ def test_random_malformed_requests_neither_break_nor_leak(server):
     for seed in range(300):
         method, path, raw, headers = malformed.request(seed)
         status, _, text = call(server, path, method=method, raw=raw, headers=headers)
-        assert status in (200, 400, 404, 405), (seed, status, text)
+        assert status in (200, 400, 401, 403, 404, 405), (seed, status, text)
         if status >= 400:
             assert error(text)["message"], seed
     server.assert_idle()
@@ -133,12 +136,15 @@ def test_random_malformed_requests_neither_break_nor_leak(server):
 
 
 def test_keys(folder):
-    with running(folder, keys=["k1", "k2"], max_body=2000) as server:
+    with running(folder, keys=["k1", "k2"], admin=["boss"], max_body=2000) as server:
         assert call(server, "/health")[0] == call(server, "/ready")[0] == 200
         for path in ("/v1/models", "/metrics", "/openapi.json"):
             assert call(server, path)[0] == 401
             assert call(server, path, key="k3")[0] == 401
             assert call(server, path, key="k2")[0] == 200
+        adapter = {"lora_name": "x", "lora_path": "/nowhere"}
+        assert call(server, "/v1/load_lora_adapter", adapter, key="k1")[0] == 401
+        assert call(server, "/v1/load_lora_adapter", adapter, key="boss")[0] == 400
         assert call(server, "/v1/completions", {"prompt": "x" * 3000}, key="k1")[0] == 413
         chunked = iter([b"x" * 1500, b"x" * 1500])
         connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
@@ -182,6 +188,17 @@ def test_a_client_that_leaves_while_it_waits(folder):
         server.wait(lambda: len(server.engine.groups) == 1, seconds=1.0)
         first.close()
         server.assert_idle()
+
+
+def test_a_silent_stream_pings(server, monkeypatch):
+    monkeypatch.setattr("ridgeline.serve.http.PING_SECONDS", 0.05)
+    with Slow(server.engine, 0.2):
+        _, headers, text = call(server, "/v1/completions", {**LONG, "max_tokens": 2, "stream": True})
+    assert headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in text.split("\n") if line]
+    assert ": ping" in lines
+    assert lines[-1] == "data: [DONE]"
+    assert all(line == ": ping" or line.startswith("data: ") for line in lines)
 
 
 # ---- load ----------------------------------------------------------------------------------------------------------

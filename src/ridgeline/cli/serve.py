@@ -30,8 +30,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     with_: With = None,
+    adapters: Annotated[Path | None, typer.Option(help="Directory whose folders are adapters to serve.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="RIDGELINE_API_KEY", help="Key that clients must bring (repeatable).")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="Key to load and unload adapters with.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a key.")] = False,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
@@ -59,10 +63,13 @@ def serve(
     if not (api_key or insecure or loopback(host)):
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body = number_of_bytes("--max-body", max_body)
-    engine = _engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache)
+    more = ("multi_adapter",) if adapters is not None or admin_key else ()
+    engine = _engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more)
     limits = Limits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)
-    asgi = create_app(service, api_key or (), body or 0)
+    if adapters is not None:
+        service.load_all(adapters)
+    asgi = create_app(service, api_key or (), [admin_key] if admin_key else (), body or 0)
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
     if not run(asgi, service.loop, host, port, drain_timeout, say):
         raise typer.Exit(1)
@@ -166,12 +173,16 @@ def _write(results: Any, out: Path, total: int, before: int) -> None:
 
 def _engine(
     checkpoint: Path, with_: list[str] | None, length: int | None, seqs: int | None, tokens: int | None,
-    pool: str | None,
+    pool: str | None, more: tuple[str, ...] = (),
 ) -> Engine:  # fmt: skip
+    """The engine of the default plan and ``more``, where ``--with`` does not give their options itself."""
     from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+    from ridgeline.spec.plan import Call
 
     _require_checkpoint(checkpoint)
-    plan = [*DEFAULT_PLAN, *(with_ or [])]
+    asked = list(with_ or [])
+    named = {Call.parse(item).name for item in asked}
+    plan = [*(name for name in (*DEFAULT_PLAN, *more) if name not in named), *asked]
     return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,
                        kv_cache_bytes=number_of_bytes("--kv-cache", pool))  # fmt: skip
 

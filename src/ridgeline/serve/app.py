@@ -23,8 +23,10 @@ from ridgeline.serve.openai import (
     Completion,
     Detokenize,
     Embedding,
+    LoadAdapter,
     Sampled,
     Tokenize,
+    UnloadAdapter,
 )
 from ridgeline.serve.request import Busy, Invalid
 from ridgeline.serve.service import Asked, NoModel, Service
@@ -33,12 +35,13 @@ from ridgeline.spec.errors import UserError
 T = TypeVar("T")
 log = logging.getLogger("ridgeline.serve")
 MAX_BODY = 8 << 20
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
     "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": what, **_ERROR}
     for status, what in {
-        400: "The request is wrong", 401: "No valid key", 404: "No such model",
+        400: "The request is wrong", 401: "No valid key", 403: "Not allowed", 404: "No such model",
         413: "Too large", 500: "The server failed", 503: "The server is busy",
     }.items()
 }  # fmt: skip
@@ -52,7 +55,8 @@ _GENERATED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(service: Service, keys: Sequence[str] = (), max_body: int = MAX_BODY) -> FastAPI:
+def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
+               max_body: int = MAX_BODY) -> FastAPI:  # fmt: skip
     """The server around ``service``, whose loop runs as long as the app does."""
     loop, metrics = service.loop, service.loop.metrics
 
@@ -150,9 +154,20 @@ def create_app(service: Service, keys: Sequence[str] = (), max_body: int = MAX_B
     async def detokenize(body: Detokenize) -> Response:
         """The text of token ids."""
         service.adapter(body.model)
-        if any(token >= service.vocab_size for token in body.tokens):
-            raise Invalid("tokens", f"holds ids outside the vocabulary of {service.vocab_size}", "use its ids")
+        service.known(body.tokens, "tokens")
         return Json({"prompt": service.vocabulary.decode(body.tokens, skip_special=False)})
+
+    @app.post(_LOAD, responses=_REFUSALS)
+    async def load_adapter(body: LoadAdapter) -> Response:
+        """Serve an adapter from a folder of the server, under a name."""
+        await service.load(body.lora_name, body.lora_path)
+        return Json({"loaded": body.lora_name})
+
+    @app.post(_UNLOAD, responses=_REFUSALS)
+    async def unload_adapter(body: UnloadAdapter) -> Response:
+        """Serve an adapter no more."""
+        await service.unload(body.lora_name)
+        return Json({"unloaded": body.lora_name})
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -175,7 +190,8 @@ def create_app(service: Service, keys: Sequence[str] = (), max_body: int = MAX_B
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _errors(app)
-    app.add_middleware(Gate, keys=Keys(keys), max_body=max_body)
+    app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=frozenset({_LOAD, _UNLOAD}),
+                       max_body=max_body)  # fmt: skip
     return app
 
 

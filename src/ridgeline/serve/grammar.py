@@ -38,7 +38,7 @@ class Matcher:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         found = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._size])
         if self._matcher.is_error() or not found.size:
-            self.failures.append(self._matcher.get_error() or "nothing can follow")
+            self.failures.append((self._matcher.get_error() or "nothing can follow").splitlines()[0])
             return self._ends
         return cast("Sequence[int]", found)
 
@@ -83,7 +83,11 @@ class Grammars:
             if made.is_error():
                 reason = made.get_error().strip().splitlines()[0]
                 raise Invalid(param, f"cannot be compiled: {reason}", "see the llguidance documentation for what can")
-            self._kept[key] = Matcher(made, self._vocabulary.size, sorted(self._eos))
+            first = Matcher(made, self._vocabulary.size, sorted(self._eos))
+            first.allowed()
+            if first.failures:
+                raise Invalid(param, f"nothing can match it ({first.failures[0]})", "write one that some text matches")
+            self._kept[key] = first
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)

@@ -29,7 +29,7 @@ class Gone(Exception):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """``{"error": …}`` as the OpenAI API has it."""
-    kinds = {401: "authentication_error", 404: "not_found_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -146,10 +146,10 @@ def bearer(scope: Scope) -> bytes:
 
 
 class Gate:
-    """Middleware: keys and body sizes, before anything is read."""
+    """Middleware: keys and body sizes, before anything is read. Ordinary keys open all but ``admin`` paths."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_body: int) -> None:
-        self.app, self.keys, self.max_body = app, keys, max_body
+    def __init__(self, app: ASGIApp, keys: Keys, admin: Keys, admin_paths: frozenset[str], max_body: int) -> None:
+        self.app, self.keys, self.admin, self.admin_paths, self.max_body = app, keys, admin, admin_paths, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or read the whole body and hand it on."""
@@ -182,7 +182,13 @@ class Gate:
         await self.app(scope, replay, send)
 
     def _refused(self, scope: Scope) -> Json | None:
-        if self.keys and scope["path"] not in OPEN and not self.keys.fits(bearer(scope)):
+        path, key = scope["path"].rstrip("/") or "/", bearer(scope)
+        if path in self.admin_paths:
+            if not self.admin:
+                return refusal(403, "the server was started without an admin key: adapters cannot be changed")
+            if not self.admin.fits(key):
+                return refusal(401, "this needs the admin key, as `Authorization: Bearer KEY`", code="invalid_api_key")
+        elif self.keys and path not in OPEN and not (self.keys.fits(key) or self.admin.fits(key)):
             return refusal(401, "no valid API key, as `Authorization: Bearer KEY`", code="invalid_api_key")
         length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         return self._large() if length.isdigit() and int(length[:18]) > self.max_body else None

@@ -7,13 +7,14 @@ an inbox of calls (under a lock) one way, and one callback per step with everyth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.request import Busy, Event, Stats
 from ridgeline.serve.text import Delta, Job
@@ -177,6 +178,27 @@ class EngineLoop:
             self.metrics.disconnected.inc()
             self._call(lambda: self._abort(left))
 
+    async def ask(self, function: Callable[[Engine], Any]) -> Any:
+        """``function(engine)``, between two steps."""
+        answer = self._loop.create_future()
+
+        def settle(value: Any, error: Exception | None) -> None:
+            if not answer.done():
+                answer.set_exception(error) if error else answer.set_result(value)
+
+        def call() -> None:
+            value, error = None, None
+            try:
+                value = function(self.engine)
+            except Exception as e:
+                error = e
+            self._loop.call_soon_threadsafe(settle, value, error)
+
+        if self.failure is not None:
+            raise Failed("the engine has stopped")
+        self._call(call)
+        return await answer
+
     async def drain(self, seconds: float) -> None:
         """Take no more requests, let the running ones finish for so long, then abort the rest."""
         self.draining = True
@@ -245,6 +267,8 @@ class EngineLoop:
                 lost = {id(stream): stream for stream in self._streams.values()}
             self._outgoing += [(s, Failed("the engine failed; the server's log says why")) for s in lost.values()]
             self._forget(*list(self._streams))
+            with contextlib.suppress(Exception):
+                self._take_calls()  # who asks something gets the engine's own answer
             self._send()
             self._loop.call_soon_threadsafe(self.on_failure)
 

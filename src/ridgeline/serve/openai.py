@@ -14,9 +14,11 @@ from ridgeline.serve.grammar import Grammars, Kind
 from ridgeline.serve.request import Grammar, Invalid, Sampling
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, StringConstraints(min_length=0)]
+"""A constraint makes pydantic look inside: half a surrogate pair, which JSON can spell, is no text."""
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+Prompt = Text | list[TokenId] | list[Text] | list[list[TokenId]]
 
 
 class Body(BaseModel):
@@ -52,15 +54,15 @@ class StructuredOutputs(Body):
     """One of: a JSON schema, a regular expression, texts to choose from, a Lark grammar."""
 
     json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
-    regex: str | None = None
+    regex: Text | None = None
     choice: Annotated[list[StopText], Field(min_length=1, max_length=1024)] | None = None
-    grammar: str | None = None
+    grammar: Text | None = None
 
 
 class Sampled(Body):
     """What completions and chat completions have in common."""
 
-    model: str | None = None
+    model: Text | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Number | None = None
@@ -90,7 +92,7 @@ class Sampled(Body):
     priority: Number = 0
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     """Prompts share cached blocks only with those of the same salt (and the same API key)."""
-    user: str | None = None
+    user: Text | None = None
     """Without effect, as in the OpenAI API."""
     metadata: dict[str, str] | None = None
     """Without effect."""
@@ -177,15 +179,15 @@ class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     """One message of a conversation."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """As templates take it."""
@@ -220,10 +222,10 @@ class ChatCompletion(Sampled):
 class Embedding(Body):
     """``POST /v1/embeddings``."""
 
-    model: str | None = None
+    model: Text | None = None
     input: Prompt
     encoding_format: Literal["float", "base64"] = "float"
-    user: str | None = None
+    user: Text | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     priority: Number = 0
 
@@ -231,8 +233,8 @@ class Embedding(Body):
 class Tokenize(Body):
     """``POST /tokenize``: of a text, or of a conversation."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -241,8 +243,21 @@ class Tokenize(Body):
 class Detokenize(Body):
     """``POST /detokenize``."""
 
-    model: str | None = None
+    model: Text | None = None
     tokens: list[TokenId]
+
+
+class LoadAdapter(Body):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    lora_path: Annotated[str, StringConstraints(min_length=1)]
+
+
+class UnloadAdapter(Body):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str
 
 
 def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:

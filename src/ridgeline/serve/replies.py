@@ -79,6 +79,8 @@ class Writer:
         self._generated: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._begun: set[int] = set()
+        self._prompts: dict[int, Sequence[TokenLogprob]] = {}
+        """Log-probabilities of prompts, which come with their first output."""
 
     def usage(self) -> dict[str, Any]:
         """So far."""
@@ -118,6 +120,8 @@ class Writer:
     def _count(self, delta: Delta) -> int:
         index = delta.job * self._outputs + delta.index
         self._generated[index] = delta.generated
+        if delta.prompt_logprobs is not None:
+            self._prompts[delta.job] = delta.prompt_logprobs
         self._cached[delta.job] = max(self._cached.get(delta.job, 0), delta.cached_tokens)
         return index
 
@@ -144,7 +148,7 @@ class Writer:
         if job.request.sampling.logprobs is not None:
             logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
             if first and asked.echo:
-                self._prompt_logprobs(logprobs, job.request.prompt, delta.prompt_logprobs or [])
+                self._prompt_logprobs(logprobs, job.request.prompt, self._prompts.get(delta.job, ()))
             for entry in [] if asked.silent else delta.entries:
                 self._row(logprobs, entry, len(echoed))
         return {"text": text, "logprobs": logprobs}

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ridgeline.serve.grammar import Grammars, Matcher
@@ -58,17 +59,52 @@ class Service:
         engine = self.loop.engine
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.spec.vocab_size
         self.grammars = Grammars(self.vocabulary, engine.eos)
+        self.adapters: dict[str, str] = {}
+        """Adapters that are loaded, with where they came from."""
 
     def adapter(self, model: str | None) -> str:
         """The adapter that ``model`` names, "" for the base. Raises :class:`NoModel`."""
-        if model is not None and model != self.name:
+        if model is None or model == self.name:
+            return ""
+        if model not in self.adapters:
             raise NoModel(f"the model {model!r} is not served here", "see /v1/models")
-        return ""
+        return model
 
     def models(self) -> list[dict[str, Any]]:
         """The list of ``/v1/models``."""
-        return [{"id": self.name, "object": "model", "created": self.started, "owned_by": "ridgeline",
-                 "root": self.name, "parent": None, "max_model_len": self.max_model_len}]  # fmt: skip
+
+        def entry(name: str, root: str, parent: str | None) -> dict[str, Any]:
+            return {"id": name, "object": "model", "created": self.started, "owned_by": "ridgeline", "root": root,
+                    "parent": parent, "max_model_len": self.max_model_len}  # fmt: skip
+
+        return [entry(self.name, self.name, None), *(entry(n, p, self.name) for n, p in self.adapters.items())]
+
+    def load_all(self, folder: Path) -> None:
+        """Serve every adapter in ``folder``, by the names of its folders; before the loop has started."""
+        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        if not found:
+            raise UserError(f"no adapters in {folder}", "give a directory that holds a folder for each adapter")
+        for path in found:
+            self.loop.engine.load_adapter(path.name, path)
+            self.adapters[path.name] = str(path)
+
+    async def load(self, name: str, path: str) -> None:
+        """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
+        if name == self.name or name in self.adapters:
+            raise Invalid("lora_name", f"{name!r} is served already", "unload it first, or choose another name")
+        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path)))
+        self.adapters[name] = path
+
+    async def unload(self, name: str) -> None:
+        """Serve adapter ``name`` no more; requests that use it end first. Raises :class:`NoModel`."""
+        if name not in self.adapters:
+            raise NoModel(f"no adapter {name!r} is loaded", "see /v1/models")
+        path = self.adapters.pop(name)  # no new requests from here on
+        try:
+            await self.loop.ask(lambda engine: engine.unload_adapter(name))
+        except UserError:
+            self.adapters[name] = path
+            raise
 
     # Everything below may take long for long prompts, and runs beside the event loop.
 
@@ -143,7 +179,13 @@ class Service:
         for prompt in prompts:
             if not prompt:
                 raise Invalid(param, "has no tokens", "give at least one")
+            self.known(prompt, param)
         return prompts
+
+    def known(self, tokens: Sequence[int], param: str) -> None:
+        """Raise :class:`Invalid` for a token that the model does not have."""
+        if (most := max(tokens, default=0)) >= self.vocab_size:
+            raise Invalid(param, f"holds token {most} of a vocabulary of {self.vocab_size}", "use its ids")
 
     def _asked(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
