@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from subprocess import Popen
 
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
+from ridgeline.runtime.mesh import Mesh
 
 
 @dataclass
@@ -42,6 +44,12 @@ class Drafts:
 class ServeBuild(Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
 
+    mesh: Mesh | None = None
+    """The ranks on their axes; None with one process."""
+    followers: list[Popen[bytes]] = field(default_factory=list)
+    """Processes of the other ranks, where this one started them."""
+    kv_heads: int = 0
+    """Key/value heads that this rank holds."""
     limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True))
     block_size: int = 16
     """Slots of a cache block."""

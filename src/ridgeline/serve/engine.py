@@ -19,6 +19,7 @@ from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.drafting import Drafting
+from ridgeline.serve.ranks import Lost, RankedRunner
 from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
@@ -140,7 +141,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One iteration → news of all outputs that have any."""
+        """One iteration → news of all outputs that have any. Raises :class:`ridgeline.serve.ranks.Lost` when the ranks
+        of a divided model fall apart."""
         start, before, drafted = time.perf_counter(), self._generated, self._drafted
         self._draft()
         plan = self.scheduler.schedule()
@@ -173,6 +175,8 @@ class Engine:
                 batch.sort(key=lambda item: item[0].group.request.adapter)
                 self.adapters.activate(batch)
             hidden = self.runner.run(batch, plan.copies)
+        except Lost:
+            raise
         except Exception as e:  # one request's fault must not be everybody's: find whose it is
             if len(batch) == 1:
                 self._fail(batch[0][0], f"{type(e).__name__}: {e}")
@@ -423,6 +427,11 @@ class Engine:
             if group is not None:
                 self._events.append(Event(seq.group.request.id, one.index, finish="error", error=why))
         seq.group.sequences.clear()
+
+    def close(self) -> None:
+        """Let the processes of a divided model go."""
+        if isinstance(self.runner, RankedRunner):
+            self.runner.close()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
