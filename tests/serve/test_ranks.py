@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.serving import greedy, model
 
+from ridgeline import catalog
 from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
 
 SERVE = """
@@ -17,7 +18,8 @@ from pathlib import Path
 from ridgeline.serve.build import DEFAULT_PLAN, load_engine
 from ridgeline.serve.request import Request, Sampling
 folder, plan, kill = Path(sys.argv[1]), sys.argv[2].split("+"), len(sys.argv) > 3
-engine = load_engine(folder, [*DEFAULT_PLAN, *plan], max_num_batched_tokens=16, kv_cache_bytes=1 << 20)
+plan = dict.fromkeys([*DEFAULT_PLAN, *plan])
+engine = load_engine(folder, plan, max_num_batched_tokens=16, kv_cache_bytes=1 << 20)
 for i, prompt in enumerate(json.loads((folder / "prompts.json").read_text())):
     engine.add(Request(str(i), prompt, Sampling(max_tokens=8, temperature=0.0)))
 out = {}
@@ -48,6 +50,16 @@ def serve(folder, plan, *more):
                          timeout=120, env=environment)  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_every_serving_system_runs_as_its_small_plan(tmp_path):
+    save_checkpoint(model(dtype=torch.float32), tmp_path)
+    whole = load_checkpoint(tmp_path, torch.float32).requires_grad_(False)
+    expected = {str(i): greedy(whole, p, 8) for i, p in enumerate(PROMPTS)}
+    systems = [s for n in catalog.systems() if (s := catalog.system(n)).reported.workload.get("kind") == "serve"]
+    assert systems
+    for system in systems:
+        assert serve(tmp_path, "+".join(system.shrunk.plan)) == expected
 
 
 @pytest.mark.parametrize(
