@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ridgeline.nn.attention import LayerCache, Mask
-from ridgeline.nn.paged import Layout, PagedCache, Piece
+from ridgeline.nn.paged import Layout, PagedCache, Piece, singles
 from ridgeline.nn.rotary import Rope
 from ridgeline.nn.transformer import Transformer
 from ridgeline.serve.blocks import Copy, runs
@@ -47,6 +48,10 @@ class Runner:
             name: PagedCache(self.layout, shape, weight.dtype, self.device, kind) for name in model.layers
         }
         self.keeps = slots > 0
+        if self.device.type == "cuda" and not kind and importlib.util.find_spec("triton") is not None:
+            from ridgeline.nn.kernels.paged import paged_decode
+
+            self.layout.kernel = paged_decode
         self._tables: Rope | None = None
         if model.rotary is not None:
             self._tables = model.rotary.tables(None, 0, max_model_len, self.device, weight.dtype)
@@ -73,6 +78,8 @@ class Runner:
         self._copy(step.copies)
         self.layout.slots = torch.tensor(step.slots, dtype=torch.long, device=self.device)
         self.layout.pieces = step.pieces
+        if self.layout.kernel is not None:
+            self.layout.singles = singles(step.pieces, self.block_size, self.device)
         return self.forward(torch.tensor([step.ids], device=self.device), torch.tensor(step.at, device=self.device))
 
     def _piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
@@ -84,7 +91,7 @@ class Runner:
         window = self.layout.window
         seen = max(0, start + 1 - window) if window else 0
         own = n > 1
-        return Piece(row, row + n, runs(seq.blocks, size, seen, start if own else stop), own)
+        return Piece(row, row + n, runs(seq.blocks, size, seen, start if own else stop), own, stop, seq.blocks)
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """``ids`` [1, T] at positions ``at`` [T] → [T, H]."""
