@@ -72,9 +72,11 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     if not (run.whole or run.at_site or run.before_block or run.after_block):
         raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")
     windows = torch.empty(0, w.seq_len, dtype=torch.int64)  # weights alone: nothing passes through the model
+    reading = time.perf_counter()
     if run.wants or run.whole or run.before_block or run.after_block:
         report({"stage": "calibration text"})
         windows = own_windows(w) if w.data == SELF else calibration_windows(w, load_text(w, spec.vocab_size))
+    reading = time.perf_counter() - reading
     output = Output(Path(options["out"]), _identity(e, source, windows, options), options.get("resume", True))
     if run.whole:
         source = _whole(run, output, source, windows, report)
@@ -93,7 +95,8 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     result = {
         "schema": "ridgeline.compression/1", "plan": e.plan.strings(), "source": w.checkpoint,
         "format": name, "out": str(options["out"]),
-        "calibration": {"data": w.data, "samples": w.samples, "seq_len": w.seq_len, "seed": w.seed},
+        "calibration": {"data": w.data, "samples": w.samples, "seq_len": w.seq_len, "seed": w.seed,
+                        "seconds": reading},
         "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "zeros": sum(weights[n]["zeros"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
         "checkpoint_bytes": total, "parameters": spec.num_parameters, "layers": list(weights.values()),
