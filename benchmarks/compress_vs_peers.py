@@ -6,8 +6,9 @@
 
 ``PYTHON`` is an interpreter that has the peer. Every run is a process of its own; what it wrote is loaded here and its
 perplexity taken on the same held-out windows, paired with the dense model's. Seconds are those of loading, compressing
-and writing, without imports and without the calibration text, which peers get as token ids; memory is the process's largest resident set, imports included. ``--repeat`` runs
-alternate. No peer's default was changed but for bits, group size, symmetry and the calibration data.
+and writing, without imports and without the calibration text, which peers get as token ids; memory is the process's
+largest resident set, imports included. ``--repeat`` runs alternate. No peer's default was changed but for bits, group
+size, symmetry and the calibration data.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def ours(method: str, bits: int, symmetric: bool, out: Path, a: argparse.Namespa
     call = f"{OURS[method]}:bits={bits},group_size={a.group},symmetric={str(symmetric).lower()}"
     e = experiment(a.checkpoint, [call], a)
     said = run_job(Job("compress", e, {"out": str(out), "resume": False}), lambda message: None)
-    return {"version": "this one", "seconds": said["seconds"] - said["calibration"]["seconds"], "peak_rss_bytes": said["peak_rss_bytes"],
+    seconds = said["seconds"] - said["calibration"]["seconds"]
+    return {"version": "this one", "seconds": seconds, "peak_rss_bytes": said["peak_rss_bytes"],
             "bits_per_weight": said["bits_per_weight"]}  # fmt: skip
 
 
