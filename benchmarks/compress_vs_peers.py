@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--bits", default="4,3,2")
+    parser.add_argument("--methods", default="gptq,quantease,rtn,hqq")
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--samples", type=int, default=128)
@@ -97,6 +98,7 @@ def main() -> None:
                 tasks += [("ridgeline", m, bits, symmetric) for m in OURS]
                 tasks += [(p, m, bits, symmetric) for p in peers for m in THEIRS[p]
                           if symmetric not in {"hqq": (True,), "torchao": (False,)}.get(p, ())]  # fmt: skip
+        tasks = [t for t in tasks if t[1] in a.methods.split(",")]
         for round_ in range(a.repeat):
             for task in tasks if round_ % 2 == 0 else reversed(tasks):
                 tool, method, bits, symmetric = task

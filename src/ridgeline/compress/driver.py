@@ -51,9 +51,9 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     Options: ``out``, ``format`` (see :mod:`ridgeline.nn.formats`, or "dense", "gguf"; None: compressed-tensors, or our
     own where that cannot hold what the plan makes), ``resume``. Raises :class:`UserError`.
     """
-    started = time.perf_counter()
     e = normalise(e)
     made = check(e)
+    started = time.perf_counter()
     w = e.workload
     assert isinstance(w, Compress)
     assert w.checkpoint is not None

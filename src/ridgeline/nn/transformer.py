@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,6 +21,11 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """An embedding left as it is: PyTorch's own initialisation, on the meta device, imports for most of a second."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class Embedding(nn.Module):
     """Token, position and token-type embeddings, and the norm over their sum, as far as the family has them."""
 
@@ -27,10 +33,10 @@ class Embedding(nn.Module):
         super().__init__()
         h = spec.hidden_size
         self.offset = spec.position_offset
-        self.tokens = nn.Embedding(spec.vocab_size, h)
+        self.tokens = _table(spec.vocab_size, h)
         learned = spec.position == "learned"
-        self.positions = nn.Embedding(spec.max_positions + spec.position_offset, h) if learned else None
-        self.token_types = nn.Embedding(spec.token_types, h) if spec.token_types else None
+        self.positions = _table(spec.max_positions + spec.position_offset, h) if learned else None
+        self.token_types = _table(spec.token_types, h) if spec.token_types else None
         self.norm = make_norm(spec, h) if spec.embedding_norm else None
         self.part: Callable[[Tensor], Tensor] = lambda rows: rows
         """What this rank takes of rows [..., S, H], where the sequence is divided after the lookup."""
