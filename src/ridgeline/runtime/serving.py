@@ -24,6 +24,8 @@ class Limits:
     """Whether a step may compute a part of a prompt."""
     reserve: bool = False
     """Whether a sequence gets the blocks of its longest possible length at once, in one extent."""
+    padded: bool = False
+    """Whether every sequence of a step takes as many rows as the one with most new tokens; pads count as tokens."""
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Drafts:
 class ServeBuild(Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
 
-    limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True))
+    limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True))
     block_size: int = 16
     """Slots of a cache block."""
     share_prefixes: bool = False

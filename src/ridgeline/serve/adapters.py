@@ -63,11 +63,11 @@ class AdapterTable:
         """What a cache block computed with an adapter is marked with."""
         return f"{name}@{self.version[name]}".encode() if name else b""
 
-    def activate(self, batch: list[tuple[Sequence, int]]) -> None:
-        """Let each row of a batch, ordered by adapter, go through its own."""
+    def activate(self, batch: list[tuple[Sequence, int]], rows: list[int]) -> None:
+        """Let each row of a batch, ordered by adapter, go through its own. ``rows``: how many each sequence takes."""
         segments: list[tuple[str | None, slice]] = []
         row = 0
-        for seq, n in batch:
+        for (seq, _), n in zip(batch, rows, strict=True):
             name = seq.group.request.adapter or None
             if segments and segments[-1][0] == name:
                 segments[-1] = (name, slice(segments[-1][1].start, row + n))

@@ -29,7 +29,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import check, normalise, require_runnable
 
-DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
+DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search")
 """What ``ridgeline serve`` switches on by itself."""
 CACHE_SHARE = 0.25
 """Of the memory that is free, what the key/value pool takes at most where nothing is said."""
@@ -60,7 +60,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     limits.max_num_batched_tokens = w.max_num_batched_tokens or limits.max_num_batched_tokens
     longest = min(w.max_model_len or e.model.max_positions, e.model.max_positions)
     blocks = _blocks(run, longest) if e.model.causal else 0
-    runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind)
+    runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind,
+                    padded=limits.padded)  # fmt: skip
     sampler = Sampler(ends_of(w.checkpoint), run.hierarchical)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     longest = min(longest, blocks * run.block_size) if e.model.causal else longest

@@ -171,7 +171,7 @@ class Engine:
         try:
             if self.adapters is not None:
                 batch.sort(key=lambda item: item[0].group.request.adapter)
-                self.adapters.activate(batch)
+                self.adapters.activate(batch, self.runner.rows(batch))
             hidden = self.runner.run(batch, plan.copies)
         except Exception as e:  # one request's fault must not be everybody's: find whose it is
             if len(batch) == 1:

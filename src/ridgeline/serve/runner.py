@@ -20,11 +20,13 @@ class Runner:
 
     def __init__(
         self, model: Transformer, slots: int, block_size: int, max_model_len: int, kind: str = "",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, padded: bool = False,
     ) -> None:  # fmt: skip
-        """``kind``: fp8, int8 or int4 for a pool of codes; ``dtype``: of the pool otherwise (default: the weights')."""
+        """``kind``: fp8, int8 or int4 for a pool of codes; ``dtype``: of the pool otherwise (default: the weights').
+        ``padded``: every sequence of a step takes as many rows as the longest, and all are computed."""
         spec, weight = model.spec, next(model.parameters())
         self.model, self.block_size, self.device = model, block_size, weight.device
+        self.padded = padded
         self.layout = Layout(causal=spec.causal, window=spec.sliding_window or 0)
         shape = (1, spec.num_kv_heads, slots, spec.head_dim)
         self.cache: dict[str, LayerCache] = {
@@ -53,7 +55,20 @@ class Runner:
         layout = self.layout
         layout.slots = torch.tensor(slots, dtype=torch.long, device=self.device)
         layout.pieces = pieces
-        return self._forward(torch.tensor([ids], device=self.device), torch.tensor(at, device=self.device))
+        new, places = torch.tensor(ids, device=self.device), torch.tensor(at, device=self.device)
+        if not self.padded:
+            return self._forward(new[None], places)
+        counts = torch.tensor([n for _, n in batch], device=self.device)
+        layout.real = torch.arange(self.rows(batch)[0], device=self.device) < counts[:, None]
+        real = layout.real.flatten()
+        wide = torch.zeros((2, len(real)), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
+        wide[:, real] = torch.stack([new, places])
+        return self._forward(wide[:1], wide[1])[real]
+
+    def rows(self, batch: list[tuple[Sequence, int]]) -> list[int]:
+        """Rows that each sequence of a step takes."""
+        counts = [n for _, n in batch]
+        return [max(counts)] * len(counts) if self.padded else counts
 
     def _piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
         n, size = stop - start, self.block_size
