@@ -137,9 +137,11 @@ class Scheduler:
         return next((s for s in reversed(self.running) if s.total == s.n_computed), None)
 
     def _admit(self, plan: Plan) -> None:
-        most = self.order(self.waiting) if self.order is not None else len(self.waiting)
+        most = self.order(self.waiting) if self.order is not None else None
         before = self._admitted
-        while self.waiting and self._admitted - before < most and (budget := self._left(plan)) > 0:
+        while self.waiting and (budget := self._left(plan)) > 0:
+            if most is not None and self._admitted - before >= most:
+                return
             seq = self.waiting[0]
             if sum(s.total > s.n_computed for s in self.running) >= self.limits.max_num_seqs:
                 return
