@@ -175,14 +175,21 @@ def _engine(
     checkpoint: Path, with_: list[str] | None, length: int | None, seqs: int | None, tokens: int | None,
     pool: str | None, more: tuple[str, ...] = (),
 ) -> Engine:  # fmt: skip
-    """The engine of the default plan and ``more``, where ``--with`` does not give their options itself."""
+    """The engine of the default plan and ``more``, where ``--with`` does not give their options itself; -NAME leaves a
+    technique of these out."""
     from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+    from ridgeline.spec.errors import unknown
     from ridgeline.spec.plan import Call
 
     _require_checkpoint(checkpoint)
-    asked = list(with_ or [])
-    named = {Call.parse(item).name for item in asked}
-    plan = [*(name for name in (*DEFAULT_PLAN, *more) if name not in named), *asked]
+    asked = [item for item in with_ or [] if not item.startswith("-")]
+    off = [item[1:] for item in with_ or [] if item.startswith("-")]
+    default = (*DEFAULT_PLAN, *more)
+    for name in off:
+        if name not in default:
+            raise unknown("technique", name, default, f"--with -{name}")
+    named = {*off, *(Call.parse(item).name for item in asked)}
+    plan = [*(name for name in default if name not in named), *asked]
     return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,
                        kv_cache_bytes=number_of_bytes("--kv-cache", pool))  # fmt: skip
 

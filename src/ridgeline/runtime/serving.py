@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.nn.transformer import Transformer
@@ -40,11 +41,17 @@ class Drafts:
     """A smaller model that drafts instead."""
 
 
+Cut = Callable[[Sequence[int], Callable[[int, int], float]], list[list[int]]]
+"""Divides sequences of given lengths into batches, as indices, by the seconds of a batch (length, size)."""
+
+
 @dataclass
 class ServeBuild(Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
 
-    limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True))
+    limits: Limits = field(
+        default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True)
+    )
     block_size: int = 16
     """Slots of a cache block."""
     share_prefixes: bool = False
@@ -57,3 +64,5 @@ class ServeBuild(Build):
     """Whether adapters can be loaded."""
     drafts: Drafts | None = None
     """Guesses at the next tokens; None: none."""
+    cut: Cut | None = None
+    """Which waiting sequences are served together; None: first come, first served."""

@@ -15,6 +15,7 @@ from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.serving import Drafts, ServeBuild
 from ridgeline.serve.adapters import AdapterTable
+from ridgeline.serve.batching import Batches, measure_costs
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
 from ridgeline.serve.engine import Engine
@@ -70,6 +71,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         engine.adapters = AdapterTable(run.model, table, _block_bytes(run))
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
+    if run.cut is not None:
+        engine.scheduler.order = Batches(run.cut, measure_costs(runner, table, limits, longest), limits)
     return engine
 
 
