@@ -2,6 +2,7 @@
 behind those that came later."""
 
 from collections import deque
+from itertools import pairwise
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_no_partition_is_cheaper(lengths, cost):
     found = dp_batches(lengths, cost)
     assert sorted(i for b in found for i in b) == list(range(len(lengths)))
     lengths_of = [[lengths[i] for i in b] for b in found]
-    assert all(max(a) <= min(b) for a, b in zip(lengths_of, lengths_of[1:], strict=False))
+    assert all(max(a) <= min(b) for a, b in pairwise(lengths_of))
     everything = range(len(lengths))
     assert total(found) == min(total(p) for p in partitions(list(everything)))
 
@@ -71,7 +72,7 @@ def test_the_table_holds_what_was_measured_and_never_falls(measured):
             assert table(length, batch) >= measured.get((length, batch), 0)
     seconds = [[table(length, batch) for batch in range(1, 9)] for length in range(1, 33)]
     for some in (*seconds, *zip(*seconds, strict=True)):
-        assert all(a <= b * (1 + 1e-9) for a, b in zip(some, some[1:], strict=False))
+        assert all(a <= b * (1 + 1e-9) for a, b in pairwise(some))
 
 
 def waiting(*lengths):

@@ -10,6 +10,7 @@ Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +60,8 @@ class Layout:
     causal: bool = True
     window: int = 0
     """Newest tokens that a token sees; 0: all. Extents are cut to it for a single new token."""
+    outside: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Entered by each layer's attention, whose operators follow the batch, as no other's do."""
     real: Tensor | None = None
     """Which rows of a padded step hold tokens, [sequences, rows of each] bool; None: there are no pads."""
 
@@ -81,14 +84,15 @@ class PagedCache(LayerCache):
         ``backend`` and ``mask`` play no part: what is seen follows from the layout.
         """
         layout = self.layout
-        if layout.real is None:
-            return self._packed(q, k, v)
-        if not layout.causal:
-            return _padded(q, k, v, layout.real)
-        real = layout.real.flatten()
-        out = torch.zeros_like(q)
-        out[:, :, real] = self._packed(*(t[:, :, real] for t in (q, k, v)))
-        return out
+        with layout.outside:
+            if layout.real is None:
+                return self._packed(q, k, v)
+            if not layout.causal:
+                return _padded(q, k, v, layout.real)
+            real = layout.real.flatten()
+            out = torch.zeros_like(q)
+            out[:, :, real] = self._packed(*(t[:, :, real] for t in (q, k, v)))
+            return out
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layout = self.layout

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from ridgeline.nn.paged import Layout
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
 
@@ -45,13 +49,15 @@ Cut = Callable[[Sequence[int], Callable[[int, int], float]], list[list[int]]]
 """Divides sequences of given lengths into batches, as indices, by the seconds of a batch (length, size)."""
 
 
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""Token ids [1, T] and their places [T] → hidden states [T, H]."""
+
+
 @dataclass
 class ServeBuild(Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
 
-    limits: Limits = field(
-        default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True)
-    )
+    limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True))
     block_size: int = 16
     """Slots of a cache block."""
     share_prefixes: bool = False
@@ -64,5 +70,7 @@ class ServeBuild(Build):
     """Whether adapters can be loaded."""
     drafts: Drafts | None = None
     """Guesses at the next tokens; None: none."""
+    memory: Callable[[Forward, Layout, torch.device], Forward] | None = None
+    """Puts a memory of its own around the forward pass; None: results are allocated one by one."""
     cut: Cut | None = None
     """Which waiting sequences are served together; None: first come, first served."""

@@ -63,6 +63,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     blocks = _blocks(run, longest) if e.model.causal else 0
     runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind,
                     padded=limits.padded)  # fmt: skip
+    if run.memory is not None:
+        runner.forward = run.memory(runner.forward, runner.layout, device)
     sampler = Sampler(ends_of(w.checkpoint), run.hierarchical)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     longest = min(longest, blocks * run.block_size) if e.model.causal else longest

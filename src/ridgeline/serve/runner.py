@@ -27,6 +27,8 @@ class Runner:
         spec, weight = model.spec, next(model.parameters())
         self.model, self.block_size, self.device = model, block_size, weight.device
         self.padded = padded
+        self.forward = self._forward
+        """The pass over a step's rows; a technique may put its own around it."""
         self.layout = Layout(causal=spec.causal, window=spec.sliding_window or 0)
         shape = (1, spec.num_kv_heads, slots, spec.head_dim)
         self.cache: dict[str, LayerCache] = {
@@ -57,13 +59,13 @@ class Runner:
         layout.pieces = pieces
         new, places = torch.tensor(ids, device=self.device), torch.tensor(at, device=self.device)
         if not self.padded:
-            return self._forward(new[None], places)
+            return self.forward(new[None], places)
         counts = torch.tensor([n for _, n in batch], device=self.device)
         layout.real = torch.arange(self.rows(batch)[0], device=self.device) < counts[:, None]
         real = layout.real.flatten()
         wide = torch.zeros((2, len(real)), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
         wide[:, real] = torch.stack([new, places])
-        return self._forward(wide[:1], wide[1])[real]
+        return self.forward(wide[:1], wide[1])[real]
 
     def rows(self, batch: list[tuple[Sequence, int]]) -> list[int]:
         """Rows that each sequence of a step takes."""

@@ -32,8 +32,11 @@ class LengthDP(Technique):
 
     def check(self, e: Experiment) -> None:
         """Needs pads."""
-        self.needs(not e.plan.has("padding_free"), "the rows of padding_free's batches have no pads, so that no order of"
-                   " the queue saves any", "keep one of the two")  # fmt: skip
+        self.needs(
+            not e.plan.has("padding_free"),
+            "the batches of padding_free have no pads that another order of the queue could save",
+            "leave out length_dp, which padding_free outdoes, or padding_free",
+        )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Operators stay as they are; the simulated engines pack their batches."""
