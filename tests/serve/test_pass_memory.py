@@ -112,7 +112,7 @@ def test_two_recorded_passes_plan_every_length(name):
 
 
 def test_lengths_with_operators_of_their_own_are_recorded_for_themselves():
-    """A pass whose operators change with T: results in a place that the next operator does not expect would be wrong."""
+    """Operators that change with T are noticed, and from there on results are allocated."""
     from ridgeline.nn.pass_memory import PassMemory
 
     weight = torch.randn(8, 8)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from ridgeline.nn.paged import Layout
+from ridgeline.nn.pass_memory import Forward
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
 
@@ -47,10 +47,6 @@ class Drafts:
 
 Cut = Callable[[Sequence[int], Callable[[int, int], float]], list[list[int]]]
 """Divides sequences of given lengths into batches, as indices, by the seconds of a batch (length, size)."""
-
-
-Forward = Callable[[Tensor, Tensor], Tensor]
-"""Token ids [1, T] and their places [T] → hidden states [T, H]."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ridgeline.nn.attention import LayerCache, Mask
 from ridgeline.nn.paged import Layout, PagedCache, Piece
+from ridgeline.nn.pass_memory import Forward
 from ridgeline.nn.rotary import Rope
 from ridgeline.nn.transformer import Transformer
 from ridgeline.serve.blocks import Copy, runs
@@ -27,7 +28,7 @@ class Runner:
         spec, weight = model.spec, next(model.parameters())
         self.model, self.block_size, self.device = model, block_size, weight.device
         self.padded = padded
-        self.forward = self._forward
+        self.forward: Forward = self._forward
         """The pass over a step's rows; a technique may put its own around it."""
         self.layout = Layout(causal=spec.causal, window=spec.sliding_window or 0)
         shape = (1, spec.num_kv_heads, slots, spec.head_dim)
