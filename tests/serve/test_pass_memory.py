@@ -143,14 +143,12 @@ def test_memory_is_near_the_bound_and_far_below_the_sum():
     assert plan.naive == sum(padded(s) for s, _ in spans)
     _, made_at = memory.kinds[0].at(512)
     bound = lower_bound([(torch.Size(m.size).numel() * 4, m.op, m.death) for m in made_at])
-    print(
-        f"512 tokens: sum {plan.naive / 2**20:.1f} MiB, chunks {memory.nbytes / 2**20:.1f}, bound {bound / 2**20:.1f}"
-    )
+    print(f"512 tokens: sum {plan.naive >> 10} KiB, chunks {memory.nbytes >> 10}, bound {bound >> 10}")
     assert bound <= memory.nbytes <= max(1.5 * bound, bound + 2 * CHUNK)
     assert plan.naive > 4 * memory.nbytes
     assert memory.allocations == len(memory.memory)  # no chunk was made twice
     _, pool = lengths(made, "dynamic_memory", *counts)
-    print(f"buffers {pool.nbytes / 2**20:.1f} MiB in {len(pool.memory)}, {pool.allocations} allocations")
+    print(f"{len(pool.memory)} buffers of {pool.nbytes >> 10} KiB, {pool.allocations} allocations")
     assert plan.naive > 3 * pool.nbytes
 
 

@@ -62,11 +62,8 @@ class _Mode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
-        self.paused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if self.paused:
-            return func(*args, **(kwargs or {}))
         out = self.run(func, args, kwargs or {})
         self.now += 1
         return out
@@ -81,14 +78,15 @@ class _Pause:
     """What attention enters: operators in here are nobody's business."""
 
     mode: _Mode | None = None
+    """What a pass runs in."""
 
     def __enter__(self) -> None:
         if self.mode is not None:
-            self.mode.paused = True
+            self.mode.__exit__(None, None, None)
 
     def __exit__(self, *_: object) -> None:
         if self.mode is not None:
-            self.mode.paused = False
+            self.mode.__enter__()
 
 
 @dataclass
@@ -283,8 +281,11 @@ class PassMemory:
 
     def _run(self, mode: _Mode, ids: Tensor, at: Tensor) -> Tensor:
         self.last = self.pause.mode = mode
-        with mode:
-            return self.forward(ids, at)
+        try:
+            with mode:
+                return self.forward(ids, at)
+        finally:
+            self.pause.mode = None
 
     def _recorded(self, tokens: int, ids: Tensor, at: Tensor) -> Tensor:
         record = _Record(self._writer)
