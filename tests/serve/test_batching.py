@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
 from ridgeline.runtime.serving import Limits
-from ridgeline.serve.batching import Batches, CostTable, measure_costs
+from ridgeline.serve.batching import Batches, CostTable, free, measure_costs
 from ridgeline.serve.request import Request
 from ridgeline.serve.sequence import Group, Sequence
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.length_dp import dp_batches
+from ridgeline.techniques.multi_adapter import two_stage_batches
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=9)
 
@@ -83,7 +84,7 @@ def test_a_cut_queue_is_served_whole_before_later_arrivals_and_the_oldest_first(
     def cost(length, batch):  # like lengths go together
         return length * batch + 3
 
-    policy = Batches(dp_batches, cost, Limits())
+    policy = Batches(lambda lengths, tasks, shared, own: dp_batches(lengths, shared), Limits(), cost, free)
     queue = waiting(50, 2, 51, 3, 2)
     assert policy(queue) == 2
     assert [s.index for s in queue][:2] == [0, 2]
@@ -107,7 +108,7 @@ def test_the_table_is_measured_and_leaves_nothing_in_the_pool():
     eng = engine(model(), "-padding_free", "length_dp", max_num_batched_tokens=64)
     assert eng.blocks.used == 0
     eng.check()
-    table = eng.scheduler.order.cost
+    table = eng.scheduler.order.shared
     assert table.lengths == [1, 4, 16, 64]
     assert table(1, 1) > 0
     again = measure_costs(eng.runner, eng.blocks, eng.limits, eng.max_model_len)
@@ -126,7 +127,7 @@ def test_generated_tokens_stay_the_same(plan):
 def test_an_encoders_batches_are_the_cut_ones():
     made = model("bert-tiny")
     eng = engine(made, "-padding_free", "length_dp", max_num_batched_tokens=256)
-    eng.scheduler.order.cost = lambda length, batch: length * batch + 3
+    eng.scheduler.order.shared = lambda length, batch: length * batch + 3
     for i, n in enumerate((60, 3, 61, 4, 3)):
         eng.add(Request(str(i), [1 + i] * n, embed=True))
     steps = []
@@ -141,3 +142,58 @@ def test_an_encoders_batches_are_the_cut_ones():
 def test_packed_batches_have_nothing_to_save():
     with pytest.raises(Incompatible, match="no pads"):
         engine(model(), "length_dp")
+
+
+# ---- several tasks ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from(["", "a", "b"])), min_size=1, max_size=8),
+       monotone_costs(), monotone_costs())  # fmt: skip
+def test_each_of_the_two_stages_is_the_cheapest(asked, shared, own):
+    lengths, tasks = [n for n, _ in asked], [t for _, t in asked]
+    found = two_stage_batches(lengths, tasks, shared, own)
+    assert sorted(i for b in found for i in b) == list(range(len(asked)))
+    small = []
+    for task in dict.fromkeys(tasks):
+        mine = [i for i, t in enumerate(tasks) if t == task]
+        ways = list(partitions(mine)) if task else [[[i] for i in mine]]
+        costs = [sum(own(max(lengths[i] for i in b), len(b)) for b in way) for way in ways]
+        made = dp_batches([lengths[i] for i in mine], own) if task else [[i] for i in range(len(mine))]
+        cost = sum(own(max(lengths[mine[i]] for i in b), len(b)) for b in made)
+        assert cost == min(costs)
+        small += [[mine[i] for i in b] for b in made]
+    small.sort(key=lambda b: max(lengths[i] for i in b))
+
+    def seconds(group):
+        longest = max(lengths[i] for b in group for i in b)
+        return shared(longest, sum(map(len, group))) + sum(own(longest, len(b)) for b in group if tasks[b[0]])
+
+    cuts = range(2 ** (len(small) - 1))
+    ways = []
+    for cut in cuts:
+        way = [[small[0]]]
+        for k, batch in enumerate(small[1:]):
+            if cut >> k & 1:
+                way.append([batch])
+            else:
+                way[-1].append(batch)
+        ways.append(sum(map(seconds, way)))
+    groups = [[b for b in small if set(b) <= set(batch)] for batch in found]
+    assert sum(map(seconds, groups)) == min(ways)
+
+
+def test_two_stages_in_the_engine():
+    made = model()
+    eng = engine(made, "-padding_free", "multi_adapter:two_stage=true", max_num_batched_tokens=128)
+    policy = eng.scheduler.order
+    assert policy.own(64, 1) >= 0
+    assert not eng.adapters.tasks.tasks
+    eng.check()
+    prompts = {f"r{i}": [(5 * i + j) % 300 for j in range(1 + 17 * i % 40)] for i in range(9)}
+    got, _ = run(eng, *[ask(k, p, 5) for k, p in prompts.items()])
+    assert got == {(k, 0): greedy(made, p, 5) for k, p in prompts.items()}
+    with pytest.raises(Incompatible, match="two_stage"):
+        engine(made, "multi_adapter:two_stage=true")
+    with pytest.raises(Incompatible, match="both order"):
+        engine(made, "-padding_free", "length_dp", "multi_adapter:two_stage=true")

@@ -43,7 +43,7 @@ def fold(model: Transformer, columns: int) -> None:
         if isinstance(module, Block) and module.add_norm is add_norm:
             module.add_norm = partial(add_norm, columns=columns)
         elif isinstance(module.forward, _Bound) and module.forward.function is norm:
-            module.forward = _Bound(partial(norm, columns=columns), module)  # type: ignore[method-assign]
+            module.forward = _Bound(partial(norm, columns=columns), module)
     if model.backend.function is fused_naive_attention:
         model.set_attention(replace(model.backend, function=partial(fused_naive_attention, columns=columns)))
 

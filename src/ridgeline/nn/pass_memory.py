@@ -82,11 +82,11 @@ class _Pause:
 
     def __enter__(self) -> None:
         if self.mode is not None:
-            self.mode.__exit__(None, None, None)
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
         if self.mode is not None:
-            self.mode.__enter__()
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 @dataclass

@@ -45,8 +45,11 @@ class Drafts:
     """A smaller model that drafts instead."""
 
 
-Cut = Callable[[Sequence[int], Callable[[int, int], float]], list[list[int]]]
-"""Divides sequences of given lengths into batches, as indices, by the seconds of a batch (length, size)."""
+Cost = Callable[[int, int], float]
+"""Seconds of a batch by its length and its size; infinite for one that is too large."""
+Cut = Callable[[Sequence[int], Sequence[str], Cost, Cost], list[list[int]]]
+"""Divides sequences, of which lengths and adapters are given, into batches, as indices. The costs: what a batch takes,
+and what sequences of one adapter in it add."""
 
 
 @dataclass
@@ -70,3 +73,5 @@ class ServeBuild(Build):
     """Puts a memory of its own around the forward pass; None: results are allocated one by one."""
     cut: Cut | None = None
     """Which waiting sequences are served together; None: first come, first served."""
+    per_task: bool = False
+    """Whether the cut asks for what adapters add."""

@@ -6,9 +6,11 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as List
 
-from ridgeline.runtime.serving import Cut, Limits
+from ridgeline.runtime.serving import Cost, Cut, Limits
+from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.request import Request
 from ridgeline.serve.runner import Runner
@@ -18,8 +20,10 @@ AT_ONCE = 256
 """Waiting sequences that are cut into batches together."""
 STEP = 4
 """Factor between the lengths, and between the sizes of batches, that are measured."""
-TRIES = 2
-"""Times that each is measured; the shortest counts."""
+SHORT = 0.1
+"""Seconds below which a batch is measured twice; the shorter time counts."""
+FULL = 0.85
+"""Share of a proportional time from which on larger batches are taken to be in proportion."""
 
 
 class CostTable:
@@ -57,11 +61,17 @@ def _between(at: List[int], values: List[float], x: int) -> float:
     return values[i - 1] + (values[i] - values[i - 1]) * (x - at[i - 1]) / (at[i] - at[i - 1])
 
 
+def free(length: int, batch: int) -> float:
+    """The cost of what is not there."""
+    return 0.0
+
+
 def measure_costs(runner: Runner, blocks: Blocks, limits: Limits, longest: int) -> CostTable:
     """Time batches of the engine that is about to start, as large as a step may be."""
     most = min(longest, limits.max_num_batched_tokens)
     found: dict[tuple[int, int], float] = {}
     for length in [*_grid(most), most]:
+        before = 0.0
         for batch in _grid(limits.max_num_seqs):
             if batch > 1 and length * batch > limits.max_num_batched_tokens:
                 break
@@ -71,12 +81,28 @@ def measure_costs(runner: Runner, blocks: Blocks, limits: Limits, longest: int) 
             else:
                 if not found:  # what is made once must not count
                     _seconds(runner, seqs, length)
-                seconds = min(_seconds(runner, seqs, length) for _ in range(TRIES))
+                seconds = _seconds(runner, seqs, length)
+                if seconds < SHORT:
+                    seconds = min(seconds, _seconds(runner, seqs, length))
             for s in seqs:
                 blocks.release(s)
-            if seconds is not None:
-                found[length, batch] = seconds
+            if seconds is None:
+                break
+            found[length, batch] = seconds
+            if before and seconds > FULL * STEP * before:
+                break
+            before = seconds
     return CostTable(found)
+
+
+def measure_task(adapters: AdapterTable, shared: CostTable, measure: Callable[[], CostTable]) -> CostTable:
+    """What the sequences of one task add to a batch, taken from a LoRA of rank 8 around every linear."""
+    with adapters.probe():
+        both = measure()
+    return CostTable({
+        (length, batch): max(0.0, both(length, batch) - shared(length, batch))
+        for length in both.lengths for batch in both.batches
+    })  # fmt: skip
 
 
 def _grid(most: int) -> list[int]:
@@ -92,8 +118,8 @@ def _seconds(runner: Runner, seqs: list[Sequence], length: int) -> float:
 class Batches:
     """A scheduler's policy: the queue is cut into batches, and all of those are served before it is cut again."""
 
-    def __init__(self, cut: Cut, cost: CostTable, limits: Limits) -> None:
-        self.cut, self.cost, self.limits = cut, cost, limits
+    def __init__(self, cut: Cut, limits: Limits, shared: Cost, own: Cost) -> None:
+        self.cut, self.limits, self.shared, self.own = cut, limits, shared, own
         self.batches: deque[list[Sequence]] = deque()
 
     def __call__(self, waiting: deque[Sequence]) -> int:
@@ -114,10 +140,14 @@ class Batches:
 
     def _divide(self, seqs: list[Sequence]) -> list[Sequence]:
         """Cut what waits; the batch with the oldest of it comes first, and is returned."""
-        found = self.cut([s.total for s in seqs], self._seconds)
+        adapters = [s.group.request.adapter or "" for s in seqs]
+        found = self.cut([s.total for s in seqs], adapters, self._within(self.shared), self._within(self.own))
         self.batches.extend([seqs[i] for i in batch] for batch in sorted(found, key=min))
         return self.batches[0] if self.batches else []
 
-    def _seconds(self, length: int, batch: int) -> float:
-        many = batch > 1 and length * batch > self.limits.max_num_batched_tokens
-        return math.inf if many or batch > self.limits.max_num_seqs else self.cost(length, batch)
+    def _within(self, cost: Cost) -> Cost:
+        def seconds(length: int, batch: int) -> float:
+            many = batch > 1 and length * batch > self.limits.max_num_batched_tokens
+            return math.inf if many or batch > self.limits.max_num_seqs else cost(length, batch)
+
+        return seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.serving import Drafts, ServeBuild
 from ridgeline.serve.adapters import AdapterTable
-from ridgeline.serve.batching import Batches, measure_costs
+from ridgeline.serve.batching import Batches, free, measure_costs, measure_task
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
 from ridgeline.serve.engine import Engine
@@ -74,7 +75,11 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
     if run.cut is not None:
-        engine.scheduler.order = Batches(run.cut, measure_costs(runner, table, limits, longest), limits)
+        measure = partial(measure_costs, runner, table, limits, longest)
+        shared = measure()
+        tasks = engine.adapters if run.per_task else None
+        own = free if tasks is None else measure_task(tasks, shared, measure)
+        engine.scheduler.order = Batches(run.cut, limits, shared, own)
     return engine
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Graph
@@ -11,7 +11,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serving import ServeBuild
+    from ridgeline.runtime.serving import Cost, ServeBuild
 
 
 class LengthDP(Technique):
@@ -44,10 +44,10 @@ class LengthDP(Technique):
 
     def serve(self, run: ServeBuild) -> None:
         """Cut the queue."""
-        run.cut = dp_batches
+        run.cut = lambda lengths, adapters, cost, own: dp_batches(lengths, cost)
 
 
-def dp_batches(lengths: Sequence[int], cost: Callable[[int, int], float]) -> list[list[int]]:
+def dp_batches(lengths: Sequence[int], cost: Cost) -> list[list[int]]:
     """The cheapest way to serve sequences of ``lengths`` in padded batches, as indices, shortest batch first.
 
     ``cost(length, batch)``: seconds of a batch padded to ``length``; infinite for one that is too large, and then for
