@@ -58,7 +58,7 @@ def passes(made, name, requests, **fields):
     """Events of an engine with and without it, the memory, and what each of its passes did."""
     plain = engine(made, **fields)
     other = engine(made, name, **fields)
-    return run(plain, *requests)[1], run(other, *requests)[1], other.runner.forward
+    return run(plain, *requests)[1], run(other, *requests)[1], other.runner.compute
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -94,7 +94,7 @@ def lengths(made, name, *counts):
     for n in counts:
         eng.add(Request("x", [1 + i % 290 for i in range(n)], embed=True))
         out += [e.embedding for e in eng.step()]
-    return out, eng.runner.forward
+    return out, eng.runner.compute
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -169,7 +169,7 @@ def test_allocations_of_a_pass():
     """Results that get a place are not allocated any more."""
     made = model("llama-mini", torch.float32)
     eng = engine(made, "length_aware_memory")
-    memory = eng.runner.forward
+    memory = eng.runner.compute
     eng.add(ask("a", list(range(40)), 6))
     eng.step()
     before = memory.last.storages

@@ -71,7 +71,9 @@ def serve(
         service.load_all(adapters)
     asgi = create_app(service, api_key or (), [admin_key] if admin_key else (), body or 0)
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
-    if not run(asgi, service.loop, host, port, drain_timeout, say):
+    well = run(asgi, service.loop, host, port, drain_timeout, say)
+    engine.close()
+    if not well:
         raise typer.Exit(1)
 
 
@@ -130,11 +132,14 @@ def generate(
                         ignore_eos=ignore_eos)  # fmt: skip
 
     sampling(None).check(engine.spec.vocab_size)
-    if out is None:
-        _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()))
-    else:
-        results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()))
-        _write(results, out, len(asked), len(asked) - len(left))
+    try:
+        if out is None:
+            _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()))
+        else:
+            results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()))
+            _write(results, out, len(asked), len(asked) - len(left))
+    finally:
+        engine.close()
 
 
 def _print_one(engine: Engine, vocabulary: Any, prompt: Any, sampling: Any, stops: tuple[str, ...]) -> None:
@@ -177,14 +182,15 @@ def _engine(
 ) -> Engine:  # fmt: skip
     """The engine of the default plan and ``more``, where ``--with`` does not give their options itself; -NAME leaves a
     technique of these out."""
+    from ridgeline.experiments import plan_of
     from ridgeline.serve.build import DEFAULT_PLAN, load_engine
     from ridgeline.spec.errors import unknown
     from ridgeline.spec.plan import Call
 
     _require_checkpoint(checkpoint)
-    asked = [item for item in with_ or [] if not item.startswith("-")]
-    off = [item[1:] for item in with_ or [] if item.startswith("-")]
-    default = (*DEFAULT_PLAN, *more)
+    default, given = (*DEFAULT_PLAN, *more), with_ or []
+    asked = plan_of([item for item in given if not item.startswith("-")], "--with").strings()
+    off = [item[1:] for item in given if item.startswith("-")]
     for name in off:
         if name not in default:
             raise unknown("technique", name, default, f"--with -{name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from subprocess import Popen
 
 import torch
 
@@ -11,6 +12,7 @@ from ridgeline.nn.paged import Layout
 from ridgeline.nn.pass_memory import Forward
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
+from ridgeline.runtime.mesh import Mesh
 
 
 @dataclass
@@ -56,6 +58,12 @@ and what sequences of one adapter in it add."""
 class ServeBuild(Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
 
+    mesh: Mesh | None = None
+    """The ranks on their axes; None with one process."""
+    followers: list[Popen[bytes]] = field(default_factory=list)
+    """Processes of the other ranks, where this one started them."""
+    kv_heads: int = 0
+    """Key/value heads that this rank holds."""
     limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True))
     block_size: int = 16
     """Slots of a cache block."""

@@ -71,6 +71,11 @@ def planned_passes(technique: Technique, e: Experiment) -> None:
         f"use a dense model, or drop {technique.card.name}",
     )
     technique.needs(
+        e.world == 1,
+        "results that travel between ranks are freed when others have read them, which no plan of one rank knows",
+        f"use one process, or drop {technique.card.name}",
+    )
+    technique.needs(
         not e.plan.has("multi_adapter"),
         "which adapters a pass runs follows from its requests, not from its number of tokens",
         f"drop multi_adapter or {technique.card.name}",
