@@ -7,7 +7,7 @@ Parts:
                continuous batching; equal greedy tokens are asserted
     decode     one stream in int8 and int4 against fp32, against llama.cpp's same bits (where llama-cpp-python is
                installed), and against the memory's bandwidth
-    packed     BERT-base on a batch of average over maximal length 0.6: packed rows, split by length, padded
+    packed     BERT-base on batches of average over maximal length 0.4 to 1: packed rows, padded, padded by length_dp
     prefix     time to the first token by the share of the prompt that is cached
     pages      requests that run at once in equal memory: pages, and room for the longest possible output
     topk       two-level search of a large vocabulary against ``torch.topk``
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,13 @@ from ridgeline.measure.environment import fingerprint
 from ridgeline.nn import topk
 from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
 from ridgeline.nn.init import build
-from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+from ridgeline.serve.build import DEFAULT_PLAN, load_engine, make_engine
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.request import Request, Sampling
+from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Serve
 
 Times = dict[str, list[float]]
 
@@ -219,34 +223,41 @@ def _llama_cpp(folder: Path, prompt: list[int], new: int) -> dict[str, Callable[
 
 
 def packed(checkpoint: Path, rounds: int, batch: int = 16, longest: int = 256) -> dict[str, Any]:
-    """BERT-base, as it is served: packed, and padded to the longest."""
+    """BERT-base on batches of several shares of average over maximal length: packed, padded, padded in DP's batches."""
     spec = catalog.model("bert-base")
     model = build(spec).eval().requires_grad_(False)
+    plain = [name for name in DEFAULT_PLAN if name != "padding_free"]
+    plans = {"ours": list(DEFAULT_PLAN), "padded": plain, "length_dp": [*plain, "length_dp"]}
+    w = Serve(prompt_len=1, output_len=1, dtype="fp32", max_num_batched_tokens=batch * longest)
+    device, cluster = torch.device("cpu"), catalog.cluster("local")
+    engines = {
+        n: make_engine(Experiment(model=spec, cluster=cluster, workload=w, plan=Plan.parse(p)), device, model)
+        for n, p in plans.items()
+    }
+    return {f"average over longest {share}": _packed(engines, spec.vocab_size, share, rounds, batch, longest)
+            for share in (0.4, 0.6, 0.8, 1.0)}  # fmt: skip
+
+
+def _packed(engines: dict[str, Engine], vocab: int, share: float, rounds: int, batch: int, longest: int) -> Any:
     rng = random.Random(2)
-    lengths = [longest, *(rng.randint(round(0.2 * longest), longest) for _ in range(batch - 1))]
-    lengths = [max(8, round(n * 0.6 * longest * batch / sum(lengths))) if n != longest else n for n in lengths]
-    prompts = [[rng.randrange(spec.vocab_size) for _ in range(n)] for n in lengths]
-    from tests.serving import engine as make
+    low = max(8, round((2 * share - 1) * longest))
+    drawn = [rng.uniform(low, longest) for _ in range(batch - 1)]
+    scale = (share * batch - 1) * longest / sum(drawn)
+    lengths = [longest, *(min(longest, max(1, round(n * scale))) for n in drawn)]
+    prompts = [[rng.randrange(vocab) for _ in range(n)] for n in lengths]
+    said: dict[str, dict[str, torch.Tensor]] = {}
 
-    engine = make(model, max_num_batched_tokens=batch * longest)
-    ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
-    mask = torch.tensor([[True] * len(p) + [False] * (longest - len(p)) for p in prompts])
-    said: dict[str, list[float]] = {}
-
-    def ours() -> None:
+    def embed(name: str) -> None:
+        engine, said[name] = engines[name], {}
         for i, p in enumerate(prompts):
             engine.add(Request(str(i), p, embed=True))
         while engine.has_work():
-            said.update({e.request: e.embedding for e in engine.step() if e.embedding})
+            said[name].update({e.request: torch.tensor(e.embedding) for e in engine.step()})
 
-    @torch.inference_mode()
-    def padded() -> None:
-        hidden = model(ids, attention_mask=mask, return_hidden=True)
-        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        said["padded"] = mean[3].tolist()
-
-    times = in_turns({"ours": ours, "padded": padded}, rounds)
-    torch.testing.assert_close(torch.tensor(said["3"]), torch.tensor(said["padded"]), rtol=1e-3, atol=1e-4)
+    times = in_turns({n: partial(embed, n) for n in engines}, rounds)
+    for name in engines:
+        for i in said["ours"]:
+            torch.testing.assert_close(said[name][i], said["ours"][i], rtol=1e-3, atol=1e-4)
     return {"average_over_longest": sum(lengths) / (batch * longest), "seconds": times,
             "speedup_over": ratios(times, "ours")}  # fmt: skip
 

@@ -55,10 +55,13 @@ def alone(name, folder, prompt, new):
     return greedy(made, prompt, new)
 
 
-def test_every_kind_in_one_batch(folders):
+@pytest.mark.parametrize(
+    "plan", [("multi_adapter",), ("multi_adapter", "-padding_free"), ("multi_adapter:two_stage=true", "-padding_free")]
+)
+def test_every_kind_in_one_batch(folders, plan):
     made = model()
     before = {n: t.clone() for n, t in made.state_dict().items()}
-    eng = engine(made, "multi_adapter", max_num_batched_tokens=24)
+    eng = engine(made, *plan, max_num_batched_tokens=24)
     for name, folder in folders.items():
         eng.load_adapter(name, folder)
         eng.check()

@@ -31,12 +31,12 @@ class Serving(RuleBasedStateMachine):
     @initialize(
         paged=st.booleans(), share=st.booleans(), continuous=st.booleans(), chunked=st.booleans(),
         hierarchical=st.booleans(), drafts=st.booleans(), blocks=st.integers(16, 60), budget=st.integers(3, 40),
-        seqs=st.integers(1, 6),
+        seqs=st.integers(1, 6), rows=st.sampled_from([[], [], ["-padding_free"], ["-padding_free", "length_dp"]]),
     )  # fmt: skip
-    def start(self, paged, share, continuous, chunked, hierarchical, drafts, blocks, budget, seqs):
+    def start(self, paged, share, continuous, chunked, hierarchical, drafts, blocks, budget, seqs, rows):
         wanted = {"continuous_batching": continuous, "chunked_prefill": chunked, "hierarchical_search": hierarchical,
                   "paged_kv": paged}  # fmt: skip
-        off = [f"-{name}" for name, on in wanted.items() if not on]
+        off = [f"-{name}" for name, on in wanted.items() if not on] + rows
         if paged:
             off.append(f"paged_kv:block_size=4,prefix_sharing={str(share).lower()}")
         if drafts:

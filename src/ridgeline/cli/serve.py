@@ -180,15 +180,22 @@ def _engine(
     checkpoint: Path, with_: list[str] | None, length: int | None, seqs: int | None, tokens: int | None,
     pool: str | None, more: tuple[str, ...] = (),
 ) -> Engine:  # fmt: skip
-    """The engine of the default plan and ``more``, where ``--with`` does not give their options itself."""
+    """The engine of the default plan and ``more``, where ``--with`` does not give their options itself; -NAME leaves a
+    technique of these out."""
     from ridgeline.experiments import plan_of
     from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+    from ridgeline.spec.errors import unknown
     from ridgeline.spec.plan import Call
 
     _require_checkpoint(checkpoint)
-    asked = plan_of(list(with_ or []), "--with").strings()
-    named = {Call.parse(item).name for item in asked}
-    plan = [*(name for name in (*DEFAULT_PLAN, *more) if name not in named), *asked]
+    default, given = (*DEFAULT_PLAN, *more), with_ or []
+    asked = plan_of([item for item in given if not item.startswith("-")], "--with").strings()
+    off = [item[1:] for item in given if item.startswith("-")]
+    for name in off:
+        if name not in default:
+            raise unknown("technique", name, default, f"--with -{name}")
+    named = {*off, *(Call.parse(item).name for item in asked)}
+    plan = [*(name for name in default if name not in named), *asked]
     return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,
                        kv_cache_bytes=number_of_bytes("--kv-cache", pool))  # fmt: skip
 

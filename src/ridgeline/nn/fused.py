@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,17 @@ def fuse_elementwise(model: Transformer) -> None:
             module.expand = expand_biased
 
 
+def fold(model: Transformer, columns: int) -> None:
+    """Let fused norms and softmax hold ``columns`` of a row at a time, so that rows of any width fit a thread block."""
+    for module in model.modules():
+        if isinstance(module, Block) and module.add_norm is add_norm:
+            module.add_norm = partial(add_norm, columns=columns)
+        elif isinstance(module.forward, _Bound) and module.forward.function is norm:
+            module.forward = _Bound(partial(norm, columns=columns), module)
+    if model.backend.function is fused_naive_attention:
+        model.set_attention(replace(model.backend, function=partial(fused_naive_attention, columns=columns)))
+
+
 class _Bound:
     """A function of a module and its input in the place of the module's ``forward``; can be copied and pickled."""
 
@@ -60,20 +73,20 @@ def _norm_of(module: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
     return module.weight, getattr(module, "bias", None), module.eps, isinstance(module, nn.LayerNorm)  # type: ignore[return-value]
 
 
-def norm(x: Tensor, module: nn.Module) -> Tensor:
-    """RMSNorm or LayerNorm of ``x`` in one kernel each way."""
+def norm(x: Tensor, module: nn.Module, columns: int = 0) -> Tensor:
+    """RMSNorm or LayerNorm of ``x`` in one kernel each way. ``columns``: see :func:`fold`."""
     if not _fits(x, module):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
-    return functions.norm(x, *_norm_of(module), compute_dtype(x))
+    return functions.norm(x, *_norm_of(module), compute_dtype(x), columns)
 
 
-def add_norm(x: Tensor, update: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, update: Tensor, module: nn.Module, columns: int = 0) -> tuple[Tensor, Tensor]:
     """:func:`~ridgeline.nn.transformer.add_then_norm` in one kernel each way."""
     hooked = module._forward_hooks or module._forward_pre_hooks
     plain = isinstance(module, (RMSNorm, nn.LayerNorm))
     if hooked or not plain or x.shape != update.shape or not usable(update) or not _fits(x, module):
         return add_then_norm(x, update, module)
-    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x))
+    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x), columns)
 
 
 def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
@@ -86,7 +99,7 @@ def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
     return functions.bias_activation(product, up.bias, mlp.activation)
 
 
-def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, columns: int = 0) -> Tensor:
     """:func:`~ridgeline.nn.attention.naive_attention` whose scores become probabilities in place, in one kernel."""
     batch, heads, length, width = q.shape
     groups, total = k.shape[1], k.shape[2]
@@ -95,7 +108,7 @@ def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor
         return naive_attention(q, k, v, mask)
     rows = q.reshape(batch * groups, -1, width)
     keys, values = k.reshape(-1, total, width), v.reshape(-1, total, width)
-    p = functions.probabilities(rows, keys, bias, 1 / math.sqrt(width))
+    p = functions.probabilities(rows, keys, bias, 1 / math.sqrt(width), columns)
     return torch.bmm(p, values).view(batch, heads, length, width)
 
 

@@ -11,6 +11,7 @@ Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -96,6 +97,10 @@ class Layout:
     causal: bool = True
     window: int = 0
     """Newest tokens that a token sees; 0: all. Extents are cut to it for a single new token."""
+    outside: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Entered by each layer's attention, whose operators follow the batch, as no other's do."""
+    real: Tensor | None = None
+    """Which rows of a padded step hold tokens, [sequences, rows of each] bool; None: there are no pads."""
 
 
 class PagedCache(LayerCache):
@@ -115,6 +120,18 @@ class PagedCache(LayerCache):
 
         ``backend`` and ``mask`` play no part: what is seen follows from the layout.
         """
+        layout = self.layout
+        with layout.outside:
+            if layout.real is None:
+                return self._packed(q, k, v)
+            if not layout.causal:
+                return _padded(q, k, v, layout.real)
+            real = layout.real.flatten()
+            out = torch.zeros_like(q)
+            out[:, :, real] = self._packed(*(t[:, :, real] for t in (q, k, v)))
+            return out
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layout = self.layout
         if len(layout.slots):
             for store, new in zip(self.stores, (k, v), strict=True):
@@ -193,6 +210,14 @@ class PagedCache(LayerCache):
         query = at[-q.shape[2] :, None]
         seen = (at <= query) & (at > query - self.layout.window)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=k.shape[1] < q.shape[1])
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """What padded encoders do: every row of a sequence sees its real ones, behind a mask; shapes as in ``attend``."""
+    batch = real.shape[0]
+    q, k, v = (t[0].unflatten(1, (batch, -1)).transpose(0, 1) for t in (q, k, v))  # [B, H, L, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None], enable_gqa=k.shape[1] < q.shape[1])
+    return out.transpose(0, 1).flatten(1, 2)[None]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

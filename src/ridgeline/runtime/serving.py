@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 
+import torch
+
+from ridgeline.nn.paged import Layout
+from ridgeline.nn.pass_memory import Forward
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
 from ridgeline.runtime.mesh import Mesh
@@ -26,6 +31,8 @@ class Limits:
     """Whether a step may compute a part of a prompt."""
     reserve: bool = False
     """Whether a sequence gets the blocks of its longest possible length at once, in one extent."""
+    padded: bool = False
+    """Whether every sequence of a step takes as many rows as the one with most new tokens; pads count as tokens."""
 
 
 @dataclass
@@ -40,6 +47,13 @@ class Drafts:
     """A smaller model that drafts instead."""
 
 
+Cost = Callable[[int, int], float]
+"""Seconds of a batch by its length and its size; infinite for one that is too large."""
+Cut = Callable[[Sequence[int], Sequence[str], Cost, Cost], list[list[int]]]
+"""Divides sequences, of which lengths and adapters are given, into batches, as indices. The costs: what a batch takes,
+and what sequences of one adapter in it add."""
+
+
 @dataclass
 class ServeBuild(Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
@@ -50,7 +64,7 @@ class ServeBuild(Build):
     """Processes of the other ranks, where this one started them."""
     kv_heads: int = 0
     """Key/value heads that this rank holds."""
-    limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True))
+    limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True))
     block_size: int = 16
     """Slots of a cache block."""
     share_prefixes: bool = False
@@ -63,3 +77,9 @@ class ServeBuild(Build):
     """Whether adapters can be loaded."""
     drafts: Drafts | None = None
     """Guesses at the next tokens; None: none."""
+    memory: Callable[[Forward, Layout, torch.device], Forward] | None = None
+    """Puts a memory of its own around the forward pass; None: results are allocated one by one."""
+    cut: Cut | None = None
+    """Which waiting sequences are served together; None: first come, first served."""
+    per_task: bool = False
+    """Whether the cut asks for what adapters add."""

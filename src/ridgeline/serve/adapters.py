@@ -7,7 +7,11 @@ A step's rows are ordered by adapter, so that each layer's shared product is one
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from ridgeline.nn.adapters.base import Adapter, Tasks
 from ridgeline.nn.adapters.fixed import fixed
@@ -15,7 +19,12 @@ from ridgeline.nn.transformer import Transformer
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.request import Invalid
 from ridgeline.serve.sequence import Sequence
-from ridgeline.train.adapters import adapters, load_adapter
+from ridgeline.spec.plan import Call
+from ridgeline.spec.targets import chosen
+from ridgeline.train.adapters import Loaded, adapters, load_adapter
+
+PROBED = 8
+"""Rank of the adapter that stands for any when costs are measured."""
 
 
 class AdapterTable:
@@ -59,15 +68,30 @@ class AdapterTable:
         self.tasks.remove(name)
         self.blocks.give_back(self.held.pop(name))
 
+    @contextmanager
+    def probe(self) -> Iterator[None]:
+        """All rows go through a LoRA of rank 8 around every linear, so that its time can be taken."""
+        spec = self.model.spec
+        wanted = chosen(spec, ("all-linear",))
+        state = {f"{name}.{leaf}": torch.zeros(size) for name, (out, into) in wanted.items()
+                 for leaf, size in (("lora_a", (PROBED, into)), ("lora_b", (out, PROBED)))}  # fmt: skip
+        call = Call(name="lora", options={"rank": PROBED, "targets": ["all-linear"]})
+        self.tasks.add("", {at: fixed(a) for at, a in adapters(self.model, Loaded(call, state)).items()})
+        self.tasks.activate_rows([("", slice(None))], dim=1)
+        try:
+            yield
+        finally:
+            self.tasks.remove("")
+
     def scope(self, name: str) -> bytes:
         """What a cache block computed with an adapter is marked with."""
         return f"{name}@{self.version[name]}".encode() if name else b""
 
-    def activate(self, batch: list[tuple[Sequence, int]]) -> None:
-        """Let each row of a batch, ordered by adapter, go through its own."""
+    def activate(self, batch: list[tuple[Sequence, int]], rows: list[int]) -> None:
+        """Let each row of a batch, ordered by adapter, go through its own. ``rows``: how many each sequence takes."""
         segments: list[tuple[str | None, slice]] = []
         row = 0
-        for seq, n in batch:
+        for (seq, _), n in zip(batch, rows, strict=True):
             name = seq.group.request.adapter or None
             if segments and segments[-1][0] == name:
                 segments[-1] = (name, slice(segments[-1][1].start, row + n))

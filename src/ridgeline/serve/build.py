@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serving import Drafts, ServeBuild
 from ridgeline.serve import ranks
 from ridgeline.serve.adapters import AdapterTable
+from ridgeline.serve.batching import Batches, free, measure_costs, measure_task
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
 from ridgeline.serve.engine import Engine
@@ -34,7 +36,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import check, normalise, require_runnable, techniques
 
-DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
+DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search")
 """What ``ridgeline serve`` switches on by itself."""
 CACHE_SHARE = 0.25
 """Of the memory that is free, what the key/value pool takes at most where nothing is said."""
@@ -64,6 +66,12 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         engine.adapters = AdapterTable(run.model, table, _block_bytes(run))
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
+    if run.cut is not None:
+        measure = partial(measure_costs, runner, table, limits, longest)
+        shared = measure()
+        tasks = engine.adapters if run.per_task else None
+        own = free if tasks is None else measure_task(tasks, shared, measure)
+        engine.scheduler.order = Batches(run.cut, limits, shared, own)
     return engine
 
 
@@ -113,14 +121,18 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
 def _runner(run: ServeBuild, blocks: int) -> Runner:
     """This rank's runner; all have as many ``blocks`` as the first."""
     longest = longest_of(run.experiment)
+    padded = run.limits.padded
     if run.mesh is None:
-        return Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind)
+        runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind, padded=padded)
+        if run.memory is not None:
+            runner.compute = run.memory(runner.compute, runner.layout, run.device)
+        return runner
     said = [blocks]
     dist.broadcast_object_list(said)
-    runner = RankedRunner(run.mesh, run.model, said[0] * run.block_size, run.block_size, longest, run.cache_kind,
-                          kv_heads=run.kv_heads)  # fmt: skip
-    runner.followers = run.followers
-    return runner
+    ranked = RankedRunner(run.mesh, run.model, said[0] * run.block_size, run.block_size, longest, run.cache_kind,
+                          kv_heads=run.kv_heads, padded=padded)  # fmt: skip
+    ranked.followers = run.followers
+    return ranked
 
 
 def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload: object) -> Engine:

@@ -173,7 +173,7 @@ class Engine:
         try:
             if self.adapters is not None:
                 batch.sort(key=lambda item: item[0].group.request.adapter)
-                self.adapters.activate(batch)
+                self.adapters.activate(batch, self.runner.rows(batch))
             hidden = self.runner.run(batch, plan.copies)
         except Lost:
             raise

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ridgeline.nn.attention import LayerCache, Mask
 from ridgeline.nn.paged import Layout, PagedCache, Piece, singles
+from ridgeline.nn.pass_memory import Forward
 from ridgeline.nn.rotary import Rope
 from ridgeline.nn.transformer import Transformer
 from ridgeline.serve.blocks import Copy, runs
@@ -37,11 +38,15 @@ class Runner:
 
     def __init__(
         self, model: Transformer, slots: int, block_size: int, max_model_len: int, kind: str = "",
-        kv_heads: int | None = None,
+        kv_heads: int | None = None, padded: bool = False,
     ) -> None:  # fmt: skip
-        """``kind``: fp8, int8 or int4 for a pool of codes; ``kv_heads``: those that this rank holds, if not all."""
+        """``kind``: fp8, int8 or int4 for a pool of codes; ``kv_heads``: those that this rank holds, if not all.
+        ``padded``: every sequence of a step takes as many rows as the longest, and all are computed."""
         spec, weight = model.spec, next(model.parameters())
         self.model, self.block_size, self.device = model, block_size, weight.device
+        self.padded = padded
+        self.compute: Forward = self.forward
+        """The pass over a step's rows; a technique may put memory of its own around it."""
         self.layout = Layout(causal=spec.causal, window=spec.sliding_window or 0)
         shape = (1, kv_heads or spec.num_kv_heads, slots, spec.head_dim)
         self.cache: dict[str, LayerCache] = {
@@ -72,6 +77,11 @@ class Runner:
             step.pieces.append(self._piece(seq, row, start, stop, step.slots))
         return step
 
+    def rows(self, batch: list[tuple[Sequence, int]]) -> list[int]:
+        """Rows that each sequence of a step takes."""
+        counts = [n for _, n in batch]
+        return [max(counts)] * len(counts) if self.padded else counts
+
     @torch.inference_mode()
     def execute(self, step: Step) -> Tensor:
         """Do a step: copies, then the packed pass."""
@@ -80,7 +90,15 @@ class Runner:
         self.layout.pieces = step.pieces
         if self.layout.kernel is not None:
             self.layout.singles = singles(step.pieces, self.block_size, self.device)
-        return self.forward(torch.tensor([step.ids], device=self.device), torch.tensor(step.at, device=self.device))
+        ids, at = torch.tensor([step.ids, step.at], device=self.device)
+        if not self.padded:
+            return self.compute(ids[None], at)
+        counts = torch.tensor([p.stop - p.start for p in step.pieces], device=self.device)
+        self.layout.real = torch.arange(int(counts.max()), device=self.device) < counts[:, None]
+        real = self.layout.real.flatten()
+        wide = torch.zeros((2, len(real)), dtype=torch.long, device=self.device)  # a pad is token 0 at place 0
+        wide[:, real] = torch.stack([ids, at])
+        return self.compute(wide[:1], wide[1])[real]
 
     def _piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
         n, size = stop - start, self.block_size

@@ -26,8 +26,8 @@ class Plan:
     preempted: list[Sequence] = field(default_factory=list)
 
 
-Order = Callable[[deque[Sequence]], None]
-"""A policy: puts the queue in the order in which it should be served."""
+Order = Callable[[deque[Sequence]], int]
+"""A policy: puts the queue in the order in which it should be served, and says how many of its front may join now."""
 
 
 class Scheduler:
@@ -67,20 +67,26 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step."""
         plan, lim = Plan(), self.limits
-        budget = lim.max_num_batched_tokens
         lacking = [s for s in self.running if s.total > s.n_computed]
         joins = lim.continuous or not lacking  # beams that wait for others of their search hold up nobody
         # Decodes first: a prompt must not delay the next token of those that already stream.
         for seq in sorted(lacking, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
             if seq.admitted < 0:  # sent back meanwhile
                 continue
-            n = self._share(seq, budget, not plan.tokens)
+            n = self._share(seq, self._left(plan), not plan.tokens)
             if n and self._room(seq, n, plan):
                 plan.tokens[seq] = n
-            budget = lim.max_num_batched_tokens - sum(plan.tokens.values())
         if joins and not plan.preempted:
-            self._admit(plan, budget)
+            self._admit(plan)
         return plan
+
+    def _left(self, plan: Plan) -> int:
+        """Tokens that one more sequence may bring."""
+        most, counts = self.limits.max_num_batched_tokens, plan.tokens.values()
+        if not self.limits.padded:
+            return most - sum(counts)
+        each = most // (len(counts) + 1)
+        return each if each >= max(counts, default=0) else 0
 
     def _share(self, seq: Sequence, budget: int, alone: bool) -> int:
         """Tokens of ``seq`` that fit the budget; a prompt that may not be cut and exceeds every budget goes alone."""
@@ -130,10 +136,12 @@ class Scheduler:
         """The last beam that only waits for others of its search: computing it again is better than a standstill."""
         return next((s for s in reversed(self.running) if s.total == s.n_computed), None)
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        if self.order is not None:
-            self.order(self.waiting)
-        while self.waiting and budget > 0:
+    def _admit(self, plan: Plan) -> None:
+        most = self.order(self.waiting) if self.order is not None else None
+        before = self._admitted
+        while self.waiting and (budget := self._left(plan)) > 0:
+            if most is not None and self._admitted - before >= most:
+                return
             seq = self.waiting[0]
             if sum(s.total > s.n_computed for s in self.running) >= self.limits.max_num_seqs:
                 return
@@ -156,7 +164,6 @@ class Scheduler:
             self.running.append(seq)
             plan.tokens[seq] = n
             plan.copies += copies
-            budget -= n
 
     def _fits(self, seq: Sequence) -> bool:
         """Whether the pool has room for all of what is known of a sequence, so that its prompt is not begun in vain."""

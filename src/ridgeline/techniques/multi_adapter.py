@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.length_dp import dp_batches
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serving import ServeBuild
+    from ridgeline.runtime.serving import Cost, ServeBuild
 
 
 class MultiAdapter(Technique):
@@ -28,6 +31,24 @@ class MultiAdapter(Technique):
     )
     phase: ClassVar[Phase] = "loop"
 
+    two_stage: bool = False
+    """Cut the queue into batches within each task first, then across tasks; for padded batches."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Without stages: what they save depends on which tasks are asked for."""
+        return [cls()]
+
+    def check(self, e: Experiment) -> None:
+        """Stages need pads, and the queue for themselves."""
+        if self.two_stage:
+            self.needs(
+                not e.plan.has("padding_free"),
+                "two_stage saves padding, and the batches of padding_free have none",
+                "leave out two_stage, or padding_free",
+            )
+            self.needs(not e.plan.has("length_dp"), "two_stage and length_dp both order the queue", "keep one of them")
+
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """What adapters add is small, and which are used is not known before: predicted as the base alone."""
         return g
@@ -35,3 +56,39 @@ class MultiAdapter(Technique):
     def serve(self, run: ServeBuild) -> None:
         """Give the engine a task table."""
         run.adapters = True
+        if self.two_stage:
+            run.cut, run.per_task = two_stage_batches, True
+
+
+def two_stage_batches(lengths: Sequence[int], tasks: Sequence[str], shared: Cost, own: Cost) -> list[list[int]]:
+    """PetS' batches of sequences of several tasks, as indices: small ones within each task, the cheapest for the task's
+    own operators, then neighbours by length put together, the cheapest for all.
+
+    ``shared(length, batch)``: seconds of the base's operators; ``own``: of the operators of one task in a batch. "" is
+    the task without any. Each stage is a dynamic programme over sequences, or small batches, in order of length.
+    """
+    small: list[list[int]] = []
+    for task in dict.fromkeys(tasks):
+        mine = [i for i, t in enumerate(tasks) if t == task]
+        cut = dp_batches([lengths[i] for i in mine], own) if task else [[i] for i in range(len(mine))]
+        small += [[mine[i] for i in batch] for batch in cut]
+    small.sort(key=lambda batch: max(lengths[i] for i in batch))
+    best, start = [0.0], [0]
+    for i, last in enumerate(small):
+        length, found, at = max(lengths[k] for k in last), math.inf, i
+        for j in range(i, -1, -1):
+            group = small[j : i + 1]
+            seconds = shared(length, sum(map(len, group)))
+            if math.isinf(seconds) and j < i:
+                break
+            seconds += sum(own(length, len(batch)) for batch in group if tasks[batch[0]])
+            if best[j] + seconds < found:
+                found, at = best[j] + seconds, j
+        best.append(found)
+        start.append(at)
+    batches: list[list[int]] = []
+    end = len(small)
+    while end:
+        batches.insert(0, [k for batch in small[start[end] : end] for k in batch])
+        end = start[end]
+    return batches

@@ -31,11 +31,12 @@ def usable(*tensors: Tensor | None) -> bool:
     return kinds == {"cpu"} and native.library() is not None
 
 
-def call(name: str, *args: Any) -> Any:
-    """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments."""
+def call(name: str, *args: Any, columns: int = 0) -> Any:
+    """Call a kernel on the device of its tensors; see ``cpu.cpp`` for the arguments. ``columns``: of a row that a GPU's
+    thread block holds at a time, for norms and softmax; 0: all of them. A CPU's kernels walk rows in any case."""
     device = next(a.device.type for a in args if isinstance(a, Tensor))
     if device == "cuda":
         from ridgeline.nn.kernels import gpu
 
-        return gpu.call(name, *args)
+        return gpu.call(name, *args, **({"columns": columns} if columns else {}))
     return native.call(name, *args)

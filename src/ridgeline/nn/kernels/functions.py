@@ -53,7 +53,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-                centred: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
+                centred: bool, out_dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = x.contiguous()
         update = None if update is None else update.contiguous()
         wide = _wide(x)
@@ -65,8 +65,9 @@ class _AddNorm(torch.autograd.Function):
         mean = torch.empty_like(rstd) if centred else None
         call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
              TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
-             TYPES[y.dtype], mean, rstd, rows, size, float(eps))  # fmt: skip
+             TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns)  # fmt: skip
         ctx.save_for_backward(total, weight, rstd, mean)
+        ctx.columns = columns
         ctx.update_dtype = None if update is None else update.dtype
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
@@ -87,10 +88,10 @@ class _AddNorm(torch.autograd.Function):
             db = torch.empty_like(weight) if ctx.has_bias and ctx.needs_input_grad[3] else None
             call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], d_total, total,
                  TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
-                 total.shape[-1])  # fmt: skip
+                 total.shape[-1], columns=ctx.columns)  # fmt: skip
         assert dx is not None
         d_update = None if ctx.update_dtype is None else dx.to(ctx.update_dtype)
-        return dx, d_update, dw, db, None, None, None
+        return dx, d_update, dw, db, None, None, None, None
 
 
 class _Norm(torch.autograd.Function):
@@ -98,8 +99,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool,
-                out_dtype: torch.dtype) -> Tensor:  # fmt: skip
-        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centred, out_dtype)
+                out_dtype: torch.dtype, columns: int) -> Tensor:  # fmt: skip
+        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centred, out_dtype, columns)
         ctx.set_materialize_grads(True)
         return y
 
@@ -113,8 +114,8 @@ class _Norm(torch.autograd.Function):
         db = torch.empty_like(weight) if ctx.has_bias and ctx.needs_input_grad[2] else None
         call("rl_add_norm_backward", total.dtype == torch.float64, dy, TYPES[dy.dtype], None, total,
              TYPES[total.dtype], weight, TYPES[weight.dtype], mean, rstd, dx, dw, db, rstd.numel(),
-             total.shape[-1])  # fmt: skip
-        return dx, dw, db, None, None, None
+             total.shape[-1], columns=ctx.columns)  # fmt: skip
+        return dx, dw, db, None, None, None, None
 
 
 class _BiasActivation(torch.autograd.Function):
@@ -246,15 +247,15 @@ class _Probabilities(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, scale: float, columns: int) -> Tensor:
         p = torch.bmm(q, k.transpose(1, 2))
         rows, size = p.shape[0] * p.shape[1], p.shape[2]
         bias = None if bias is None else bias.contiguous()
         call("rl_softmax", p.dtype == torch.float64, p, TYPES[p.dtype], bias,
              TYPES[p.dtype if bias is None else bias.dtype], 1 if bias is None else bias.numel() // size, rows, size,
-             scale)  # fmt: skip
+             scale, columns=columns)  # fmt: skip
         ctx.save_for_backward(q, k, p)
-        ctx.scale = scale
+        ctx.scale, ctx.columns = scale, columns
         return p
 
     @staticmethod
@@ -263,8 +264,8 @@ class _Probabilities(torch.autograd.Function):
         q, k, p = ctx.saved_tensors
         dp = dp.contiguous()  # made by the product with the values for this function alone, so it may be overwritten
         call("rl_softmax_backward", p.dtype == torch.float64, dp, p, TYPES[p.dtype], p.shape[0] * p.shape[1],
-             p.shape[2], ctx.scale)  # fmt: skip
-        return torch.bmm(dp, k), torch.bmm(dp.transpose(1, 2), q), None, None
+             p.shape[2], ctx.scale, columns=ctx.columns)  # fmt: skip
+        return torch.bmm(dp, k), torch.bmm(dp.transpose(1, 2), q), None, None, None
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
@@ -358,19 +359,20 @@ def adamw_(low: Tensor | None, master: Tensor, grad: Tensor, m: Tensor, v: Tenso
          1 - beta1, beta2, 1 - beta2, eps, -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5)  # fmt: skip
 
 
-# What the classes above offer, with types.
+# What the classes above offer, with types. ``columns``: see :func:`~ridgeline.nn.kernels.dispatch.call`.
 
 
 def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool,
-             dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
+             dtype: torch.dtype, columns: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(x + update, norm of that in ``dtype``), both [..., size]."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centred, dtype)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centred, dtype, columns)  # type: ignore[no-untyped-call]
     return out
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype,
+         columns: int = 0) -> Tensor:  # fmt: skip
     """LayerNorm (``centred``) or RMSNorm of x [..., size] in ``dtype``."""
-    y: Tensor = _Norm.apply(x, weight, bias, eps, centred, dtype)  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(x, weight, bias, eps, centred, dtype, columns)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -393,9 +395,9 @@ def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tup
     return q, k, v
 
 
-def probabilities(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def probabilities(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, columns: int = 0) -> Tensor:
     """softmax(scale · q kᵀ + bias) of q [n, m, D] and k [n, T, D]: [n, m, T]."""
-    p: Tensor = _Probabilities.apply(q, k, bias, scale)  # type: ignore[no-untyped-call]
+    p: Tensor = _Probabilities.apply(q, k, bias, scale, columns)  # type: ignore[no-untyped-call]
     return p
 
 

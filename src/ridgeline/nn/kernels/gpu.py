@@ -46,6 +46,45 @@ def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.co
 
 
 @triton.jit
+def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTRED: tl.constexpr,
+                     HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * n
+    sums = tl.zeros([SIZE], tl.float32)
+    for first in range(0, n, SIZE):
+        at = first + tl.arange(0, SIZE)
+        r = tl.load(x + start + at, at < n, other=0.0).to(tl.float32)
+        if HAS_ADD:
+            r += tl.load(add + start + at, at < n, other=0.0).to(tl.float32)
+            rounded = r.to(total.dtype.element_ty)
+            tl.store(total + start + at, rounded, at < n)
+            r = rounded.to(tl.float32)
+        if CENTRED:
+            sums += r
+        else:
+            sums += r * r
+    tl.debug_barrier()  # other threads may read what these have written
+    mean = 0.0
+    if CENTRED:
+        mean = tl.sum(sums, 0) / n
+        tl.store(mean_out + tl.program_id(0), mean)
+        sums = tl.zeros([SIZE], tl.float32)
+        for first in range(0, n, SIZE):
+            at = first + tl.arange(0, SIZE)
+            r = tl.load(total + start + at, at < n, other=0.0).to(tl.float32)
+            centred = tl.where(at < n, r - mean, 0.0)
+            sums += centred * centred
+    rstd = 1.0 / tl.sqrt(tl.sum(sums, 0) / n + eps)
+    tl.store(rstd_out + tl.program_id(0), rstd)
+    for first in range(0, n, SIZE):
+        at = first + tl.arange(0, SIZE)
+        r = tl.load(total + start + at, at < n, other=0.0).to(tl.float32)
+        out = (r - mean) * rstd * tl.load(w + at, at < n, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            out += tl.load(b + at, at < n, other=0.0).to(tl.float32)
+        tl.store(y + start + at, out.to(y.dtype.element_ty), at < n)
+
+
+@triton.jit
 def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
                        CENTRED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)  # so that offsets do not overflow
@@ -76,6 +115,54 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
         tl.store(dx + start + at, out.to(dx.dtype.element_ty), inside)
     tl.store(dw + first * n + at, sum_w, inside)
     tl.store(db + first * n + at, sum_b, inside)
+
+
+@triton.jit
+def _add_norm_backward_folded(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
+                              CENTRED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    for i in range(program, rows, tl.num_programs(0)):
+        start = i * n
+        rstd = tl.load(rstd_in + i)
+        mean = 0.0
+        if CENTRED:
+            mean = tl.load(mean_in + i)
+        along = tl.zeros([SIZE], tl.float32)
+        sums = tl.zeros([SIZE], tl.float32)
+        for first in range(0, n, SIZE):
+            at = first + tl.arange(0, SIZE)
+            g = tl.load(dy + start + at, at < n, other=0.0).to(tl.float32)
+            g *= tl.load(w + at, at < n, other=0.0).to(tl.float32)
+            h = (tl.load(x + start + at, at < n, other=0.0).to(tl.float32) - mean) * rstd
+            along += g * h
+            sums += g
+        c = tl.sum(along, 0) / n
+        a = 0.0
+        if CENTRED:
+            a = tl.sum(sums, 0) / n
+        for first in range(0, n, SIZE):
+            at = first + tl.arange(0, SIZE)
+            g = tl.load(dy + start + at, at < n, other=0.0).to(tl.float32)
+            g *= tl.load(w + at, at < n, other=0.0).to(tl.float32)
+            h = (tl.load(x + start + at, at < n, other=0.0).to(tl.float32) - mean) * rstd
+            out = (g - a - h * c) * rstd
+            if HAS_SUM:
+                out += tl.load(dsum + start + at, at < n, other=0.0).to(tl.float32)
+            tl.store(dx + start + at, out.to(dx.dtype.element_ty), at < n)
+    for first in range(0, n, SIZE):  # the weights' gradients tile by tile, so that their sums stay in registers
+        at = first + tl.arange(0, SIZE)
+        sum_w = tl.zeros([SIZE], tl.float32)
+        sum_b = tl.zeros([SIZE], tl.float32)
+        for i in range(program, rows, tl.num_programs(0)):
+            mean = 0.0
+            if CENTRED:
+                mean = tl.load(mean_in + i)
+            g = tl.load(dy + i * n + at, at < n, other=0.0).to(tl.float32)
+            h = (tl.load(x + i * n + at, at < n, other=0.0).to(tl.float32) - mean) * tl.load(rstd_in + i)
+            sum_w += g * h
+            sum_b += g
+        tl.store(dw + program * n + at, sum_w, at < n)
+        tl.store(db + program * n + at, sum_b, at < n)
 
 
 @triton.jit
@@ -136,6 +223,31 @@ def _softmax(x, bias, bias_rows, n, scale, HAS_BIAS: tl.constexpr, SIZE: tl.cons
 
 
 @triton.jit
+def _softmax_folded(x, bias, bias_rows, n, scale, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * n
+    bias += (row % bias_rows) * n
+    peak = float("-inf")
+    total = 0.0
+    for first in range(0, n, SIZE):
+        at = first + tl.arange(0, SIZE)
+        r = tl.load(x + at, at < n, other=float("-inf")).to(tl.float32) * scale
+        if HAS_BIAS:
+            r += tl.load(bias + at, at < n, other=0.0).to(tl.float32)
+        r = tl.where(at < n, r, float("-inf"))
+        top = tl.maximum(peak, tl.max(r, 0))
+        base = tl.where(top == float("-inf"), 0.0, top)  # a tile in which everything is masked
+        total = total * tl.exp(peak - base) + tl.sum(tl.exp(r - base), 0)
+        peak = top
+    for first in range(0, n, SIZE):
+        at = first + tl.arange(0, SIZE)
+        r = tl.load(x + at, at < n, other=0.0).to(tl.float32) * scale
+        if HAS_BIAS:
+            r += tl.load(bias + at, at < n, other=0.0).to(tl.float32)
+        tl.store(x + at, (tl.exp(r - peak) / total).to(x.dtype.element_ty), at < n)
+
+
+@triton.jit
 def _softmax_backward(d, p, n, scale, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
@@ -144,6 +256,24 @@ def _softmax_backward(d, p, n, scale, SIZE: tl.constexpr):
     q = tl.load(p + row * n + at, inside, other=0.0).to(tl.float32)
     out = scale * q * (g - tl.sum(g * q, 0))
     tl.store(d + row * n + at, out.to(d.dtype.element_ty), inside)
+
+
+@triton.jit
+def _softmax_backward_folded(d, p, n, scale, SIZE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * n
+    sums = tl.zeros([SIZE], tl.float32)
+    for first in range(0, n, SIZE):
+        at = start + first + tl.arange(0, SIZE)
+        inside = at < start + n
+        g = tl.load(d + at, inside, other=0.0).to(tl.float32)
+        sums += g * tl.load(p + at, inside, other=0.0).to(tl.float32)
+    along = tl.sum(sums, 0)
+    for first in range(0, n, SIZE):
+        at = start + first + tl.arange(0, SIZE)
+        inside = at < start + n
+        g = tl.load(d + at, inside, other=0.0).to(tl.float32)
+        out = scale * tl.load(p + at, inside, other=0.0).to(tl.float32) * (g - along)
+        tl.store(d + at, out.to(d.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -210,19 +340,29 @@ def _size(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
 
-def rl_add_norm(wide, x, tx, add, ta, w, tw, b, total, y, ty, mean, rstd, rows, n, eps):
+def _tile(n: int, columns: int) -> tuple[bool, int]:
+    """Whether rows of ``n`` are walked in tiles of ``columns``, and how many of them a program holds."""
+    folded = 0 < columns < n
+    return folded, columns if folded else _size(n)
+
+
+def rl_add_norm(wide, x, tx, add, ta, w, tw, b, total, y, ty, mean, rstd, rows, n, eps, columns=0):
     """As ``rl_add_norm`` of ``cpu.cpp``."""
-    _add_norm[(rows,)](x, x if add is None else add, w, w if b is None else b, total, y, rstd if mean is None else mean,
-                       rstd, n, eps, add is not None, mean is not None, b is not None, _size(n))  # fmt: skip
+    folded, size = _tile(n, columns)
+    kernel = _add_norm_folded if folded else _add_norm
+    kernel[(rows,)](x, x if add is None else add, w, w if b is None else b, total, y, rstd if mean is None else mean,
+                       rstd, n, eps, add is not None, mean is not None, b is not None, size)  # fmt: skip
 
 
-def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, db, rows, n):
+def rl_add_norm_backward(wide, dy, ty, dsum, x, tx, w, tw, mean, rstd, dx, dw, db, rows, n, columns=0):
     """As ``rl_add_norm_backward`` of ``cpu.cpp``."""
+    folded, size = _tile(n, columns)
+    kernel = _add_norm_backward_folded if folded else _add_norm_backward
     programs = min(rows, ROWS_PER_SUM)
     part_w, part_b = torch.empty(2, programs, n, dtype=torch.float32, device=x.device)
-    _add_norm_backward[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx,
+    kernel[(programs,)](dy, x if dsum is None else dsum, x, w, rstd if mean is None else mean, rstd, dx,
                                     part_w, part_b, rows, n, dsum is not None, mean is not None,
-                                    _size(n))  # fmt: skip
+                                    size)  # fmt: skip
     for out, part in ((dw, part_w), (db, part_b)):
         if out is not None:
             out.copy_(part.sum(0))
@@ -244,14 +384,18 @@ def rl_activation_backward(wide, dy, x, t, bias, tb, dx, db, rows, n, kind):
         db.copy_(dx.view(-1, n).sum(0, dtype=torch.float32))
 
 
-def rl_softmax(wide, x, t, bias, tb, bias_rows, rows, n, scale):
+def rl_softmax(wide, x, t, bias, tb, bias_rows, rows, n, scale, columns=0):
     """As ``rl_softmax`` of ``cpu.cpp``."""
-    _softmax[(rows,)](x, x if bias is None else bias, bias_rows, n, scale, bias is not None, _size(n))
+    folded, size = _tile(n, columns)
+    kernel = _softmax_folded if folded else _softmax
+    kernel[(rows,)](x, x if bias is None else bias, bias_rows, n, scale, bias is not None, size)
 
 
-def rl_softmax_backward(wide, d, p, t, rows, n, scale):
+def rl_softmax_backward(wide, d, p, t, rows, n, scale, columns=0):
     """As ``rl_softmax_backward`` of ``cpu.cpp``."""
-    _softmax_backward[(rows,)](d, p, n, scale, _size(n))
+    folded, size = _tile(n, columns)
+    kernel = _softmax_backward_folded if folded else _softmax_backward
+    kernel[(rows,)](d, p, n, scale, size)
 
 
 def rl_rotate(wide, x, t, cosine, sine, tt, rows, width, count, d, period, sign):
@@ -273,7 +417,8 @@ def rl_adamw(low, tl_, master, grad, m, v, n, *numbers):
     )
 
 
-def call(name: str, *args: Any) -> Tensor | None:
-    """Call a kernel by the name and with the arguments of its C++ counterpart."""
-    out: Tensor | None = globals()[name](*args)
+def call(name: str, *args: Any, **walk: int) -> Tensor | None:
+    """Call a kernel by the name and with the arguments of its C++ counterpart; ``walk``: ``columns`` of a tile, for
+    norms and softmax whose rows are folded."""
+    out: Tensor | None = globals()[name](*args, **walk)
     return out
