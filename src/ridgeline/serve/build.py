@@ -23,16 +23,14 @@ from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as Row
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
+from ridgeline.spec.serving import context
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import check, normalise, require_runnable
 
 DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
 """What ``ridgeline serve`` switches on by itself."""
-CACHE_SHARE = 0.25
-"""Of the memory that is free, what the key/value pool takes at most where nothing is said."""
 DRAFTED = 16
 """Sequences of full length that a drafting model's cache has room for."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,19 +52,17 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     model.requires_grad_(False)
     run = ServeBuild(e, model, device)
     for technique in made:
+        technique.scheduling(run)
         technique.serve(run)
-    limits = run.limits
-    limits.max_num_seqs = w.max_num_seqs or limits.max_num_seqs
-    limits.max_num_batched_tokens = w.max_num_batched_tokens or limits.max_num_batched_tokens
-    longest = min(w.max_model_len or e.model.max_positions, e.model.max_positions)
-    blocks = _blocks(run, longest) if e.model.causal else 0
+    run.asked(w)
+    width = next(run.model.parameters()).element_size()
+    blocks, longest = run.pool(e.model, w, width, _free(device)) if e.model.causal else (0, context(e.model, w))
     runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind)
     sampler = Sampler(ends_of(w.checkpoint), run.hierarchical)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
-    longest = min(longest, blocks * run.block_size) if e.model.causal else longest
-    engine = Engine(runner, table, sampler, limits, longest, w.seed)
+    engine = Engine(runner, table, sampler, run.limits, longest, w.seed)
     if run.adapters:
-        engine.adapters = AdapterTable(run.model, table, _block_bytes(run))
+        engine.adapters = AdapterTable(run.model, table, run.block_bytes(e.model, width))
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
     return engine
@@ -81,25 +77,9 @@ def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload
     return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _blocks(run: ServeBuild, longest: int) -> int:
-    """Blocks of the pool: what was asked for, or what the running sequences could use, within a share of memory."""
-    _spec, w = run.experiment.model, run.experiment.workload
-    assert isinstance(w, Serve)
-    per_block = _block_bytes(run)
-    most = run.limits.max_num_seqs * -(-longest // run.block_size)
-    if w.kv_cache_bytes is not None:
-        found = int(w.kv_cache_bytes / per_block)
-    else:
-        free = (
-            torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else psutil.virtual_memory().available
-        )
-        found = min(most, int(CACHE_SHARE * free / per_block))
-    if found < 2:
-        raise UserError(
-            f"the key/value pool has room for {max(0, found)} blocks of {per_block:.0f} bytes",
-            "give it more memory, or use kv_quant",
-        )
-    return found
+def _free(device: torch.device) -> float:
+    """Bytes of the device's memory that nobody uses."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
@@ -112,13 +92,6 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
         return [lookup(s.tokens, drafts.ngram, n) for s, n in zip(seqs, most, strict=True)]
 
     return Drafting(propose, drafts.tokens)
-
-
-def _block_bytes(run: ServeBuild) -> float:
-    """Memory of one block of the pool."""
-    spec, wide = run.experiment.model, next(run.model.parameters()).element_size()
-    each = kv_bytes(run.cache_kind, spec.head_dim) if run.cache_kind else wide
-    return run.block_size * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * each
 
 
 def ends_of(checkpoint: str | None) -> frozenset[int]:
