@@ -57,6 +57,8 @@ class Arrivals:
         self.requests, self.request_s, self.accepted = requests, request_s, accepted
         self.closed = concurrency is not None
         self.upcoming = self.refused = 0
+        self.sent = [math.nan] * len(requests)
+        """When each was sent."""
         self._due: list[tuple[float, int]] = []
         for _ in range(concurrency or 0):
             self.answered(0.0)
@@ -70,28 +72,28 @@ class Arrivals:
             return self.requests[self.upcoming].arrival + self.request_s
         return math.inf
 
-    def until(self, now: float) -> Iterator[tuple[int, float]]:
-        """(index, time of sending) of the requests that have reached the engine since the last call."""
+    def until(self, now: float) -> Iterator[int]:
+        """The requests that have reached the engine since the last call."""
         while self.next <= now:
             if self.closed:
-                at, i = heappop(self._due)
-                yield i, at
+                yield heappop(self._due)[1]
             else:
                 i = self.upcoming
                 self.upcoming += 1
-                if self._accepted(i):
-                    yield i, self.requests[i].arrival
+                if self._accepted(i, self.requests[i].arrival):
+                    yield i
 
     def answered(self, at: float) -> None:
         """A client of a closed loop sends its next request, and the one after if that is refused."""
         while self.closed and self.upcoming < len(self.requests):
             i = self.upcoming
             self.upcoming += 1
-            if self._accepted(i):
+            if self._accepted(i, at):
                 heappush(self._due, (at, i))
                 return
 
-    def _accepted(self, i: int) -> bool:
+    def _accepted(self, i: int, at: float) -> bool:
+        self.sent[i] = at
         fits = self.accepted(self.requests[i])
         self.refused += not fits
         return fits

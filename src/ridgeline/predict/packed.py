@@ -106,16 +106,15 @@ class PackedSimulation:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.now = 0.0
-        nan, n = math.nan, len(requests)
-        self.out = Outcome([nan] * n, [nan] * n, [nan] * n, [r.output for r in requests])
+        nothing = [math.nan] * len(requests)
+        self.out = Outcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
         self.steps: list[list[int]] | None = [] if record else None
 
     def run(self) -> Outcome:
         """Simulate until every request is answered or rejected."""
         while True:
-            for i, at in self.arrivals.until(self.now):
+            for i in self.arrivals.until(self.now):
                 r = self.requests[i]
-                self.out.arrival[i] = at
                 self.waiting.append(Job(i, r.prompt, r.prompt, r.prompt + r.output))
             sent_back = self.out.preemptions
             plan = self._schedule()

@@ -54,7 +54,6 @@ class Job:
     """A request on its way."""
 
     index: int
-    arrival: float
     prompt: int
     """Tokens to prefill: the prompt, or after a preemption everything so far."""
     left: int
@@ -100,19 +99,17 @@ class Simulation:
         self.cached = 0
         self.held = 0  # tokens set aside: whole outputs where the engine reserves, prompts under way elsewhere
         self.admitted = 0
-        n = len(requests)
-        nan = math.nan
-        self.out = Outcome([nan] * n, [nan] * n, [nan] * n, [r.output for r in requests])
         self.arrivals = Arrivals(requests, concurrency, limits.request_s, self._accepted)
+        nothing = [math.nan] * len(requests)
+        self.out = Outcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         """Simulate until every request is answered or rejected."""
         while True:
-            for i, at in self.arrivals.until(self.now):
-                self.out.arrival[i] = at
-                self.waiting.append(Job(i, at, self.requests[i].prompt, self.requests[i].output))
+            for i in self.arrivals.until(self.now):
+                self.waiting.append(Job(i, self.requests[i].prompt, self.requests[i].output))
             chunks = self._schedule()
             if chunks:
                 self._mixed(chunks)
@@ -246,7 +243,7 @@ class Simulation:
             del self.running[s.index]
             made = self.step - s.started
             self.cached -= s.prompt + 1 + made
-            again = Job(s.index, s.arrival, s.prompt + 1 + made, s.left - made)
+            again = Job(s.index, s.prompt + 1 + made, s.left - made)
             self.waiting.appendleft(again)
             self.out.preemptions += 1
             gone += 1
