@@ -12,11 +12,15 @@ from ridgeline import catalog
 from ridgeline.measure.environment import cores, cpu_model
 from ridgeline.predict import predict
 from ridgeline.predict.calibrate import calibrate
+from ridgeline.predict.engine import own_engine
+from ridgeline.predict.iteration import Iterations
 from ridgeline.spec.device import Cluster, Device, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
-from ridgeline.spec.workload import Generate, Pretrain
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Generate, Pretrain, Serve
+from ridgeline.techniques.registry import check, normalise
 from ridgeline.train.launch import Job, JobFailed, run_job
 from ridgeline.validate.samples import as_samples
 
@@ -45,14 +49,14 @@ def probe(
     return device, catalog.save_device(device, "probe")
 
 
+BLANK = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
+"""This machine, before anything is known of it."""
 REFERENCE = "llama-tiny"
 """The model whose real step is compared with the sum of its operators."""
 
 
-def reference_experiment(device: Device | None = None) -> Experiment:
+def reference_experiment(device: Device = BLANK) -> Experiment:
     """A plain training step of the reference model in one process."""
-    if device is None:
-        device = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
     return Experiment(
         model=catalog.model(REFERENCE), cluster=Cluster(device=device), workload=Pretrain(seq_len=256, batch_size=4)
     )
@@ -79,6 +83,62 @@ def decode_latency(device: Device, seconds: float) -> float:
     steps = e.workload.output_len - 1  # type: ignore[union-attr]
     operators = sum(row.count for row in alone.breakdown if row.phase == "decode") / steps
     return max(0.0, seconds - alone.metrics["tpot_s"].value) / operators
+
+
+NARROW_STEPS = ((2, 1), (2, 24), (8, 1), (8, 24))
+"""(layers, sequences) of the decode steps of :func:`narrow` models that ``probe`` times."""
+SERVED = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
+
+
+def narrow(layers: int) -> ModelSpec:
+    """A model whose operators cost little but their start."""
+    return ModelSpec(
+        name=f"narrow-{layers}", family="llama", vocab_size=256, hidden_size=64, num_layers=layers, num_heads=4,
+        num_kv_heads=2, head_dim=16, intermediate_size=128, max_positions=256,
+    )  # fmt: skip
+
+
+def serving_experiment(model: ModelSpec, sequences: int, device: Device = BLANK, **work: Any) -> Experiment:
+    """So many sequences at once in our own engine."""
+    w = Serve(**{"prompt_len": 8, "output_len": 2, "concurrency": sequences, "kv_cache_bytes": 1 << 25, **work})
+    return Experiment(model=model, cluster=Cluster(device=device), workload=w, plan=Plan.parse(list(SERVED)))
+
+
+def serving_latency(device: Device, found: dict[str, Any]) -> dict[str, float]:
+    """What the real engine and server take beyond their operators (see ``Device.host_latency``), from what
+    :func:`ridgeline.measure.probe_serving.serving_costs` ``found``."""
+    seconds: dict[tuple[int, int], float] = {}
+    operators: dict[int, int] = {}
+    for key, took in found["steps"].items():
+        layers, n = (int(x) for x in key.split(","))
+        e = normalise(serving_experiment(narrow(layers), n, device.model_copy(update={"host_latency": {}})))
+        surface = Iterations(e, check(e), e.cluster, own_engine(e.cluster.device), (8, 64))
+        a, b = surface.decode(n)
+        seconds[layers, n] = took - a - b * n * 32
+        blocks = surface.graph(1, 1, 1).blocks
+        operators[layers] = sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)
+    few, many = sorted({layers for layers, _ in seconds})
+    one, crowd = sorted({n for _, n in seconds})
+    each = (seconds[many, one] - seconds[few, one]) / (operators[many] - operators[few])
+    sequence = sum(seconds[x, crowd] - seconds[x, one] for x in (few, many)) / 2 / (crowd - one)
+    out = {
+        "serve": each,
+        "serve.sequence": max(0.0, sequence),
+        "serve.iteration": max(0.0, seconds[few, one] - each * operators[few] - sequence),
+    }
+    return out | http_latency(found)
+
+
+def http_latency(found: dict[str, Any]) -> dict[str, float]:
+    """What HTTP and text add to the steps of the narrow model of two layers."""
+    http, (layers, crowd) = found["http"], NARROW_STEPS[1]
+    one, many = (found["steps"][f"{layers},{n}"] for n in (1, crowd))
+    step = one + (many - one) / (crowd - 1) * (http["clients"] - 1)
+    return {
+        "serve.token": max(0.0, http["token_s"] - step) / http["clients"],
+        "serve.request": max(0.0, http["alone_s"] - one),
+        "serve.admission": max(0.0, http["crowd_s"] - step / http["clients"]),
+    }
 
 
 def host_latency(device: Device, found: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -149,4 +209,5 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
         "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
     )
     known = host_latency(device, found) | {"decode": decode_latency(device, one["reference_decode_s"])}
+    known |= serving_latency(device, one["serving"])
     return device.model_copy(update={"host_latency": known})

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ridgeline import catalog
 from ridgeline.measure.operators import operator_rows
 from ridgeline.measure.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
+from ridgeline.measure.probe_serving import serving_costs
 from ridgeline.nn import bcq, nf4
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
@@ -78,6 +79,12 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device)
     decoding = _reference_decode(device)
+    serving: dict[str, Any] = {}
+    if device.type == "cpu" and ranks == 1:
+        report({"stage": "serving"})
+        serving = serving_costs(device, bool(options.get("quick")))
+        for kind, rate in serving["attention"].items():
+            rates[f"attention_pool.{kind}".rstrip(".")] = {"flop_rate": 0.0, "source": "measured", **rate}
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
@@ -91,6 +98,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,
         "reference_decode_s": decoding,
+        "serving": serving,
         "memory_bytes": _memory(device),
         "launch_latency": min(r["latency"] for r in rates.values() if r["latency"] > 0),
         "kind": "gpu" if device.type == "cuda" else "cpu",

@@ -50,7 +50,7 @@ def serving_cell(
         result = hf_serving(e, device, report)
         result.environment |= engine_versions(options["backend"])
     else:
-        result = _served(e, device, report)
+        result = serve_and_ask(e, device, report)
     tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
     if tokens and seconds:
         # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
@@ -62,7 +62,11 @@ def serving_cell(
     return result.model_dump(mode="json", by_alias=True)
 
 
-def _served(e: Experiment, device: torch.device, report: Any) -> Result:
+def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
+    """Start the server in this process and the client in another, and say what the workload's requests saw.
+
+    Raises :class:`UserError` when they cannot be served.
+    """
     w = e.workload
     assert isinstance(w, Serve)
     begun = time.perf_counter()

@@ -92,20 +92,20 @@ class Pool:
 
 
 class PackedSimulation:
-    """One engine serving ``requests``, which reach it after ``request_s``; ``concurrency`` closes the loop. ``blocks``:
-    of the pool; ``longest``: prompt and output together. With ``record``, ``steps`` holds every batch: the tokens of
-    each of its sequences, in order."""
+    """One engine serving ``requests``; ``concurrency`` closes the loop. They reach it after ``request_s`` and slow the
+    iteration that they come in by ``admission_s``. ``blocks``: of the pool; ``longest``: prompt and output together.
+    With ``record``, ``steps`` holds every batch: the tokens of each of its sequences, in order."""
 
     def __init__(
         self, costs: Costs, s: Scheduling, blocks: int, longest: int, requests: Sequence[Request],
-        concurrency: int | None = None, request_s: float = 0.0, record: bool = False,
+        concurrency: int | None = None, request_s: float = 0.0, admission_s: float = 0.0, record: bool = False,
     ) -> None:  # fmt: skip
         self.costs, self.limits, self.longest, self.requests = costs, s.limits, longest, requests
         self.pool = Pool(blocks, s.block_size, s.share_prefixes)
         self.arrivals = Arrivals(requests, concurrency, request_s, lambda r: r.prompt + r.output <= longest)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
-        self.now = 0.0
+        self.admission_s, self.fresh, self.now = admission_s, 0, 0.0
         nothing = [math.nan] * len(requests)
         self.out = Outcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
         self.steps: list[list[int]] | None = [] if record else None
@@ -116,6 +116,7 @@ class PackedSimulation:
             for i in self.arrivals.until(self.now):
                 r = self.requests[i]
                 self.waiting.append(Job(i, r.prompt, r.prompt, r.prompt + r.output))
+                self.fresh += 1
             sent_back = self.out.preemptions
             plan = self._schedule()
             settled = self.out.preemptions == sent_back
@@ -207,6 +208,8 @@ class PackedSimulation:
             seconds = k * each + slope * (k * (k - 1) / 2)
         if self.steps is not None:
             self.steps += [list(plan.values())] * k
+        seconds += self.fresh * self.admission_s
+        self.fresh = 0
         self.now += seconds
         self.out.busy_s += seconds
         self.out.iterations += k
