@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -162,14 +163,16 @@ def continuous(model: Any, requests: list[Request], batch: int) -> dict[str, Any
 
 def decode(checkpoint: Path, rounds: int, new: int = 64) -> dict[str, Any]:
     """One stream, with a model large enough that weights come from memory."""
-    spec = ModelSpec(**{**catalog.model("llama-mini").model_dump(), "hidden_size": 1024, "num_layers": 16,
-                        "num_heads": 16, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 2816,
-                        "vocab_size": 32000, "max_positions": 1024, "tie_embeddings": False})  # fmt: skip
+    wide = {"hidden_size": 1024, "num_layers": 16, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64,
+            "intermediate_size": 2816, "vocab_size": ModelSpec.from_path(checkpoint).vocab_size, "max_positions": 1024,
+            "tie_embeddings": False}  # fmt: skip
+    spec = ModelSpec(**{**catalog.model("llama-mini").model_dump(), **wide})
     result: dict[str, Any] = {"parameters": spec.num_parameters}
     rng = random.Random(1)
     prompt = [rng.randrange(spec.vocab_size) for _ in range(16)]
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(build(spec), Path(folder))
+        shutil.copy(checkpoint / "tokenizer.json", folder)
         plans = {"fp32": [], "int8": ["rtn:bits=8"], "int4": ["rtn:bits=4,group_size=32"]}
         engines = {n: load_engine(Path(folder), [*DEFAULT_PLAN, *p], dtype="fp32", max_model_len=512)
                    for n, p in plans.items()}  # fmt: skip
@@ -193,11 +196,16 @@ def _llama_cpp(folder: Path, prompt: list[int], new: int) -> dict[str, Callable[
         import llama_cpp
     except ImportError:
         return {}
-    from ridgeline.nn.formats.gguf import save_gguf
+    from ridgeline.nn.formats.gguf import write_gguf
 
+    whole = folder / "fp32.gguf"
+    write_gguf(folder, whole)
     out: dict[str, Callable[[], Any]] = {}
-    for name, bits in (("llama.cpp int8", 8), ("llama.cpp int4", 4)):
-        file = save_gguf(folder, folder / f"q{bits}.gguf", bits)
+    for name, kind in (("llama.cpp int8", "Q8_0"), ("llama.cpp int4", "Q4_0")):
+        file = folder / f"{kind}.gguf"
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), options)
         model = llama_cpp.Llama(str(file), n_ctx=512, n_threads=torch.get_num_threads(), verbose=False)
 
         def run(model: Any = model) -> None:

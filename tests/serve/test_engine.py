@@ -220,6 +220,27 @@ def test_an_exception_is_traced_to_its_request(llama):
     assert all(got[k, 0] == greedy(llama, p, 8) for k, p in PROMPTS.items())
 
 
+@pytest.mark.parametrize("where", ["allowed", "accept"])
+def test_a_grammar_that_fails_fails_alone(llama, where):
+    class Broken:
+        def allowed(self):
+            if where == "allowed":
+                raise ValueError("boom")
+
+        def accept(self, token):
+            raise ValueError("boom")
+
+        def fork(self):
+            return Broken()
+
+    bad = ask("bad", [1, 2, 3], temperature=1.0, grammar=Broken(), n=2)
+    others = [ask(k, p, temperature=0.7, seed=1, logprobs=1, repetition_penalty=1.2) for k, p in PROMPTS.items()]
+    got, events = run(engine(llama), bad, *others)
+    assert {(e.request, e.error) for e in events if e.error} == {("bad", "ValueError: boom")}
+    assert all(got[r.id, 0] == alone(llama, r)[0] for r in others)
+    assert all(len(e.logprobs) == len(e.tokens) for e in events if e.request != "bad")
+
+
 @pytest.mark.parametrize(
     ("request_", "param"),
     [

@@ -71,7 +71,9 @@ def serve(
         service.load_all(adapters)
     asgi = create_app(service, api_key or (), [admin_key] if admin_key else (), body or 0)
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
-    if not run(asgi, service.loop, host, port, drain_timeout, say):
+    well = run(asgi, service.loop, host, port, drain_timeout, say)
+    engine.close()
+    if not well:
         raise typer.Exit(1)
 
 
@@ -130,11 +132,14 @@ def generate(
                         ignore_eos=ignore_eos)  # fmt: skip
 
     sampling(None).check(engine.spec.vocab_size)
-    if out is None:
-        _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()))
-    else:
-        results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()))
-        _write(results, out, len(asked), len(asked) - len(left))
+    try:
+        if out is None:
+            _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()))
+        else:
+            results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()))
+            _write(results, out, len(asked), len(asked) - len(left))
+    finally:
+        engine.close()
 
 
 def _print_one(engine: Engine, vocabulary: Any, prompt: Any, sampling: Any, stops: tuple[str, ...]) -> None:
@@ -176,11 +181,12 @@ def _engine(
     pool: str | None, more: tuple[str, ...] = (),
 ) -> Engine:  # fmt: skip
     """The engine of the default plan and ``more``, where ``--with`` does not give their options itself."""
+    from ridgeline.experiments import plan_of
     from ridgeline.serve.build import DEFAULT_PLAN, load_engine
     from ridgeline.spec.plan import Call
 
     _require_checkpoint(checkpoint)
-    asked = list(with_ or [])
+    asked = plan_of(list(with_ or []), "--with").strings()
     named = {Call.parse(item).name for item in asked}
     plan = [*(name for name in (*DEFAULT_PLAN, *more) if name not in named), *asked]
     return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,

@@ -10,6 +10,7 @@ Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,39 @@ class Piece:
     extents: list[tuple[int, int]]
     own: bool
     """Whether new tokens are read from the step itself, not from the pool."""
+    length: int = 0
+    """Tokens of the sequence after the step."""
+    blocks: list[int] = field(default_factory=list)
+    """Its table, for kernels that read it."""
+
+
+@dataclass(slots=True)
+class Singles:
+    """The sequences of a step with one new token each, as a kernel takes them."""
+
+    rows: Tensor
+    """[B]: their rows."""
+    table: Tensor
+    """[B, blocks] int32."""
+    lengths: Tensor
+    """[B] int32."""
+    block: int
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+"""Attention over pages, as :func:`ridgeline.nn.kernels.paged.paged_decode`."""
+
+
+def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | None:
+    """What a kernel needs of the pieces with one new token; None if there are none."""
+    some = [p for p in pieces if p.blocks and p.stop - p.start == 1 and not p.own]
+    if not some:
+        return None
+    used = [p.blocks[: -(-p.length // block)] for p in some]
+    most = max(map(len, used))
+    table = torch.tensor([b + [0] * (most - len(b)) for b in used], dtype=torch.int32, device=device)
+    lengths = torch.tensor([p.length for p in some], dtype=torch.int32, device=device)
+    return Singles(torch.tensor([p.start for p in some], device=device), table, lengths, block)
 
 
 @dataclass(slots=True)
@@ -56,6 +90,9 @@ class Layout:
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     """Where the new tokens' keys and values go, [T]; empty: nowhere (encoders)."""
     pieces: list[Piece] = field(default_factory=list)
+    singles: Singles | None = None
+    """The pieces of one new token, where a kernel takes them all at once."""
+    kernel: Kernel | None = None
     causal: bool = True
     window: int = 0
     """Newest tokens that a token sees; 0: all. Extents are cut to it for a single new token."""
@@ -87,9 +124,19 @@ class PagedCache(LayerCache):
                 k, v = (store.read(layout.slots, q.dtype) for store in self.stores)
         # Rows of a token beside each other, as the output projection wants them.
         out = torch.empty((q.shape[2], q.shape[1], q.shape[3]), dtype=q.dtype, device=q.device)
+        at_once = layout.singles is not None
+        if layout.singles is not None and layout.kernel is not None:
+            s, (keys, values) = (
+                layout.singles,
+                (store.rows[0] for store in self.stores if isinstance(store, PlainStore)),
+            )
+            out[s.rows] = layout.kernel(q[0].transpose(0, 1)[s.rows], keys, values, s.table, s.lengths, s.block,
+                                        layout.window)  # fmt: skip
         for piece in layout.pieces:
             n, rows = piece.stop - piece.start, slice(piece.start, piece.stop)
             if n == 1 and not piece.own:
+                if at_once:
+                    continue
                 out[rows] = self._decode(q[:, :, rows], piece)
             else:
                 out[rows] = self._chunk(q[:, :, rows], k[:, :, rows], v[:, :, rows], piece)[0].transpose(0, 1)

@@ -72,8 +72,9 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     e, device = surface.e, surface.cluster.device
     weights = sum(p.stored_bytes * n for p, n in surface.graph(1, 1, 1).params)
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
-    blocks, longest = s.pool(e.model, w, DTYPE_BYTES[e.dtype], device.memory_bytes - weights)
-    each = s.block_bytes(e.model, DTYPE_BYTES[e.dtype])
+    m, heads = e.model, max(1.0, e.model.num_kv_heads / e.parallel.get("tp", 1))
+    each = s.block_bytes(m.num_layers, heads, m.head_dim, DTYPE_BYTES[e.dtype])
+    blocks, longest = s.pool(m, w, each, device.memory_bytes - weights)
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
     said = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
     return Room(blocks * s.block_size, each / s.block_size, peak, said), blocks, longest

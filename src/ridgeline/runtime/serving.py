@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from subprocess import Popen
 
 from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
+from ridgeline.runtime.mesh import Mesh
 from ridgeline.spec.serving import Scheduling
 
 
@@ -25,6 +27,12 @@ class Drafts:
 class ServeBuild(Scheduling, Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
 
+    mesh: Mesh | None = None
+    """The ranks on their axes; None with one process."""
+    followers: list[Popen[bytes]] = field(default_factory=list)
+    """Processes of the other ranks, where this one started them."""
+    kv_heads: int = 0
+    """Key/value heads that this rank holds."""
     hierarchical: bool = False
     """Whether the vocabulary is searched in two levels."""
     adapters: bool = False

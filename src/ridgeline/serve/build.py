@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from ridgeline import catalog
 from ridgeline.nn.init import build
 from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.transformer import Transformer
+from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serving import Drafts, ServeBuild
+from ridgeline.serve import ranks
 from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
 from ridgeline.serve.engine import Engine
+from ridgeline.serve.ranks import RankedRunner
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as Row
-from ridgeline.spec.errors import UserError
+from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.serving import context
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import check, normalise, require_runnable
+from ridgeline.techniques.registry import check, normalise, require_runnable, techniques
 
 DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
 """What ``ridgeline serve`` switches on by itself."""
@@ -37,43 +42,88 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_engine(e: Experiment, device: torch.device, model: Transformer | None = None) -> Engine:
-    """The engine that a serving experiment describes. ``model``: at hand already, instead of the checkpoint's."""
+    """The engine that a serving experiment describes. ``model``: at hand already, instead of the checkpoint's.
+
+    A plan that divides the model starts the other ranks' processes, unless they are there (a job of several ranks).
+    """
+    run = _built(e, device, model)
+    e, w = run.experiment, run.experiment.workload
+    assert isinstance(w, Serve)
+    run.asked(w)
+    width = next(run.model.parameters()).element_size()
+    each = run.block_bytes(len(run.model.layers), run.kv_heads, e.model.head_dim, width)
+    blocks, longest = run.pool(e.model, w, each, _free(run.device)) if e.model.causal else (0, context(e.model, w))
+    runner = _runner(run, blocks)
+    table = Blocks(blocks, run.block_size, run.share_prefixes)
+    engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
+    if run.adapters:
+        engine.adapters = AdapterTable(run.model, table, each)
+    if run.drafts is not None:
+        engine.drafter = _drafting(run, run.drafts, longest)
+    return engine
+
+
+def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
+    """The part of an engine that a rank other than the first is."""
+    run = _built(e, device, None)
+    runner = _runner(run, 0)
+    assert isinstance(runner, RankedRunner)
+    return runner
+
+
+def _built(e: Experiment, device: torch.device, model: Transformer | None) -> ServeBuild:
+    """The model with every technique's changes; on several ranks, this one's part of it."""
     e = normalise(e)
     w = e.workload
     if not isinstance(w, Serve):
         raise UserError(f"task {e.task!r} is not served", "use a workload of kind serve")
     made = check(e)
     require_runnable(e)
+    if e.data_parallel > 1:
+        raise Incompatible(
+            f"{e.world} devices are {e.data_parallel} replicas, and an engine is one",
+            "start a server for each, or divide the model with tensor_parallel or pipeline",
+        )
+    followers = ranks.start(e) if e.world > 1 and not dist.is_initialized() else []
+    if followers:
+        device = torch.device("cuda", 0) if dist.get_backend() == "nccl" else torch.device("cpu")
     if model is None:
         dtype = DTYPES[e.dtype]
         model = (
             load_packed(Path(w.checkpoint), dtype, device) if w.checkpoint else build(e.model, device, dtype, w.seed)
         )
     model.requires_grad_(False)
-    run = ServeBuild(e, model, device)
+    run = ServeBuild(e, model, device, kv_heads=e.model.num_kv_heads, followers=followers)
+    run.mesh = Mesh.make(e, device.type) if e.world > 1 else None
     for technique in made:
         technique.scheduling(run)
         technique.serve(run)
-    run.asked(w)
-    width = next(run.model.parameters()).element_size()
-    blocks, longest = run.pool(e.model, w, width, _free(device)) if e.model.causal else (0, context(e.model, w))
-    runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind)
-    sampler = Sampler(ends_of(w.checkpoint), run.hierarchical)
-    table = Blocks(blocks, run.block_size, run.share_prefixes)
-    engine = Engine(runner, table, sampler, run.limits, longest, w.seed)
-    if run.adapters:
-        engine.adapters = AdapterTable(run.model, table, run.block_bytes(e.model, width))
-    if run.drafts is not None:
-        engine.drafter = _drafting(run, run.drafts, longest)
-    return engine
+    return run
+
+
+def _runner(run: ServeBuild, blocks: int) -> Runner:
+    """This rank's runner; all have as many ``blocks`` as the first."""
+    w = run.experiment.workload
+    assert isinstance(w, Serve)
+    longest = context(run.experiment.model, w)
+    if run.mesh is None:
+        return Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind)
+    said = [blocks]
+    dist.broadcast_object_list(said)
+    runner = RankedRunner(run.mesh, run.model, said[0] * run.block_size, run.block_size, longest, run.cache_kind,
+                          kv_heads=run.kv_heads)  # fmt: skip
+    runner.followers = run.followers
+    return runner
 
 
 def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload: object) -> Engine:
     """An engine for a checkpoint on this machine, with fields of :class:`Serve` as ``workload``."""
     catalog.allow_unprobed()
     w = Serve(**{"checkpoint": str(checkpoint), "prompt_len": 1, "output_len": 1, **workload})
-    e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=catalog.cluster("local"), workload=w,
-                   plan=Plan.parse(list(plan)))  # fmt: skip
+    calls = Plan.parse(list(plan))
+    world = math.prod(n for t in techniques(calls) for n in t.axes().values())
+    e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=catalog.cluster(f"{world}xlocal"), workload=w,
+                   plan=calls)  # fmt: skip
     return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 

@@ -18,6 +18,7 @@ from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.drafting import Drafting
+from ridgeline.serve.ranks import Lost, RankedRunner
 from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
@@ -140,7 +141,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One iteration → news of all outputs that have any."""
+        """One iteration → news of all outputs that have any. Raises :class:`ridgeline.serve.ranks.Lost` when the ranks
+        of a divided model fall apart."""
         start, before, drafted = time.perf_counter(), self._generated, self._drafted
         self._draft()
         plan = self.scheduler.schedule()
@@ -173,6 +175,8 @@ class Engine:
                 batch.sort(key=lambda item: item[0].group.request.adapter)
                 self.adapters.activate(batch)
             hidden = self.runner.run(batch, plan.copies)
+        except Lost:
+            raise
         except Exception as e:  # one request's fault must not be everybody's: find whose it is
             if len(batch) == 1:
                 self._fail(batch[0][0], f"{type(e).__name__}: {e}")
@@ -252,13 +256,18 @@ class Engine:
             seqs = [seq for seq, _ in active]
             wanted = [i for i, s in enumerate(seqs) if _wants_logprobs(s)]
             raw = logits[wanted].clone() if wanted else None
-            tokens = self.sampler(logits, seqs)
+            tokens = self._tokens(logits, active, hidden)
             said: dict[int, TokenLogprob] = {}
-            if raw is not None:
+            fine = [k for k, i in enumerate(wanted) if tokens[i] >= 0]
+            if raw is not None and fine:
+                wanted = [wanted[k] for k in fine]
                 tops = [seqs[i].group.request.sampling.logprobs or 0 for i in wanted]
-                said = dict(zip(wanted, self.sampler.logprobs(raw, [tokens[i] for i in wanted], tops), strict=True))
+                found = self.sampler.logprobs(raw[fine], [tokens[i] for i in wanted], tops)
+                said = dict(zip(wanted, found, strict=True))
             further: list[tuple[Sequence, int]] = []
             for i, ((seq, row), token) in enumerate(zip(active, tokens, strict=True)):
+                if token < 0 or seq.finish is not None:
+                    continue
                 draft = drafts[seq]
                 done = agreed[seq]
                 ended = self._append(seq, token, said.get(i))
@@ -269,6 +278,8 @@ class Engine:
             if active:
                 logits = self.runner.logits(hidden[[row for _, row in active]])
         for seq, _ in expanded:
+            if seq.finish == "error":
+                continue
             self._accepted += agreed[seq]
             # Of what was computed, only what agrees with the tokens is valid; the rest is overwritten.
             seq.n_computed -= len(drafts[seq]) - agreed[seq]
@@ -277,6 +288,17 @@ class Engine:
             self._tell(seq)
             if seq.finish is not None:
                 self._leave(seq)
+
+    def _tokens(self, logits: Tensor, active: list[tuple[Sequence, int]], hidden: Tensor) -> list[int]:
+        """What the sampler chooses; where it fails, row by row, so that only the row at fault does: -1."""
+        try:
+            return self.sampler(logits, [seq for seq, _ in active])
+        except Exception as e:
+            if len(active) == 1:
+                self._fail(active[0][0], f"{type(e).__name__}: {e}")
+                return [-1]
+        # Rows may have been changed already, and are taken anew.
+        return [self._tokens(self.runner.logits(hidden[[row]]), [(seq, row)], hidden)[0] for seq, row in active]
 
     def _forked(self, seq: Sequence) -> list[Sequence]:
         """The sequence, and at the prompt's end the other outputs that the request wants, which share its blocks."""
@@ -303,7 +325,11 @@ class Engine:
             if s.logprobs is not None:
                 seq.logprobs.append(said)
         if seq.grammar is not None:
-            seq.grammar.accept(token)
+            try:
+                seq.grammar.accept(token)
+            except Exception as e:
+                self._fail(seq, f"{type(e).__name__}: {e}")
+                return True
         if token in s.stop_token_ids and seq.generated > s.min_tokens:
             seq.finish, seq.stop_token = "stop", token
         elif token in self.eos and not s.ignore_eos and seq.generated > s.min_tokens:
@@ -327,7 +353,10 @@ class Engine:
             self.blocks.commit(seq)
         for group in dict.fromkeys(s.group for s in seqs):
             if group.beams is not None and len(group.beams.pending) == len(group.sequences):
-                self._advance(group, group.beams)
+                try:
+                    self._advance(group, group.beams)
+                except Exception as e:
+                    self._fail(group.sequences[0], f"{type(e).__name__}: {e}")
 
     def _advance(self, group: Group, beams: Beams) -> None:
         chosen = beams.select(group.sequences)
@@ -423,6 +452,11 @@ class Engine:
             if group is not None:
                 self._events.append(Event(seq.group.request.id, one.index, finish="error", error=why))
         seq.group.sequences.clear()
+
+    def close(self) -> None:
+        """Let the processes of a divided model go."""
+        if isinstance(self.runner, RankedRunner):
+            self.runner.close()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -48,16 +48,18 @@ class Scheduling:
         self.limits.max_num_seqs = w.max_num_seqs or self.limits.max_num_seqs
         self.limits.max_num_batched_tokens = w.max_num_batched_tokens or self.limits.max_num_batched_tokens
 
-    def block_bytes(self, m: ModelSpec, width: float) -> float:
-        """Memory of one block of the pool. ``width``: bytes of an element that is not in codes."""
-        each = kv_bytes(self.cache_kind, m.head_dim) if self.cache_kind else width
-        return self.block_size * 2 * m.num_layers * m.num_kv_heads * m.head_dim * each
+    def block_bytes(self, layers: int, kv_heads: float, head_dim: int, width: float) -> float:
+        """Memory of one block on a rank of so many layers and heads. ``width``: bytes of an element without codes."""
+        each = kv_bytes(self.cache_kind, head_dim) if self.cache_kind else width
+        return self.block_size * 2 * layers * kv_heads * head_dim * each
 
-    def pool(self, m: ModelSpec, w: Serve, width: float, free: float) -> tuple[int, int]:
+    def pool(self, m: ModelSpec, w: Serve, each: float, free: float) -> tuple[int, int]:
         """(blocks of the pool, longest prompt and output together): what was asked for, or what the running sequences
-        could use within a share of ``free`` bytes. Raises :class:`UserError` for a pool without room."""
+        could use within a share of ``free`` bytes. ``each``: bytes of a block.
+
+        Raises :class:`UserError` for a pool without room.
+        """
         longest = context(m, w)
-        each = self.block_bytes(m, width)
         if w.kv_cache_bytes is not None:
             found = int(w.kv_cache_bytes / each)
         else:

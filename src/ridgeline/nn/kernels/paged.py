@@ -1,0 +1,102 @@
+"""Attention of single new tokens over a paged pool in Triton, for CUDA devices (vLLM's paged attention,
+arXiv:2309.06180; keys split over programs and merged as in flash decoding).
+
+The pool holds keys and values as [G, slots, D]; a sequence's table names its blocks of ``block`` slots. A program takes
+the query heads of one key head of one sequence and a part of its keys. Scores and sums are fp32. Imported only where
+Triton is installed.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64
+"""Keys of one step of a program."""
+_PROGRAMS = 264
+"""Programs that fill a large device twice."""
+
+
+@triton.jit
+def _part(q, k, v, table, lengths, acc, stats, slots, blocks, groups, repeat, window, part, splits, scale,
+          BLOCK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
+          TILE: tl.constexpr):  # fmt: skip
+    """Attention of one sequence's heads of one group over keys ``part * i`` to ``part * (i + 1)``."""
+    b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + b)
+    first = tl.maximum(s * part, tl.maximum(0, length - window))
+    last = tl.minimum((s + 1) * part, length)
+    heads, wide = tl.arange(0, HEADS), tl.arange(0, PADDED)
+    mine, inside = heads < repeat, wide < WIDTH
+    at = ((b * groups + g) * repeat + heads)[:, None] * WIDTH + wide[None, :]
+    query = tl.load(q + at, mine[:, None] & inside[None, :], other=0.0).to(tl.float32) * scale
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    out = tl.zeros([HEADS, PADDED], tl.float32)
+    for start in range(first // TILE * TILE, last, TILE):
+        n = start + tl.arange(0, TILE)
+        seen = (n >= first) & (n < last)
+        block = tl.load(table + b * blocks + n // BLOCK, seen, other=0)
+        slot = g.to(tl.int64) * slots + block.to(tl.int64) * BLOCK + n % BLOCK
+        place = slot[:, None] * WIDTH + wide[None, :]
+        both = seen[:, None] & inside[None, :]
+        keys = tl.load(k + place, both, other=0.0).to(tl.float32)
+        scores = tl.sum(query[:, None, :] * keys[None, :, :], 2)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shrink = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - higher))
+        weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
+        values = tl.load(v + place, both, other=0.0).to(tl.float32)
+        total = total * shrink + tl.sum(weights, 1)
+        out = out * shrink[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)
+        peak = higher
+    row = ((b * groups + g) * repeat + heads) * splits + s
+    tl.store(acc + row[:, None] * WIDTH + wide[None, :], out, mine[:, None] & inside[None, :])
+    tl.store(stats + row * 2, peak, mine)
+    tl.store(stats + row * 2 + 1, total, mine)
+
+
+@triton.jit
+def _merge(acc, stats, out, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
+    """One head's parts, weighed by their shares of the whole sum."""
+    row = tl.program_id(0)
+    part, wide = tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    there, inside = part < splits, wide < WIDTH
+    peak = tl.load(stats + (row * splits + part) * 2, there, other=float("-inf"))
+    total = tl.load(stats + (row * splits + part) * 2 + 1, there, other=0.0)
+    weight = tl.where(total > 0, tl.exp(peak - tl.max(peak, 0)), 0.0)
+    place = (row * splits + part)[:, None] * WIDTH + wide[None, :]
+    parts = tl.load(acc + place, there[:, None] & inside[None, :], other=0.0)
+    merged = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + row * WIDTH + wide, merged.to(out.dtype.element_ty), inside)
+
+
+def paged_decode(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, block: int, window: int = 0
+) -> Tensor:
+    """Attention of ``q`` [B, H, D] over the pool ``keys`` and ``values`` [G, slots, D] → [B, H, D].
+
+    ``table`` [B, blocks] int32 names each sequence's blocks of ``block`` slots, ``lengths`` [B] int32 its tokens;
+    ``window``: newest tokens that are seen, 0: all.
+    """
+    batch, heads, width = q.shape
+    groups, slots, _ = keys.shape
+    longest = table.shape[1] * block
+    splits = max(1, min(triton.cdiv(longest, 4 * TILE), _PROGRAMS // (batch * groups)))
+    part = triton.cdiv(triton.cdiv(longest, splits), TILE) * TILE
+    splits = triton.cdiv(longest, part)
+    acc = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=q.device)
+    stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    padded, repeat = triton.next_power_of_2(width), heads // groups
+    _part[batch, groups, splits](
+        q.contiguous(), keys, values, table, lengths, acc, stats, slots, table.shape[1], groups, repeat,
+        window or 2**30, part, splits, width**-0.5, BLOCK=block, WIDTH=width, PADDED=padded,
+        HEADS=triton.next_power_of_2(repeat), TILE=TILE,
+    )  # fmt: skip
+    _merge[(batch * heads,)](acc, stats, out, splits, WIDTH=width, PADDED=padded, SPLITS=triton.next_power_of_2(splits))
+    return out

@@ -1,0 +1,52 @@
+"""Paged attention in Triton (its interpreter, where there is no GPU), against attention over gathered keys."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.serving import ask, engine, greedy, model, run
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from ridgeline.nn.kernels.paged import paged_decode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter is off", allow_module_level=True)
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 16), (6, 2, 24), (8, 1, 64)])
+@pytest.mark.parametrize("block", [1, 16])
+@pytest.mark.parametrize("window", [0, 70])
+def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window):
+    generator = torch.Generator().manual_seed(heads + block)
+    lengths = torch.tensor([1, 65, 300, 17], dtype=torch.int32)
+    blocks = -(-300 // block)
+    count = 4 * blocks + 3
+    table = torch.randperm(count, generator=generator)[: 4 * blocks].view(4, blocks).int()
+    keys, values = (torch.randn(groups, count * block, width, generator=generator) for _ in range(2))
+    q = torch.randn(4, heads, width, generator=generator)
+    got = paged_decode(*(t.to(DEVICE) for t in (q, keys, values, table, lengths)), block, window).cpu()
+    for b, n in enumerate(lengths.tolist()):
+        at = torch.arange(max(0, n - window) if window else 0, n)
+        slots = table[b].long()[at // block] * block + at % block
+        k, v = keys[:, slots], values[:, slots]
+        want = F.scaled_dot_product_attention(
+            q[b][:, None].double(), k.repeat_interleave(heads // groups, 0).double(),
+            v.repeat_interleave(heads // groups, 0).double(),
+        )[:, 0]  # fmt: skip
+        torch.testing.assert_close(got[b].double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_serves_through_it():
+    made = model(dtype=torch.float32, sliding_window=40).to(DEVICE)
+    eng = engine(made, "paged_kv:block_size=4", max_num_batched_tokens=24)
+    eng.runner.layout.kernel = paged_decode
+    prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)] for i in range(3)]
+    got, _ = run(eng, *[ask(str(i), p, 6) for i, p in enumerate(prompts)])
+    assert got == {(str(i), 0): greedy(made, p, 6) for i, p in enumerate(prompts)}
