@@ -104,29 +104,47 @@ def serving_experiment(model: ModelSpec, sequences: int, device: Device = BLANK,
     return Experiment(model=model, cluster=Cluster(device=device), workload=w, plan=Plan.parse(list(SERVED)))
 
 
-def serving_latency(device: Device, found: dict[str, Any]) -> dict[str, float]:
-    """What the real engine and server take beyond their operators (see ``Device.host_latency``), from what
-    :func:`ridgeline.measure.probe_serving.serving_costs` ``found``."""
+def with_serving(device: Device, found: dict[str, Any]) -> Device:
+    """The device with what the real engine and server take beyond their operators (``Device.host_latency``), from
+    what :func:`ridgeline.measure.probe_serving.serving_costs` ``found``.
+
+    What a sequence costs in each layer is in the latency of its attention: as in the engine, not as timed alone.
+    """
+    pools = {f"attention_pool.{k}".rstrip("."): Rate(**r) for k, r in found["attention"].items()}
     seconds: dict[tuple[int, int], float] = {}
     operators: dict[int, int] = {}
+    bare = device.model_copy(update={"host_latency": {}, "rates": {**device.rates, **pools}})
     for key, took in found["steps"].items():
         layers, n = (int(x) for x in key.split(","))
-        e = normalise(serving_experiment(narrow(layers), n, device.model_copy(update={"host_latency": {}})))
-        surface = Iterations(e, check(e), e.cluster, own_engine(e.cluster.device), (8, 64))
-        a, b = surface.decode(n)
-        seconds[layers, n] = took - a - b * n * 32
-        blocks = surface.graph(1, 1, 1).blocks
-        operators[layers] = sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)
+        seconds[layers, n], operators[layers] = _beside(narrow(layers), n, took, bare)
     few, many = sorted({layers for layers, _ in seconds})
     one, crowd = sorted({n for _, n in seconds})
-    each = (seconds[many, one] - seconds[few, one]) / (operators[many] - operators[few])
-    sequence = sum(seconds[x, crowd] - seconds[x, one] for x in (few, many)) / 2 / (crowd - one)
-    out = {
-        "serve": each,
-        "serve.sequence": max(0.0, sequence),
-        "serve.iteration": max(0.0, seconds[few, one] - each * operators[few] - sequence),
+    slope = {x: (seconds[x, crowd] - seconds[x, one]) / (crowd - one) for x in (few, many)}
+    layer = max((slope[many] - slope[few]) / (many - few), -pools["attention_pool"].latency)
+    sequence = max(0.0, slope[few] - few * layer)
+    alone = {x: seconds[x, one] - x * layer - sequence for x in (few, many)}
+    each = (alone[many] - alone[few]) / (operators[many] - operators[few])
+    iteration = max(0.0, alone[few] - each * operators[few])
+    # In a model whose weights are no longer in the caches, operators start later than in a narrow one.
+    beside, count = _beside(DECODE_REFERENCE, 1, found["reference_s"], bare)
+    known = {
+        "serve": max(each, (beside - iteration - sequence - DECODE_REFERENCE.num_layers * layer) / count),
+        "serve.sequence": sequence,
+        "serve.iteration": iteration,
     }
-    return out | http_latency(found)
+    pools = {k: r.model_copy(update={"latency": r.latency + layer}) for k, r in pools.items()}
+    return device.model_copy(update={
+        "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known | http_latency(found),
+    })  # fmt: skip
+
+
+def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float, int]:
+    """(what a decode step of ``n`` sequences ``took`` beyond its operators, of which how many are not attention)."""
+    e = normalise(serving_experiment(model, n, bare))
+    surface = Iterations(e, check(e), e.cluster, own_engine(bare), (8, 64))
+    a, b = surface.decode(n)
+    blocks = surface.graph(1, 1, 1).blocks
+    return took - a - b * n * 32, sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)
 
 
 def http_latency(found: dict[str, Any]) -> dict[str, float]:
@@ -134,10 +152,12 @@ def http_latency(found: dict[str, Any]) -> dict[str, float]:
     http, (layers, crowd) = found["http"], NARROW_STEPS[1]
     one, many = (found["steps"][f"{layers},{n}"] for n in (1, crowd))
     step = one + (many - one) / (crowd - 1) * (http["clients"] - 1)
+    token = max(0.0, http["token_s"] - step) / http["clients"]
+    admission = max(0.0, http["crowd_s"] - step / http["clients"] - token)
     return {
-        "serve.token": max(0.0, http["token_s"] - step) / http["clients"],
-        "serve.request": max(0.0, http["alone_s"] - one),
-        "serve.admission": max(0.0, http["crowd_s"] - step / http["clients"]),
+        "serve.token": token,
+        "serve.admission": admission,
+        "serve.request": max(0.0, http["alone_s"] - one - token - admission),
     }
 
 
@@ -209,5 +229,4 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
         "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
     )
     known = host_latency(device, found) | {"decode": decode_latency(device, one["reference_decode_s"])}
-    known |= serving_latency(device, one["serving"])
-    return device.model_copy(update={"host_latency": known})
+    return with_serving(device.model_copy(update={"host_latency": known}), one["serving"])
