@@ -33,15 +33,19 @@ def model(base="llama-mini", dtype=torch.float64, seed=0, **fields):
     return made
 
 
+def experiment(model_spec, plan, **fields):
+    """Serving of a model on this machine."""
+    catalog.allow_unprobed()
+    w = Serve(**{"kv_cache_bytes": 1 << 22, "prompt_len": 1, "output_len": 1, **fields})
+    return Experiment(model=model_spec, cluster=catalog.cluster("local"), workload=w, plan=Plan.parse(list(plan)))
+
+
 def engine(made, *plan, ends=(), **fields):
     """An engine of the default plan and ``plan`` over ``made``."""
-    catalog.allow_unprobed()
     calls = {c.split(":")[0]: c for c in (*DEFAULT_PLAN, *plan)}
     calls = [c for c in calls.values() if not c.startswith("-")]
     calls = [c for c in calls if f"-{c.split(':')[0]}" not in plan]
-    w = Serve(**{"kv_cache_bytes": 1 << 22, "prompt_len": 1, "output_len": 1, **fields})
-    e = Experiment(model=made.spec, cluster=catalog.cluster("local"), workload=w, plan=Plan.parse(calls))
-    out = make_engine(e, torch.device("cpu"), made)
+    out = make_engine(experiment(made.spec, calls, **fields), torch.device("cpu"), made)
     out.eos = out.sampler.ends = frozenset(ends)
     return out
 

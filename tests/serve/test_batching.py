@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
-from ridgeline.runtime.serving import Limits
 from ridgeline.serve.batching import Batches, CostTable, free, measure_costs
 from ridgeline.serve.request import Request
 from ridgeline.serve.sequence import Group, Sequence
 from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.serving import Limits
 from ridgeline.techniques.length_dp import dp_batches
 from ridgeline.techniques.multi_adapter import two_stage_batches
 

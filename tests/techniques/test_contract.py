@@ -46,7 +46,12 @@ def test_card_is_complete(name):
         assert option["help"], f"option {option['name']} has no docstring"
         assert option["type"] != "value", f"option {option['name']} has no plain type"
     assert cls.rewrite is not Technique.rewrite
-    real = ((cls.build, Technique.build), (cls.compress, Technique.compress), (cls.serve, Technique.serve))
+    real = (
+        (cls.build, Technique.build),
+        (cls.compress, Technique.compress),
+        (cls.serve, Technique.serve),
+        (cls.scheduling, Technique.scheduling),
+    )
     assert cls.card.runs == any(own is not base for own, base in real)
     assert ("compress" in c["tasks"]) == (cls.compress is not Technique.compress)
     json.dumps(c)

@@ -21,13 +21,14 @@ from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
 from ridgeline.measure.utilisation import add_utilisation
 from ridgeline.predict import predict
+from ridgeline.predict.engine import OWN
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
-from ridgeline.spec.workload import Compress, Pretrain, Training
+from ridgeline.spec.workload import Compress, Pretrain, Serve, Training
 from ridgeline.techniques.registry import require_runnable
 from ridgeline.train.launch import Job, JobFailed, run_job
 
@@ -73,6 +74,11 @@ def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) 
         )
     if backend == NATIVE:
         require_runnable(e)
+    if isinstance(e.workload, Serve) and e.workload.engine not in ("", OWN):
+        raise Incompatible(
+            f"engine {e.workload.engine!r} is predicted, and what would be measured is another",
+            "leave `engine` out; `ridgeline predict` answers for other engines, `ridgeline load` measures them",
+        )
 
 
 def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None) -> Ablation:

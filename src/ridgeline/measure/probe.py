@@ -12,11 +12,15 @@ from ridgeline import catalog
 from ridgeline.measure.environment import cores, cpu_model
 from ridgeline.predict import predict
 from ridgeline.predict.calibrate import calibrate
+from ridgeline.predict.engine import own_engine
+from ridgeline.predict.iteration import Iterations
 from ridgeline.spec.device import Cluster, Device, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
-from ridgeline.spec.workload import Generate, Pretrain
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Generate, Pretrain, Serve
+from ridgeline.techniques.registry import check, normalise
 from ridgeline.train.launch import Job, JobFailed, run_job
 from ridgeline.validate.samples import as_samples
 
@@ -45,14 +49,14 @@ def probe(
     return device, catalog.save_device(device, "probe")
 
 
+BLANK = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
+"""This machine, before anything is known of it."""
 REFERENCE = "llama-tiny"
 """The model whose real step is compared with the sum of its operators."""
 
 
-def reference_experiment(device: Device | None = None) -> Experiment:
+def reference_experiment(device: Device = BLANK) -> Experiment:
     """A plain training step of the reference model in one process."""
-    if device is None:
-        device = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
     return Experiment(
         model=catalog.model(REFERENCE), cluster=Cluster(device=device), workload=Pretrain(seq_len=256, batch_size=4)
     )
@@ -79,6 +83,82 @@ def decode_latency(device: Device, seconds: float) -> float:
     steps = e.workload.output_len - 1  # type: ignore[union-attr]
     operators = sum(row.count for row in alone.breakdown if row.phase == "decode") / steps
     return max(0.0, seconds - alone.metrics["tpot_s"].value) / operators
+
+
+NARROW_STEPS = ((2, 1), (2, 24), (8, 1), (8, 24))
+"""(layers, sequences) of the decode steps of :func:`narrow` models that ``probe`` times."""
+SERVED = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
+
+
+def narrow(layers: int) -> ModelSpec:
+    """A model whose operators cost little but their start."""
+    return ModelSpec(
+        name=f"narrow-{layers}", family="llama", vocab_size=256, hidden_size=64, num_layers=layers, num_heads=4,
+        num_kv_heads=2, head_dim=16, intermediate_size=128, max_positions=256,
+    )  # fmt: skip
+
+
+def serving_experiment(model: ModelSpec, sequences: int, device: Device = BLANK, **work: Any) -> Experiment:
+    """So many sequences at once in our own engine."""
+    w = Serve(**{"prompt_len": 8, "output_len": 2, "concurrency": sequences, "kv_cache_bytes": 1 << 25, **work})
+    return Experiment(model=model, cluster=Cluster(device=device), workload=w, plan=Plan.parse(list(SERVED)))
+
+
+def with_serving(device: Device, found: dict[str, Any]) -> Device:
+    """The device with what the real engine and server take beyond their operators (``Device.host_latency``), from
+    what :func:`ridgeline.measure.probe_serving.serving_costs` ``found``.
+
+    What a sequence costs in each layer is in the latency of its attention: as in the engine, not as timed alone.
+    """
+    pools = {f"attention_pool.{k}".rstrip("."): Rate(**r) for k, r in found["attention"].items()}
+    seconds: dict[tuple[int, int], float] = {}
+    operators: dict[int, int] = {}
+    bare = device.model_copy(update={"host_latency": {}, "rates": {**device.rates, **pools}})
+    for key, took in found["steps"].items():
+        layers, n = (int(x) for x in key.split(","))
+        seconds[layers, n], operators[layers] = _beside(narrow(layers), n, took, bare)
+    few, many = sorted({layers for layers, _ in seconds})
+    one, crowd = sorted({n for _, n in seconds})
+    slope = {x: (seconds[x, crowd] - seconds[x, one]) / (crowd - one) for x in (few, many)}
+    layer = max((slope[many] - slope[few]) / (many - few), -pools["attention_pool"].latency)
+    sequence = max(0.0, slope[few] - few * layer)
+    alone = {x: seconds[x, one] - x * layer - sequence for x in (few, many)}
+    each = (alone[many] - alone[few]) / (operators[many] - operators[few])
+    iteration = max(0.0, alone[few] - each * operators[few])
+    # In a model whose weights are no longer in the caches, operators start later than in a narrow one.
+    beside, count = _beside(DECODE_REFERENCE, 1, found["reference_s"], bare)
+    known = {
+        "serve": max(each, (beside - iteration - sequence - DECODE_REFERENCE.num_layers * layer) / count),
+        "serve.sequence": sequence,
+        "serve.iteration": iteration,
+    }
+    pools = {k: r.model_copy(update={"latency": r.latency + layer}) for k, r in pools.items()}
+    return device.model_copy(update={
+        "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known | http_latency(found),
+    })  # fmt: skip
+
+
+def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float, int]:
+    """(what a decode step of ``n`` sequences ``took`` beyond its operators, of which how many are not attention)."""
+    e = normalise(serving_experiment(model, n, bare))
+    surface = Iterations(e, check(e), e.cluster, own_engine(bare), (8, 64))
+    a, b = surface.decode(n)
+    blocks = surface.graph(1, 1, 1).blocks
+    return took - a - b * n * 32, sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)
+
+
+def http_latency(found: dict[str, Any]) -> dict[str, float]:
+    """What HTTP and text add to the steps of the narrow model of two layers."""
+    http, (layers, crowd) = found["http"], NARROW_STEPS[1]
+    one, many = (found["steps"][f"{layers},{n}"] for n in (1, crowd))
+    step = one + (many - one) / (crowd - 1) * (http["clients"] - 1)
+    token = max(0.0, http["token_s"] - step) / http["clients"]
+    admission = max(0.0, http["crowd_s"] - step / http["clients"] - token)
+    return {
+        "serve.token": token,
+        "serve.admission": admission,
+        "serve.request": max(0.0, http["alone_s"] - one - token - admission),
+    }
 
 
 def host_latency(device: Device, found: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -149,4 +229,4 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
         "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
     )
     known = host_latency(device, found) | {"decode": decode_latency(device, one["reference_decode_s"])}
-    return device.model_copy(update={"host_latency": known})
+    return with_serving(device.model_copy(update={"host_latency": known}), one["serving"])

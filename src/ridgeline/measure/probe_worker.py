@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ridgeline import catalog
 from ridgeline.measure.operators import operator_rows
 from ridgeline.measure.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
+from ridgeline.measure.probe_serving import serving_costs
 from ridgeline.nn import bcq, nf4
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
@@ -36,6 +38,8 @@ from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 
 CACHE_BYTES = 96 * 2**20
 """Inputs rotate through at least this much memory."""
+SMALL = (704, 256)
+"""Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
 
 
 @dataclass
@@ -78,6 +82,10 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device)
     decoding = _reference_decode(device)
+    serving: dict[str, Any] = {}
+    if device.type == "cpu" and ranks == 1:
+        report({"stage": "serving"})
+        serving = serving_costs(device, bool(options.get("quick")))
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
@@ -91,6 +99,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,
         "reference_decode_s": decoding,
+        "serving": serving,
         "memory_bytes": _memory(device),
         "launch_latency": min(r["latency"] for r in rates.values() if r["latency"] > 0),
         "kind": "gpu" if device.type == "cuda" else "cpu",
@@ -217,13 +226,14 @@ def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, A
     made["int8"] = lambda out, width: PackedLinear(_codes(out, width, 8, width))
     with torch.inference_mode():
         for name, make in made.items():
-            few, dtype = FEW_NIBBLES if name == "int4" else FEW_BYTES, dtypes.get(name, torch.float32)
+            dtype = dtypes.get(name, torch.float32)
+            few = max(GEMM_ROWS) if name in dtypes else FEW_NIBBLES if name == "int4" else FEW_BYTES
             tiny, layers = _layers(timer, [make(64, 64)], dtype, 1), _copies(make(1024, 1024))
             for rows in (m for m in GEMM_ROWS if m <= few):
                 _, moved, seconds = _layers(timer, layers, dtype, rows)
                 rates[f"gemm_rows{rows}.{name}"] = _rate([(0.0, 0.0, tiny[2]), (0.0, moved, seconds)])
             if name not in dtypes:
-                rates.update(_expanding(timer, layers[:1], name, few + 1, tiny[2]))
+                rates.update(_expanding(timer, [make(*SMALL)], name, few + 1, tiny[2]))
     return rates
 
 
@@ -231,7 +241,7 @@ def _expanding(timer: _Timer, layer: list[nn.Module], name: str, few: int, laten
     """Products of so many rows that codes are expanded first: the time at two numbers of rows tells both parts."""
     (less, _, fast), (more, _, slow) = (_layers(timer, layer, torch.float32, rows) for rows in (few, 1024))
     speed = (more - less) / max(slow - fast, 0.1 * slow)
-    codes = 1024 * 1024 * DTYPE_BYTES[name]
+    codes = math.prod(SMALL) * DTYPE_BYTES[name]
     expand = max(fast - latency - less / speed, 0.1 * fast)
     return {f"expand.{name}": _rate([(0, 0, latency), (0, codes, latency + expand)]),
             f"gemm_many.{name}": {**_rate([(0, 0, latency), (more, 0, slow)]), "flop_rate": speed}}  # fmt: skip

@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 
 from ridgeline.measure.backends import NATIVE, engine_versions
 from ridgeline.nn.meter import process_memory
+from ridgeline.nn.paged import PagedCache
 from ridgeline.serve.app import create_app
 from ridgeline.serve.build import make_engine
 from ridgeline.serve.engine import Engine
@@ -26,7 +27,7 @@ from ridgeline.serve.service import Service
 from ridgeline.serve.text import Vocabulary
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Metric, Result, Sample
+from ridgeline.spec.result import Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import normalise
 
@@ -50,7 +51,7 @@ def serving_cell(
         result = hf_serving(e, device, report)
         result.environment |= engine_versions(options["backend"])
     else:
-        result = _served(e, device, report)
+        result = serve_and_ask(e, device, report)
     tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
     if tokens and seconds:
         # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
@@ -62,7 +63,11 @@ def serving_cell(
     return result.model_dump(mode="json", by_alias=True)
 
 
-def _served(e: Experiment, device: torch.device, report: Any) -> Result:
+def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
+    """Start the server in this process and the client in another, and say what the workload's requests saw.
+
+    Raises :class:`UserError` when they cannot be served.
+    """
     w = e.workload
     assert isinstance(w, Serve)
     begun = time.perf_counter()
@@ -146,3 +151,9 @@ def _add(result: Result, engine: Engine, setup: float) -> None:
         **{f"{k}_bytes": (v, "bytes", "measured") for k, v in process_memory().items()},
     }
     result.metrics |= {k: Metric(value=v, unit=u, source=s) for k, (v, u, s) in found.items()}
+    caches = [c for c in engine.runner.cache.values() if isinstance(c, PagedCache)]
+    weights = {t.data_ptr(): t.nbytes for t in (*engine.model.parameters(), *engine.model.buffers())}
+    held = {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}
+    result.memory = [Memory(category=k, bytes=v) for k, v in held.items()]
+    result.metrics["kv_cache_tokens"] = Metric(value=engine.blocks.count * engine.blocks.size, unit="tokens",
+                                               better="higher", source="counted")  # fmt: skip

@@ -7,8 +7,9 @@ import gzip
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -43,6 +44,59 @@ def requests(w: Serve) -> list[Request]:
         now += rng.gammavariate(w.burstiness, 1.0 / (w.burstiness * rate))
         out.append(Request(now, *_lengths(w, rng)))
     return out
+
+
+class Arrivals:
+    """Requests on their way to an engine, which they reach ``request_s`` after they were sent; those that are not
+    ``accepted`` are refused. ``concurrency`` closes the loop: a client sends its next request when it is answered."""
+
+    def __init__(
+        self, requests: Sequence[Request], concurrency: int | None, request_s: float,
+        accepted: Callable[[Request], bool],
+    ) -> None:  # fmt: skip
+        self.requests, self.request_s, self.accepted = requests, request_s, accepted
+        self.closed = concurrency is not None
+        self.upcoming = self.refused = 0
+        self.sent = [math.nan] * len(requests)
+        """When each was sent."""
+        self._due: list[tuple[float, int]] = []
+        for _ in range(concurrency or 0):
+            self.answered(0.0)
+
+    @property
+    def next(self) -> float:
+        """When the next request reaches the engine; infinite: none will."""
+        if self.closed:
+            return self._due[0][0] + self.request_s if self._due else math.inf
+        if self.upcoming < len(self.requests):
+            return self.requests[self.upcoming].arrival + self.request_s
+        return math.inf
+
+    def until(self, now: float) -> Iterator[int]:
+        """The requests that have reached the engine since the last call."""
+        while self.next <= now:
+            if self.closed:
+                yield heappop(self._due)[1]
+            else:
+                i = self.upcoming
+                self.upcoming += 1
+                if self._accepted(i, self.requests[i].arrival):
+                    yield i
+
+    def answered(self, at: float) -> None:
+        """A client of a closed loop sends its next request, and the one after if that is refused."""
+        while self.closed and self.upcoming < len(self.requests):
+            i = self.upcoming
+            self.upcoming += 1
+            if self._accepted(i, at):
+                heappush(self._due, (at, i))
+                return
+
+    def _accepted(self, i: int, at: float) -> bool:
+        self.sent[i] = at
+        fits = self.accepted(self.requests[i])
+        self.refused += not fits
+        return fits
 
 
 def _lengths(w: Serve, rng: random.Random) -> tuple[int, int]:

@@ -50,7 +50,11 @@ class Engine:
     overlap: bool = False
     """Whether an iteration is composed while the one before it still runs."""
     kernel: str = ""
-    """Library of its attention kernels: flash, or trtllm."""
+    """Library of its attention kernels: flash, trtllm, or packed: a call per sequence on views of the pool (CPU)."""
+    fused: bool = True
+    """Whether it merges products of one input, and norms with what is beside them."""
+    admission_s: float = 0.0
+    """Seconds that the first iteration of a request waits for its reading (HTTP, JSON) beside the engine."""
     expand_share: float = 0.33
     """Rate of a prompt's products whose weights are expanded on the fly (4 bits): kernels made for few rows."""
     one_shot: bool = True
@@ -87,6 +91,13 @@ ENGINES: dict[str, Engine] = {
             kernel="trtllm",
             source="fitted to serving on H100",
         ),
+        Engine(
+            "ridgeline", "Ridgeline's own engine, eager", False,
+            dispatch_s=8e-6, iteration_s=0.4e-3, schedule_s=0.0, sequence_s=60e-6, prefill_s=0.0,
+            prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
+            max_num_seqs=256, max_num_batched_tokens=2048, chunked=True, fused=False, expand_share=1.0, one_shot=False,
+            source="assumptions, about what it takes on a server's CPU; `ridgeline probe` measures them on a CPU",
+        ),
     )
 }  # fmt: skip
 ALIASES = {"sglang": "vllm", "tensorrt-llm": "trtllm", "tensorrt": "trtllm", "vllm-v1": "vllm"}
@@ -98,11 +109,18 @@ Assumptions from the hosts' single-thread speeds; only Hopper's enters the fits,
 fitted on Hopper anyway, so that no open row tests these ratios."""
 
 
+OWN = "ridgeline"
+
+
 def find_engine(name: str, device: Device) -> Engine:
-    """The engine called ``name``, with its host seconds scaled to the device's usual host."""
-    key = ALIASES.get(name.strip().lower(), name.strip().lower())
+    """The engine called ``name``, with its host seconds as measured, or scaled to the device's usual host. Without a
+    name: Ridgeline's own on this machine, vLLM elsewhere."""
+    key = name.strip().lower() or (OWN if device.name == "local" else "vllm")
+    key = ALIASES.get(key, key)
     if key not in ENGINES:
         raise unknown("engine", name, [*ENGINES, *ALIASES])
+    if key == OWN and device.kind == "cpu":
+        return own_engine(device)
     engine, speed = ENGINES[key], HOST_SPEED.get(device.architecture.lower(), 1.0)
     return replace(
         engine,
@@ -113,6 +131,21 @@ def find_engine(name: str, device: Device) -> Engine:
         prefill_s=engine.prefill_s * speed,
         request_s=engine.request_s * speed,
         spill_s=engine.spill_s * speed,
+    )
+
+
+def own_engine(device: Device) -> Engine:
+    """Ridgeline's own engine on a CPU, where operators run when they are called."""
+    engine, known = replace(ENGINES[OWN], dispatch_s=0.0, kernel="packed"), device.host_latency
+    if "serve.iteration" not in known:
+        return engine
+    return replace(
+        engine,
+        iteration_s=known["serve.iteration"],
+        sequence_s=known["serve.sequence"] + known["serve.token"],
+        request_s=known["serve.request"],
+        admission_s=known["serve.admission"],
+        source="measured on this machine",
     )
 
 
@@ -131,8 +164,8 @@ _AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
-def fuse(g: Graph, kernel: str = "") -> Graph:
-    """The graph with the fusions that every engine makes, and attention by the library ``kernel``.
+def fuse(g: Graph, engine: Engine) -> Graph:
+    """The graph with the fusions that serving engines make, and attention by the engine's kernels.
 
     Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit
     copy that it writes), and the rotations of queries and keys (with their norms) in one kernel that also writes the
@@ -140,8 +173,9 @@ def fuse(g: Graph, kernel: str = "") -> Graph:
     """
 
     def each(b: Block) -> None:
-        _fuse(b)
-        b.forward = [changed(o, kernel=kernel) if o.kind == "attention" else o for o in b.forward]
+        if engine.fused:
+            _fuse(b)
+        b.forward = [changed(o, kernel=engine.kernel) if o.kind == "attention" else o for o in b.forward]
 
     return g.each_block(each, layers_only=True)
 

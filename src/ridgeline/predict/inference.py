@@ -35,7 +35,7 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
         first, each = _plain(prefill, decode, e, made, cluster)
         waves = 1
     else:
-        prefill, decode = fuse(prefill, engine.kernel), fuse(decode, engine.kernel)
+        prefill, decode = fuse(prefill, engine), fuse(decode, engine)
         first, each, waves = engine_times(e, made, cluster, engine, w)
     total = waves * (first + steps * each)
     produced = e.batch_size * (steps + 1)

@@ -81,7 +81,7 @@ class Parts:
         if alone and batch in self._graphs:
             return self._graphs[batch]
         g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
-        g = fuse(rewritten(g, self.e, self.made), self.engine.kernel)
+        g = fuse(rewritten(g, self.e, self.made), self.engine)
         if alone and len(self._graphs) < 2 * len(GRID):
             self._graphs[batch] = g
         return g

@@ -14,7 +14,7 @@ from ridgeline.predict.attention import attention_time
 from ridgeline.predict.gemm import constants, gemm_time, quantise_time
 from ridgeline.predict.machine import Machine, machine
 from ridgeline.spec.device import DTYPE_BYTES, Device, Rate
-from ridgeline.spec.lowbit import GEMM_ROWS
+from ridgeline.spec.lowbit import GEMM_ROWS, kv_bytes
 
 
 class Timed(NamedTuple):
@@ -47,6 +47,8 @@ def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | N
 
 def op_time(op: Op, device: Device) -> Timed:
     """Seconds of one call of ``op`` on ``device``; collectives and copies have files of their own."""
+    if op.kernel == "packed" and "attention_pool" in device.rates:
+        return _packed_attention(op, device)
     rate = _low_rate(op, device) or find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
@@ -82,6 +84,22 @@ def _low_rate(op: Op, device: Device) -> Rate | None:
         return None
     codes = op.experts * out * inner * DTYPE_BYTES[dtype] / expand.byte_rate
     return many.model_copy(update={"latency": many.latency + codes})
+
+
+def _packed_attention(op: Op, device: Device) -> Timed:
+    """Attention of sequences one by one over a pool: of one new token each it waits for the cached keys and values;
+    a chunk's product is as fast as any, and where the pool holds codes, reads these back too."""
+    batch, _, kv_heads, q_len, kv_len, dim = op.shape
+    rate = device.rates.get(f"attention_pool.{op.kv_dtype}" if op.kv_dtype else "attention_pool")
+    rate = rate or device.rates["attention_pool"]
+    cached = 2.0 * kv_heads * kv_len * dim * (kv_bytes(op.kv_dtype, dim) if op.kv_dtype else DTYPE_BYTES[op.dtype])
+    seconds = rate.latency
+    if q_len == 1 or op.kv_dtype:
+        seconds += cached / rate.byte_rate
+    if q_len > 1:
+        chunk = find_rate(device, op.kind, op.direction, op.dtype)
+        seconds += op.flops / batch / chunk.flop_rate if chunk else 0.0
+    return Timed(batch * seconds, "memory" if q_len == 1 else "compute", rate.source, _MEASURED_SPREAD)
 
 
 def _modelled(op: Op, m: Machine) -> Timed:

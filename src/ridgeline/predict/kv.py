@@ -8,8 +8,11 @@ from ridgeline.graph import Graph
 from ridgeline.predict.engine import Engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.memory import Peak
+from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
+from ridgeline.spec.serving import Scheduling
+from ridgeline.spec.workload import Serve
 
 BLOCK = 16
 """Tokens of one block of the cache; half of one per sequence is empty on average."""
@@ -62,6 +65,19 @@ def room(e: Experiment, surface: Iterations, engine: Engine, largest: int) -> Ro
         f" {device.name}: room for {tokens} cached tokens"
     )
     return Room(tokens, each, peak, said)
+
+
+def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
+    """The pool of Ridgeline's own engine, its blocks, and the longest prompt and output together."""
+    e, device = surface.e, surface.cluster.device
+    weights = sum(p.stored_bytes * n for p, n in surface.graph(1, 1, 1).params)
+    work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
+    m, heads = e.model, max(1.0, e.model.num_kv_heads / e.parallel.get("tp", 1))
+    each = s.block_bytes(m.num_layers, heads, m.head_dim, DTYPE_BYTES[e.dtype])
+    blocks, longest = s.pool(m, w, each, device.memory_bytes - weights)
+    peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
+    said = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
+    return Room(blocks * s.block_size, each / s.block_size, peak, said), blocks, longest
 
 
 def workspace(g: Graph) -> float:

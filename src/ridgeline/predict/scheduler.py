@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
-from ridgeline.predict.arrivals import Request
+from ridgeline.predict.arrivals import Arrivals, Request
 
 
 class Costs(Protocol):
@@ -54,7 +54,6 @@ class Job:
     """A request on its way."""
 
     index: int
-    arrival: float
     prompt: int
     """Tokens to prefill: the prompt, or after a preemption everything so far."""
     left: int
@@ -100,70 +99,31 @@ class Simulation:
         self.cached = 0
         self.held = 0  # tokens set aside: whole outputs where the engine reserves, prompts under way elsewhere
         self.admitted = 0
-        n = len(requests)
-        nan = math.nan
-        self.out = Outcome([nan] * n, [nan] * n, [nan] * n, [r.output for r in requests])
-        self.closed = concurrency is not None
-        self.upcoming = 0
-        self.due: list[tuple[float, int]] = []
-        if concurrency is not None:
-            for _ in range(concurrency):
-                self._follow(0.0)
+        self.arrivals = Arrivals(requests, concurrency, limits.request_s, self._accepted)
+        nothing = [math.nan] * len(requests)
+        self.out = Outcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         """Simulate until every request is answered or rejected."""
         while True:
-            self._arrive()
+            for i in self.arrivals.until(self.now):
+                self.waiting.append(Job(i, self.requests[i].prompt, self.requests[i].output))
             chunks = self._schedule()
             if chunks:
                 self._mixed(chunks)
             elif self.running:
                 self._stretch()
+            elif math.isinf(self.arrivals.next):
+                self.out.rejected = self.arrivals.refused
+                return self.out
             else:
-                following = self._next_arrival()
-                if math.isinf(following):
-                    return self.out
-                self.now = max(self.now, following)
+                self.now = max(self.now, self.arrivals.next)
 
-    def _next_arrival(self) -> float:
-        """When the next request reaches the engine."""
-        if self.closed:
-            return self.due[0][0] + self.limits.request_s if self.due else math.inf
-        if self.upcoming < len(self.requests):
-            return self.requests[self.upcoming].arrival + self.limits.request_s
-        return math.inf
-
-    def _arrive(self) -> None:
-        while self._next_arrival() <= self.now:
-            if self.closed:
-                at, i = heappop(self.due)
-            else:
-                i = self.upcoming
-                at = self.requests[i].arrival
-                self.upcoming += 1
-            self.out.arrival[i] = at
-            if self.closed or not self._reject(i):
-                self.waiting.append(Job(i, at, self.requests[i].prompt, self.requests[i].output))
-
-    def _reject(self, i: int) -> bool:
-        """Whether the request could never fit the cache."""
-        r = self.requests[i]
-        if r.prompt + r.output + self.limits.overhead_tokens <= self.limits.cache_tokens:
-            return False
-        self.out.rejected += 1
-        return True
-
-    def _follow(self, at: float) -> None:
-        """A client of a closed loop sends its next request, and the one after if that is refused."""
-        while self.closed and self.upcoming < len(self.requests):
-            i = self.upcoming
-            self.upcoming += 1
-            if not self._reject(i):
-                heappush(self.due, (at, i))
-                return
-            self.out.arrival[i] = at
+    def _accepted(self, r: Request) -> bool:
+        """Whether a request could ever fit the cache."""
+        return r.prompt + r.output + self.limits.overhead_tokens <= self.limits.cache_tokens
 
     # ---- scheduling ----------------------------------------------------------------------------------------------
 
@@ -230,16 +190,9 @@ class Simulation:
         if not lim.reserves:
             room = lim.cache_tokens - lim.overhead_tokens * n - self.cached - self.held
             k = max(1, min(k, room // n))
-        a, b = self.costs.decode(n)
-        between, host = self.costs.between(n), self.costs.floor(n)
-        first = a + b * self.cached
-        if host > first:  # the host is the slower of the two until the cache has grown
-            grow = math.ceil((host - first) / (b * n)) if b else k
-            k, per, slope = max(1, min(k, grow)), host + between, 0.0
-        else:
-            per, slope = first + between, b * n
+        k, per, slope = pace(self.costs, n, self.cached, k)
         if not self.waiting and self.partial is None:
-            k = min(k, _until(self._next_arrival() - self.now, per, slope, k))
+            k = until(self.arrivals.next - self.now, per, slope, k)
         self._advance(k, k * per + slope * (k * (k - 1) / 2), n)
 
     def _advance(self, k: int, seconds: float, decoding: int) -> None:
@@ -277,7 +230,7 @@ class Simulation:
         self.cached -= s.prompt + 1 + s.left
         if self.limits.reserves:
             self.held -= s.prompt + 1 + s.left
-        self._follow(self.now)
+        self.arrivals.answered(self.now)
 
     def _preempt(self) -> int:
         """Send the last admitted back to the queue until every decoding sequence has room for a token."""
@@ -290,7 +243,7 @@ class Simulation:
             del self.running[s.index]
             made = self.step - s.started
             self.cached -= s.prompt + 1 + made
-            again = Job(s.index, s.arrival, s.prompt + 1 + made, s.left - made)
+            again = Job(s.index, s.prompt + 1 + made, s.left - made)
             self.waiting.appendleft(again)
             self.out.preemptions += 1
             gone += 1
@@ -303,7 +256,19 @@ class Simulation:
         return s is None or s.order != end[2]
 
 
-def _until(wait: float, per: float, slope: float, most: int) -> int:
+def pace(costs: Costs, n: int, cached: int, most: int) -> tuple[int, float, float]:
+    """(iterations, seconds of the first, seconds that each takes more than the one before) of up to ``most`` decode
+    iterations of ``n`` sequences with ``cached`` tokens in all."""
+    a, b = costs.decode(n)
+    between, host = costs.between(n), costs.floor(n)
+    first = a + b * cached
+    if host > first:  # the host is the slower of the two until the cache has grown
+        grow = math.ceil((host - first) / (b * n)) if b else most
+        return max(1, min(most, grow)), host + between, 0.0
+    return most, first + between, b * n
+
+
+def until(wait: float, per: float, slope: float, most: int) -> int:
     """The least number of iterations that take ``wait`` seconds or longer, each ``slope`` longer than the one before;
     at least 1, at most ``most``."""
 

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 from ridgeline.predict.arrivals import Request, requests
 from ridgeline.predict.common import assemble, metric, rank_cluster, source_of
-from ridgeline.predict.engine import Engine, find_engine
+from ridgeline.predict.engine import OWN, Engine, find_engine
 from ridgeline.predict.iteration import Iterations
-from ridgeline.predict.kv import Room, room
+from ridgeline.predict.kv import Room, pool_room, room
+from ridgeline.predict.packed import PackedSimulation
 from ridgeline.predict.scheduler import Limits, Outcome, Simulation
 from ridgeline.predict.step import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
+from ridgeline.spec.serving import Scheduling
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.base import Technique
 
@@ -33,18 +35,29 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
         raise Incompatible(f"{e.model.name} is an encoder: its serving can be run, not predicted", "use a decoder")
     cluster = rank_cluster(e)
     engine = find_engine(w.engine, cluster.device)
+    if engine.name == OWN:
+        cluster = cluster.model_copy(update={"device": cluster.device.serving()})
     asked = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in asked]
     surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
-    limits, space = limits_of(w, engine, surface, asked)
-    if min(lengths) + limits.overhead_tokens > limits.cache_tokens:
-        return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
-    outcome = Simulation(surface, limits, asked, _clients(w, e.data_parallel)).run()
+    clients = _clients(w, e.data_parallel)
+    if engine.name == OWN:
+        sim, space = packed(surface, made, w, asked, clients)
+        outcome = sim.run()
+        if outcome.rejected == len(asked):
+            return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
+    else:
+        limits, space = limits_of(w, engine, surface, asked)
+        if min(lengths) + limits.overhead_tokens > limits.cache_tokens:
+            return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
+        outcome = Simulation(surface, limits, asked, clients).run()
     metrics = serving_metrics(outcome, w, e, source_of(cluster))
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
     result = assemble(e, metrics, space.peak, cluster)
     if outcome.rejected:
-        result.notes.append(f"{outcome.rejected} of {len(asked)} requests are longer than the cache and were rejected")
+        result.notes.append(
+            f"{outcome.rejected} of {len(asked)} requests are longer than the cache or the context and were rejected"
+        )
     mean = max(1, round(metrics["batch_mean"].value))
     g = surface.graph(mean, 1, max(1, w.prompt_len + w.output_len // 2))
     result.breakdown = breakdown(g, cluster)
@@ -59,6 +72,19 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
     result.status, result.notes = "infeasible", []
     result.reason = f"{reason}; use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
     return result
+
+
+def packed(
+    surface: Iterations, made: Sequence[Technique], w: Serve, asked: Sequence[Request], clients: int | None = None
+) -> tuple[PackedSimulation, Room]:
+    """Ridgeline's own engine as the plan sets it up, about to serve ``asked``, and the pool that it has."""
+    engine, s = surface.engine, Scheduling()
+    s.limits.max_num_seqs, s.limits.max_num_batched_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+    for t in made:
+        t.scheduling(s)
+    s.asked(w)
+    space, blocks, longest = pool_room(surface, s, w)
+    return PackedSimulation(surface, s, blocks, longest, asked, clients, engine.request_s, engine.admission_s), space
 
 
 def limits_of(w: Serve, engine: Engine, surface: Iterations, asked: Sequence[Request]) -> tuple[Limits, Room]:

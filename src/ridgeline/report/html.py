@@ -25,6 +25,7 @@ from ridgeline.report.tables import (
     ablation_memory_table,
     comparison_tables,
     failures,
+    latency_table,
     load_tables,
     quality_table,
     result_tables,
@@ -46,7 +47,9 @@ def ablation_html(a: Ablation, path: Path) -> Path:
     drawn = [c for c in charts if c is not None]
     quality = quality_table(a)
     summary = table_html(quality) if len(quality.columns) > 1 else ""
-    summary += table_html(speed_table(a)) + table_html(ablation_memory_table(a))
+    latency = latency_table(a)
+    summary += table_html(speed_table(a)) + (table_html(latency) if len(latency.columns) > 1 else "")
+    summary += table_html(ablation_memory_table(a))
     sections = [
         section("Verdict", summary),
         bullets("Plans that failed", failures(a), "failed"),

@@ -52,11 +52,11 @@ def to_csv(x: Reportable) -> str:
 
 def ablation_tables(a: Ablation, width: int | None = None) -> list[Table]:
     """Speed and sameness first, then memory; predicted beside measured in one cell."""
-    speed, memory, quality = speed_table(a), ablation_memory_table(a), quality_table(a)
+    speed, memory, quality, latency = speed_table(a), ablation_memory_table(a), quality_table(a), latency_table(a)
     if width is not None and memory.width > width:
         memory = ablation_memory_table(a, side_by_side=False)
     speed.notes += failures(a)
-    return [part for t in (quality, speed, memory) if len(t.columns) > 1 for part in fit(t, width)]
+    return [part for t in (quality, speed, latency, memory) if len(t.columns) > 1 for part in fit(t, width)]
 
 
 def speed_table(a: Ablation) -> Table:
@@ -91,6 +91,28 @@ def speed_table(a: Ablation) -> Table:
         Column(f"Step time, {step.label}, pred | meas", "step_time_s"),
     ]
     return Table(f"Speed of {len(a.outcomes)} plans against {a.baseline}", columns, rows).without_empty_columns()
+
+
+LATENCIES = (("ttft_p50_s", "TTFT"), ("tpot_p50_s", "TPOT"), ("e2e_p50_s", "End to end"))
+
+
+def latency_table(a: Ablation) -> Table:
+    """Per plan of a served load: median latencies with their residuals, and how full the engine's steps were."""
+    sides = [r for o in a.outcomes for r in (o.predicted, o.measured)]
+    served = any(r and "ttft_p50_s" in r.metrics and "batch_mean" in r.metrics for r in sides)
+    columns = [Column("Plan", align="left")]
+    rows = [[o.name] for o in a.outcomes]
+    for name, title in LATENCIES if served else ():
+        unit = scale([r.metric(name) for r in sides if r], TIMES)
+        columns += [Column(f"{title} p50, {unit.label}, pred | meas", name), Column("Residual")]
+        for row, o in zip(rows, a.outcomes, strict=True):
+            row += [both(_value(o.predicted, name, unit), _spread(o.measured, name, unit)),
+                    percent(residual(o, name), signed=True)]  # fmt: skip
+    for name, title in (("batch_mean", "Tokens per step"), ("preemptions", "Sent back")) if served else ():
+        columns.append(Column(f"{title}, pred | meas", name))
+        for row, o in zip(rows, a.outcomes, strict=True):
+            row.append(both(*(metric(r.metric(name), "") if r else NONE for r in (o.predicted, o.measured))))
+    return Table("Latencies of the same requests", columns, rows).without_empty_columns()
 
 
 def quality_table(a: Ablation) -> Table:
@@ -388,6 +410,7 @@ def _outcome_record(o: Outcome) -> Record:
             out[f"{side}_{name}"] = m.value if m else None
             if side == "measured":
                 out |= {f"{side}_{name}_low": m.low if m else None, f"{side}_{name}_high": m.high if m else None}
+        out |= {f"{side}_{name}": r.metric(name) for name, _ in LATENCIES if r and name in r.metrics}
         peak = _peak(r)
         out[f"{side}_peak_bytes"] = None if peak is None else round(peak)
         for c in MEMORY_CATEGORIES:

@@ -30,16 +30,14 @@ from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as Row
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
+from ridgeline.spec.serving import context
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import check, normalise, require_runnable, techniques
 
 DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search")
 """What ``ridgeline serve`` switches on by itself."""
-CACHE_SHARE = 0.25
-"""Of the memory that is free, what the key/value pool takes at most where nothing is said."""
 DRAFTED = 16
 """Sequences of full length that a drafting model's cache has room for."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,25 +51,23 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     run = _built(e, device, model)
     e, w = run.experiment, run.experiment.workload
     assert isinstance(w, Serve)
-    limits = run.limits
-    limits.max_num_seqs = w.max_num_seqs or limits.max_num_seqs
-    limits.max_num_batched_tokens = w.max_num_batched_tokens or limits.max_num_batched_tokens
-    longest = longest_of(e)
-    blocks = _blocks(run, longest) if e.model.causal else 0
+    run.asked(w)
+    width = next(run.model.parameters()).element_size()
+    each = run.block_bytes(len(run.model.layers), run.kv_heads, e.model.head_dim, width)
+    blocks, longest = run.pool(e.model, w, each, _free(run.device)) if e.model.causal else (0, context(e.model, w))
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
-    longest = min(longest, blocks * run.block_size) if e.model.causal else longest
-    engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), limits, longest, w.seed)
+    engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
-        engine.adapters = AdapterTable(run.model, table, _block_bytes(run))
+        engine.adapters = AdapterTable(run.model, table, each)
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
     if run.cut is not None:
-        measure = partial(measure_costs, runner, table, limits, longest)
+        measure = partial(measure_costs, runner, table, run.limits, longest)
         shared = measure()
         tasks = engine.adapters if run.per_task else None
         own = free if tasks is None else measure_task(tasks, shared, measure)
-        engine.scheduler.order = Batches(run.cut, limits, shared, own)
+        engine.scheduler.order = Batches(run.cut, run.limits, shared, own)
     return engine
 
 
@@ -81,12 +77,6 @@ def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
     runner = _runner(run, 0)
     assert isinstance(runner, RankedRunner)
     return runner
-
-
-def longest_of(e: Experiment) -> int:
-    """Longest prompt and output together."""
-    assert isinstance(e.workload, Serve)
-    return min(e.workload.max_model_len or e.model.max_positions, e.model.max_positions)
 
 
 def _built(e: Experiment, device: torch.device, model: Transformer | None) -> ServeBuild:
@@ -114,14 +104,16 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
     run = ServeBuild(e, model, device, kv_heads=e.model.num_kv_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type) if e.world > 1 else None
     for technique in made:
+        technique.scheduling(run)
         technique.serve(run)
     return run
 
 
 def _runner(run: ServeBuild, blocks: int) -> Runner:
     """This rank's runner; all have as many ``blocks`` as the first."""
-    longest = longest_of(run.experiment)
-    padded = run.limits.padded
+    w = run.experiment.workload
+    assert isinstance(w, Serve)
+    longest, padded = context(run.experiment.model, w), run.limits.padded
     if run.mesh is None:
         runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind, padded=padded)
         if run.memory is not None:
@@ -146,25 +138,9 @@ def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload
     return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _blocks(run: ServeBuild, longest: int) -> int:
-    """Blocks of the pool: what was asked for, or what the running sequences could use, within a share of memory."""
-    w = run.experiment.workload
-    assert isinstance(w, Serve)
-    per_block = _block_bytes(run)
-    most = run.limits.max_num_seqs * -(-longest // run.block_size)
-    if w.kv_cache_bytes is not None:
-        found = int(w.kv_cache_bytes / per_block)
-    else:
-        free = (
-            torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else psutil.virtual_memory().available
-        )
-        found = min(most, int(CACHE_SHARE * free / per_block))
-    if found < 2:
-        raise UserError(
-            f"the key/value pool has room for {max(0, found)} blocks of {per_block:.0f} bytes",
-            "give it more memory, or use kv_quant",
-        )
-    return found
+def _free(device: torch.device) -> float:
+    """Bytes of the device's memory that nobody uses."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
@@ -177,13 +153,6 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
         return [lookup(s.tokens, drafts.ngram, n) for s, n in zip(seqs, most, strict=True)]
 
     return Drafting(propose, drafts.tokens)
-
-
-def _block_bytes(run: ServeBuild) -> float:
-    """Memory of one block of the pool."""
-    head, wide = run.experiment.model.head_dim, next(run.model.parameters()).element_size()
-    each = kv_bytes(run.cache_kind, head) if run.cache_kind else wide
-    return run.block_size * 2 * len(run.model.layers) * run.kv_heads * head * each
 
 
 def ends_of(checkpoint: str | None) -> frozenset[int]:

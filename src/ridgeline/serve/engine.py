@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ridgeline.runtime.serving import Limits
 from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.blocks import Blocks
@@ -25,6 +24,7 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.scheduler import Plan, Scheduler
 from ridgeline.serve.sequence import Group, Sequence
+from ridgeline.spec.serving import Limits
 
 
 class Engine:

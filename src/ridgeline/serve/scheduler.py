@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ridgeline.runtime.serving import Limits
 from ridgeline.serve.blocks import Blocks, Copy
 from ridgeline.serve.sequence import Sequence
+from ridgeline.spec.serving import Limits
 
 
 @dataclass

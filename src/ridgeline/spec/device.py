@@ -92,8 +92,10 @@ class Device(BaseModel):
     """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2")."""
     host_latency: dict[str, float] = Field(default_factory=dict)
     """Seconds that an operator costs in a real training step beyond what it costs timed alone (the autograd engine,
-    Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step. Measured on small reference
-    models."""
+    Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step; "serve": in a step of the
+    serving engine, and seconds of its own: "serve.iteration", "serve.sequence" and "serve.token" (of a sequence in an
+    iteration: to schedule it, to send its token), "serve.request" (before and after the engine), "serve.admission" (of
+    that, what its first iteration waits for). Measured on small reference models."""
     efficiency: Efficiency | None = None
     """Constants fitted on this very device (see ``predict/calibrate.py``); None: those of its architecture."""
     source: str = ""
@@ -106,7 +108,14 @@ class Device(BaseModel):
 
     def generating(self) -> Device:
         """This device in generation, where no autograd engine runs beside the operators."""
-        known = {"1": self.host_latency["decode"]} if "decode" in self.host_latency else {}
+        return self._inside("decode")
+
+    def serving(self) -> Device:
+        """This device in a step of the serving engine."""
+        return self._inside("serve")
+
+    def _inside(self, what: str) -> Device:
+        known = {"1": self.host_latency[what]} if what in self.host_latency else {}
         return self.model_copy(update={"host_latency": known})
 
     def shared_by(self, ranks: int) -> Device:

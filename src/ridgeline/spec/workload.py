@@ -157,12 +157,13 @@ class Serve(_Workload):
     """Seconds to the first token that a good request stays within."""
     slo_tpot: float | None = Field(default=None, gt=0)
     """Mean seconds per further token that a good request stays within."""
-    engine: str = "vllm"
-    """Serving software: vllm, vllm-2023, trtllm."""
+    engine: str = ""
+    """Serving software that is predicted: ridgeline, vllm, vllm-2023, trtllm; empty: ridgeline on this machine
+    (``local``), vllm elsewhere."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt and output together; None: as long as the model's positions."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory of the key/value pool when run; None: what the engine finds."""
+    """Memory of Ridgeline's key/value pool; None: what the engine finds."""
     seed: int = 0
     checkpoint: str | None = None
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ridgeline.runtime.compression import CompressBuild
     from ridgeline.runtime.serving import ServeBuild
     from ridgeline.spec.model import ModelSpec
+    from ridgeline.spec.serving import Scheduling
 
 Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
 PHASES: tuple[Phase, ...] = (
@@ -176,9 +177,13 @@ class Technique(BaseModel):
         """The real side: act on the engine's builder."""
         raise NotImplementedError
 
+    def scheduling(self, s: Scheduling) -> None:
+        """What the technique changes about scheduling in task serve, real and simulated."""
+
     def serve(self, run: ServeBuild) -> None:
-        """The real side in task serve; where it does not differ, :meth:`build`."""
-        self.build(run)  # type: ignore[arg-type]  # serving techniques touch only what every Build has
+        """The real side in task serve, beside :meth:`scheduling`; where neither differs, :meth:`build`."""
+        if type(self).scheduling is Technique.scheduling:
+            self.build(run)  # type: ignore[arg-type]  # serving techniques touch only what every Build has
 
     def compress(self, run: CompressBuild) -> None:
         """The real side in task compress: register with the layer-wise driver."""

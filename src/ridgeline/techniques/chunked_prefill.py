@@ -9,7 +9,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serving import ServeBuild
+    from ridgeline.spec.serving import Scheduling
 
 
 class ChunkedPrefill(Technique):
@@ -31,6 +31,6 @@ class ChunkedPrefill(Technique):
         """Operators stay as they are; the simulated scheduler knows."""
         return g
 
-    def serve(self, run: ServeBuild) -> None:
+    def scheduling(self, s: Scheduling) -> None:
         """Let an iteration compute a part of a prompt."""
-        run.limits.chunked = True
+        s.limits.chunked = True

@@ -9,7 +9,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serving import ServeBuild
+    from ridgeline.spec.serving import Scheduling
 
 
 class ContinuousBatching(Technique):
@@ -30,6 +30,6 @@ class ContinuousBatching(Technique):
         """Operators stay as they are; the simulated scheduler knows."""
         return g
 
-    def serve(self, run: ServeBuild) -> None:
+    def scheduling(self, s: Scheduling) -> None:
         """Admit requests while others run."""
-        run.limits.continuous = True
+        s.limits.continuous = True

@@ -13,7 +13,7 @@ from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import Build
-    from ridgeline.runtime.serving import ServeBuild
+    from ridgeline.spec.serving import Scheduling
 
 
 class KVQuant(Technique):
@@ -60,9 +60,9 @@ class KVQuant(Technique):
 
         run.model.cache_of = lambda shape, dtype, device: CodedCache(self.dtype, shape, device)
 
-    def serve(self, run: ServeBuild) -> None:
+    def scheduling(self, s: Scheduling) -> None:
         """Have the pool hold codes."""
-        run.cache_kind = self.dtype
+        s.cache_kind = self.dtype
 
 
 def _expand(b: Block, e: Experiment, each: float, wide: float, dtype: str) -> None:

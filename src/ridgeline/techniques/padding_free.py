@@ -9,7 +9,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serving import ServeBuild
+    from ridgeline.spec.serving import Scheduling
 
 
 class PaddingFree(Technique):
@@ -31,6 +31,6 @@ class PaddingFree(Technique):
         """Operators are those of real tokens with and without it: the simulated engines pack their batches."""
         return g
 
-    def serve(self, run: ServeBuild) -> None:
+    def scheduling(self, s: Scheduling) -> None:
         """Let a step have as many rows as it has tokens."""
-        run.limits.padded = False
+        s.limits.padded = False

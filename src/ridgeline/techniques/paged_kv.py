@@ -11,7 +11,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serving import ServeBuild
+    from ridgeline.spec.serving import Scheduling
 
 
 class PagedKV(Technique):
@@ -43,6 +43,6 @@ class PagedKV(Technique):
         """Operators stay as they are; the simulated scheduler knows."""
         return g
 
-    def serve(self, run: ServeBuild) -> None:
+    def scheduling(self, s: Scheduling) -> None:
         """Grow tables block by block."""
-        run.block_size, run.share_prefixes, run.limits.reserve = self.block_size, self.prefix_sharing, False
+        s.block_size, s.share_prefixes, s.limits.reserve = self.block_size, self.prefix_sharing, False

@@ -1,0 +1,79 @@
+"""How a serving engine schedules and keeps its cache: what a plan decides, for the real and the simulated engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.lowbit import kv_bytes
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.workload import Serve
+
+CACHE_SHARE = 0.25
+"""Of the memory that is free, what the key/value pool takes at most where nothing is said."""
+
+
+@dataclass
+class Limits:
+    """What a step and the queue may hold, and which freedoms the scheduler has. Techniques set them."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 1024
+    """Sequences that may wait."""
+    max_waiting_tokens: int = 1 << 20
+    """Prompt tokens that may wait."""
+    continuous: bool = True
+    """Whether sequences join while others run; if not, a batch runs until its last member ends."""
+    chunked: bool = True
+    """Whether a step may compute a part of a prompt."""
+    reserve: bool = False
+    """Whether a sequence gets the blocks of its longest possible length at once, in one extent."""
+    padded: bool = False
+    """Whether every sequence of a step takes as many rows as the one with most new tokens; pads count as tokens."""
+
+
+@dataclass(kw_only=True)
+class Scheduling:
+    """What techniques may change about scheduling (:meth:`Technique.scheduling`); as it is without any of them."""
+
+    limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True))
+    block_size: int = 16
+    """Slots of a cache block."""
+    share_prefixes: bool = False
+    """Whether equal prefixes share blocks."""
+    cache_kind: str = ""
+    """fp8, int8 or int4: the pool holds codes; empty: the weights' dtype."""
+
+    def asked(self, w: Serve) -> None:
+        """Take what the workload itself says."""
+        self.limits.max_num_seqs = w.max_num_seqs or self.limits.max_num_seqs
+        self.limits.max_num_batched_tokens = w.max_num_batched_tokens or self.limits.max_num_batched_tokens
+
+    def block_bytes(self, layers: int, kv_heads: float, head_dim: int, width: float) -> float:
+        """Memory of one block on a rank of so many layers and heads. ``width``: bytes of an element without codes."""
+        each = kv_bytes(self.cache_kind, head_dim) if self.cache_kind else width
+        return self.block_size * 2 * layers * kv_heads * head_dim * each
+
+    def pool(self, m: ModelSpec, w: Serve, each: float, free: float) -> tuple[int, int]:
+        """(blocks of the pool, longest prompt and output together): what was asked for, or what the running sequences
+        could use within a share of ``free`` bytes. ``each``: bytes of a block.
+
+        Raises :class:`UserError` for a pool without room.
+        """
+        longest = context(m, w)
+        if w.kv_cache_bytes is not None:
+            found = int(w.kv_cache_bytes / each)
+        else:
+            found = min(self.limits.max_num_seqs * -(-longest // self.block_size), int(CACHE_SHARE * free / each))
+        if found < 2:
+            raise UserError(
+                f"the key/value pool has room for {max(0, found)} blocks of {each:.0f} bytes",
+                "give it more memory, or use kv_quant",
+            )
+        return found, min(longest, found * self.block_size)
+
+
+def context(m: ModelSpec, w: Serve) -> int:
+    """Longest prompt and output together, as far as the pool has room for them."""
+    return min(w.max_model_len or m.max_positions, m.max_positions)

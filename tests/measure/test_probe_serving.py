@@ -1,0 +1,101 @@
+"""From what the probe measures of serving to what the predictor adds: known costs are found again."""
+
+import pytest
+
+from ridgeline.measure.probe import DECODE_REFERENCE, NARROW_STEPS, SERVED, narrow, serving_experiment, with_serving
+from ridgeline.predict import predict
+from ridgeline.predict.engine import find_engine
+from ridgeline.predict.iteration import Iterations
+from ridgeline.spec.device import Device, Rate
+from ridgeline.spec.plan import Plan
+from ridgeline.techniques.registry import check, normalise
+
+KINDS = ("norm", "rope", "residual", "activation", "embedding")
+RATES = {f"{kind}.fp32": Rate(latency=5e-6, byte_rate=1e10) for kind in KINDS}
+RATES |= {"gemm.forward.fp32": Rate(latency=6e-6, flop_rate=3e10)}
+RATES |= {"attention.forward.fp32": Rate(latency=8e-6, flop_rate=2e10)}
+POOLS = {"": {"latency": 18e-6, "byte_rate": 6e9}, "int8": {"latency": 50e-6, "byte_rate": 1.4e9}}
+TRUE = {"serve": 9e-6, "layer": 12e-6, "serve.sequence": 15e-6, "serve.iteration": 2e-4, "serve.token": 1e-4,
+        "serve.request": 5e-3, "serve.admission": 1.5e-3}  # fmt: skip
+
+
+def bare():
+    return Device(name="local", kind="cpu", peak_flops={"fp32": 5e10}, memory_bytes=8e9, memory_bandwidth=1e10,
+                  rates=RATES, host_latency={"1": 3e-5, "decode": 1e-5})  # fmt: skip
+
+
+def step(model, n):
+    """Seconds of a decode step on a machine with the true costs."""
+    pools = {f"attention_pool.{k}".rstrip("."): Rate(**v) for k, v in POOLS.items()}
+    d = bare().model_copy(update={"rates": {**RATES, **pools}, "host_latency": {}})
+    e = normalise(serving_experiment(model, n, d))
+    surface = Iterations(e, check(e), e.cluster, find_engine("ridgeline", d), (8, 64))
+    a, b = surface.decode(n)
+    ops = sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in surface.graph(1, 1, 1).blocks)
+    own = TRUE["serve.iteration"] + ops * TRUE["serve"]
+    return a + b * n * 32 + own + n * (TRUE["serve.sequence"] + model.num_layers * TRUE["layer"])
+
+
+def found():
+    steps = {f"{layers},{n}": step(narrow(layers), n) for layers, n in NARROW_STEPS}
+    one, sixteen = step(narrow(2), 1), step(narrow(2), 16)
+    both = TRUE["serve.token"] + TRUE["serve.admission"]
+    http = {"clients": 16, "alone_s": one + TRUE["serve.request"] + both, "crowd_s": sixteen / 16 + both,
+            "token_s": sixteen + 16 * TRUE["serve.token"]}  # fmt: skip
+    return {"steps": steps, "reference_s": step(DECODE_REFERENCE, 1), "attention": POOLS, "http": http}
+
+
+def test_known_costs_are_found_again():
+    d = with_serving(bare(), found())
+    for name, value in TRUE.items():
+        if name != "layer":
+            assert d.host_latency[name] == pytest.approx(value, rel=0.02), name
+    assert d.host_latency["1"] == 3e-5
+    assert d.rates["attention_pool"].latency == pytest.approx(18e-6 + TRUE["layer"], rel=0.02)
+    assert d.rates["attention_pool.int8"].latency == pytest.approx(50e-6 + TRUE["layer"], rel=0.02)
+
+
+def test_a_slower_operator_is_found_only_where_caches_are_emptied():
+    costs = found()
+    costs["reference_s"] += 1e-3
+    slower, plain = with_serving(bare(), costs), with_serving(bare(), found())
+    assert slower.host_latency["serve"] > 2 * plain.host_latency["serve"]
+    assert slower.host_latency["serve.iteration"] == plain.host_latency["serve.iteration"]
+
+
+def test_noise_gives_no_negative_seconds():
+    costs = found()
+    costs["http"] = {"clients": 16, "alone_s": 0.0, "crowd_s": 0.0, "token_s": 0.0}
+    costs["steps"] = dict.fromkeys(costs["steps"], costs["steps"]["2,1"])
+    d = with_serving(bare(), costs)
+    assert all(v >= 0 for k, v in d.host_latency.items() if k.startswith("serve."))
+    assert all(r.latency >= 0 for r in d.rates.values())
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return with_serving(bare(), found())
+
+
+def test_the_engine_on_a_measured_machine_costs_what_was_measured(machine):
+    engine = find_engine("", machine)
+    assert (engine.name, engine.source) == ("ridgeline", "measured on this machine")
+    assert engine.sequence_s == pytest.approx(TRUE["serve.sequence"] + TRUE["serve.token"], rel=0.02)
+    assert engine.request_s == pytest.approx(TRUE["serve.request"], rel=0.02)
+
+
+def test_one_client_waits_for_what_is_known(machine):
+    """A lone request with one token: HTTP, its reading, and one iteration."""
+    e = serving_experiment(narrow(2), 1, machine, requests=5, prompt_len=1, output_len=2)
+    m = {k: v.value for k, v in predict(e).metrics.items()}
+    want = step(narrow(2), 1) + TRUE["serve.token"]
+    assert m["tpot_s"] == pytest.approx(want, rel=0.02)
+    assert m["ttft_s"] == pytest.approx(want + TRUE["serve.request"] + TRUE["serve.admission"], rel=0.02)
+
+
+def test_an_operator_in_codes_reads_less_and_costs_more(machine):
+    def tpot(*plan):
+        e = serving_experiment(DECODE_REFERENCE, 8, machine, requests=16, prompt_len=100, output_len=50)
+        return predict(e.model_copy(update={"plan": Plan.parse([*SERVED, *plan])})).metrics["tpot_s"].value
+
+    assert tpot("kv_quant:dtype=int8") > tpot()

@@ -1,0 +1,130 @@
+"""The simulated schedule of Ridgeline's own engine against the engine: the very same batches, whatever the plan."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.predict.test_scheduler import Toy
+
+from ridgeline.predict.arrivals import Request
+from ridgeline.predict.packed import PackedSimulation
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.serving import Limits, Scheduling
+from ridgeline.techniques.registry import techniques
+
+PLANS = [
+    ["padding_free", *(p for p, on in zip(("paged_kv:block_size=8", "continuous_batching", "chunked_prefill"), mask,
+                                          strict=True) if on)]
+    for mask in ((a, b, c) for a in (1, 0) for b in (1, 0) for c in (1, 0))
+] + [["padding_free", "paged_kv:block_size=4,prefix_sharing=false", "continuous_batching", "chunked_prefill"],
+     ["padding_free", "paged_kv:block_size=8", "continuous_batching", "kv_quant:dtype=int8"]]  # fmt: skip
+
+
+def lengths(seed, n=24):
+    rng = random.Random(seed)
+    return [(rng.randint(1, 60), rng.randint(1, 40)) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def made():
+    torch = pytest.importorskip("torch")
+    from tests.serving import model
+
+    return model(dtype=torch.float32)
+
+
+def real(made, plan, asked, **work):
+    """(tokens of each sequence, step by step; preemptions) of the real engine, all requests there at once."""
+    from tests.serving import ask, experiment
+
+    from ridgeline.serve.build import make_engine
+
+    engine = make_engine(experiment(made.spec, plan, **work), __import__("torch").device("cpu"), made)
+    engine.sampler.ends = engine.eos = frozenset()
+    steps, schedule = [], engine.scheduler.schedule
+
+    def watched():
+        plan = schedule()
+        if plan.tokens:
+            steps.append(list(plan.tokens.values()))
+        return plan
+
+    engine.scheduler.schedule = watched
+    rng = random.Random(1)
+    for i, (prompt, output) in enumerate(asked):
+        ids = [rng.randrange(made.spec.vocab_size) for _ in range(prompt)]
+        engine.add(ask(str(i), ids, output, ignore_eos=True))
+    while engine.has_work():
+        engine.step()
+    return steps, engine.stats().preemptions, engine
+
+
+def simulated(plan, blocks, longest, asked, **limits):
+    s = Scheduling()
+    for t in techniques(Plan.parse(plan)):
+        t.scheduling(s)
+    for name, value in limits.items():
+        setattr(s.limits, name, value)
+    sim = PackedSimulation(Toy(), s, blocks, longest, [Request(0.0, *a) for a in asked], record=True)
+    out = sim.run()
+    assert sim.pool.free == blocks
+    assert out.rejected == 0
+    return sim.steps, out.preemptions
+
+
+@pytest.mark.parametrize("room", ["ample", "tight"])
+@pytest.mark.parametrize("plan", PLANS, ids="+".join)
+def test_the_batches_are_those_of_the_real_engine(made, plan, room):
+    for seed in range(3):
+        asked, seqs, tokens = lengths(seed), (8, 3, 20)[seed], (48, 33, 64)[seed]
+        kv_bytes = (1 << 20) if room == "ample" else 2 * 2 * 2 * 8 * 4 * (130, 100, 180)[seed]
+        steps, preemptions, engine = real(made, plan, asked, max_num_seqs=seqs, max_num_batched_tokens=tokens,
+                                          kv_cache_bytes=kv_bytes)  # fmt: skip
+        got = simulated(plan, engine.blocks.count, engine.max_model_len, asked, max_num_seqs=seqs,
+                        max_num_batched_tokens=tokens)  # fmt: skip
+        assert got == (steps, preemptions)
+        assert sum(map(sum, steps)) >= sum(p + o - 1 for p, o in asked)
+
+
+def test_sequences_are_sent_back_in_a_tight_pool_and_find_blocks_again(made):
+    """What makes the comparison above one of substance."""
+    asked = lengths(0)
+    counts = [simulated(p, n, 128, asked, max_num_seqs=8, max_num_batched_tokens=48)
+              for p, n in ((PLANS[0], 16), (PLANS[8], 32))]  # fmt: skip
+    assert all(preemptions > 3 for _, preemptions in counts)
+
+
+CASES = st.fixed_dictionaries({
+    "asked": st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25),
+    "blocks": st.integers(16, 60), "seqs": st.integers(1, 12), "budget": st.integers(8, 90),
+    "continuous": st.booleans(), "chunked": st.booleans(), "reserve": st.booleans(), "share": st.booleans(),
+    "clients": st.sampled_from([None, 1, 5]),
+})  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(CASES)
+def test_stretches_change_nothing_and_everybody_is_served(case):
+    asked = sorted(Request(*a) for a in case["asked"])
+
+    def play(whole):
+        limits = Limits(case["seqs"], case["budget"], continuous=case["continuous"], chunked=case["chunked"],
+                        reserve=case["reserve"])  # fmt: skip
+        s = Scheduling(limits=limits, block_size=8, share_prefixes=case["share"])
+        sim = PackedSimulation(Toy(), s, case["blocks"], 128, asked, case["clients"], 0.001, record=True)
+        if not whole:
+            sim._lasting = lambda plan: 1
+        return sim, sim.run()
+
+    sim, out = play(True)
+    single, other = play(False)
+    assert sim.steps == single.steps
+    assert out.first == pytest.approx(other.first, nan_ok=True)
+    assert out.finish == pytest.approx(other.finish, nan_ok=True)
+    assert out.preemptions == other.preemptions
+    fits = [r.prompt + r.output <= min(128, case["blocks"] * 8) for r in asked]
+    assert out.rejected == 0
+    for i, ok in enumerate(fits):
+        if ok:
+            assert out.arrival[i] + 0.001 <= out.first[i] <= out.finish[i]
