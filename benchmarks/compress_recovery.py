@@ -1,14 +1,14 @@
 """What training brings back after structured pruning, and what QMoE's experts take, on the trained checkpoints.
 
     python benchmarks/compress_checkpoints.py runs/compress
-    python benchmarks/compress_recovery.py runs/compress [--only pruned,sheared,mixture] [--json FILE]
+    python benchmarks/compress_recovery.py runs/compress [--only pruned,sheared,mixture,wide] [--json FILE]
 
 ``pruned``: LLM-Pruner without a fifth of the blocks' parameters, then LoRA on the text that the checkpoint was trained
 on; beside it the whole checkpoint with the same LoRA, since training longer helps that, too, and the importances that
 need no data. ``sheared``: Sheared LLaMA to a target shape, then continued training, beside the same shape from random
-weights with as many steps as masks and continued training took together. ``mixture``: experts in ternary words; every
-one is decoded and compared with its three values, entry for entry. Perplexities are of the text's last tenth, which no
-training and no calibration saw, paired window by window with the whole checkpoint's.
+weights with as many steps as masks and continued training took together. ``mixture``, ``wide``: experts in ternary
+words; every one is decoded within a product and compared with its expanded weight, entry for entry. Perplexities are of
+the text's last tenth, which no training and no calibration saw, paired window by window with the whole checkpoint's.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ SEQ, BATCH = 256, 8
 IMPORTANCES = ("param_first", "vectorize", "l2", "random")
 FAST = ("--with", "flash_attention", "--with", "mixed_precision")
 """As the checkpoint was trained."""
+EXPERTS = {"ternary": "qmoe", "ternary, damped": "qmoe:damp=1", "2-bit": "qmoe:grid=2bit",
+           "rounded": "qmoe:min_tokens=1000000000"}  # fmt: skip
+"""The last: more tokens than there are, so that every expert is rounded to nearest on its three values."""
 SHAPE = "layers=7,heads=6,intermediate=640"
 """Less than half of the parameters of the blocks of the benchmark's checkpoint."""
 
@@ -135,10 +138,10 @@ def _trained(judge: Judge, shape: Path, start: Path | None, steps: int, lr: floa
     return out / "model"
 
 
-def mixture(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    checkpoint = a.folder / "moe" / "model"
+def mixture(a: argparse.Namespace, folder: Path, name: str = "moe") -> dict[str, Any]:
+    checkpoint = a.folder / name / "model"
     judge = Judge(checkpoint, a.windows)
-    for name, plan in (("ternary", "qmoe"), ("2-bit", "qmoe:grid=2bit"), ("rounded", "qmoe:min_tokens=1000000000")):
+    for name, plan in EXPERTS.items():
         out = folder / name
         said = ridgeline("compress", checkpoint, "--with", plan, "--samples", a.samples, "--seq-len", SEQ, "--format",
                          "ridgeline", "--out", out)  # fmt: skip
@@ -152,6 +155,10 @@ def mixture(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         judge.add(f"experts {name}", out, plan=[plan], **told)
         print("   ", told)
     return {"rows": judge.rows, "decoded": _exact(folder / "ternary")}
+
+
+def wide(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    return mixture(a, folder, "moe_wide")
 
 
 def _exact(checkpoint: Path) -> dict[str, int]:
@@ -170,7 +177,7 @@ def _exact(checkpoint: Path) -> dict[str, int]:
     return {"weights": compared, "different": different}
 
 
-PARTS = {"pruned": pruned, "sheared": sheared, "mixture": mixture}
+PARTS = {"pruned": pruned, "sheared": sheared, "mixture": mixture, "wide": wide}
 
 
 def main() -> None:
