@@ -46,7 +46,8 @@ def test_card_is_complete(name):
         assert option["help"], f"option {option['name']} has no docstring"
         assert option["type"] != "value", f"option {option['name']} has no plain type"
     assert cls.rewrite is not Technique.rewrite
-    assert cls.card.runs == (cls.build is not Technique.build or cls.compress is not Technique.compress)
+    real = ((cls.build, Technique.build), (cls.compress, Technique.compress), (cls.serve, Technique.serve))
+    assert cls.card.runs == any(own is not base for own, base in real)
     assert ("compress" in c["tasks"]) == (cls.compress is not Technique.compress)
     json.dumps(c)
     text = card_table(c)

@@ -8,7 +8,15 @@ from __future__ import annotations
 import sys
 import time
 
-from ridgeline.cli import answers, compress, finetune, looks, real  # noqa: F401  (they register their commands)
+from ridgeline.cli import (  # noqa: F401  (they register their commands)
+    answers,
+    compress,
+    finetune,
+    load,
+    looks,
+    real,
+    serve,
+)
 from ridgeline.cli.base import app, say
 from ridgeline.spec.errors import UserError
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
     from ridgeline.train.restart import Launch
 
-Backend = Annotated[str, typer.Option(help="The engine that trains: native, hf or deepspeed.")]
+Backend = Annotated[str, typer.Option(help="The engine: native, hf or deepspeed.")]
 
 
 # ---- run and measure ----------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def ablate(
         shutil.rmtree(folder / "cells", ignore_errors=True)
     try:
         with AblationBar(spec) as bar:
-            outcome = run_ablation(spec, folder, _command(), bar.watch)
+            outcome = run_ablation(spec, folder, command_line(), bar.watch)
     except KeyboardInterrupt:
         say(f"\ninterrupted; finished cells are kept in {folder}: give the same command again to go on")
         raise
@@ -255,7 +255,8 @@ def failed(failure: Any) -> Exception:
     return typer.Exit(1)
 
 
-def _command() -> str:
+def command_line() -> str:
+    """How Ridgeline was started, to paste into a shell."""
     import shlex
 
     return " ".join(shlex.quote(a) for a in ["ridgeline", *sys.argv[1:]])

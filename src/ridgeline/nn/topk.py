@@ -50,10 +50,14 @@ def draw(x: Tensor, uniform: Tensor) -> Tensor:
     sums = weights.sum(2)
     upto = sums.cumsum(1)
     aim = uniform.to(x.dtype)[:, None] * upto[:, -1:]
-    group = torch.searchsorted(upto, aim, right=True).clamp_(max=upto.shape[1] - 1)
+    group = _place(upto, aim)
     inside = weights.gather(1, group[:, :, None].expand(-1, -1, GROUP))[:, 0].cumsum(1)
     aim = aim - upto.gather(1, group) + sums.gather(1, group)
-    # Rounding may put the aim at or behind the group's end: the last token with any weight is then meant.
-    at = torch.searchsorted(inside, aim, right=True)
-    last = torch.searchsorted(inside, inside[:, -1:].contiguous())
-    return (group * GROUP + torch.minimum(at, last))[:, 0]
+    return (group * GROUP + _place(inside, aim))[:, 0]
+
+
+def _place(upto: Tensor, aim: Tensor) -> Tensor:
+    """Where ``aim`` [R, 1] falls among the cumulative sums ``upto`` [R, N]. Rounding may put it at or behind their end:
+    the last entry with any weight is then meant."""
+    last = torch.searchsorted(upto, upto[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(upto, aim, right=True), last)

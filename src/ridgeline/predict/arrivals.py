@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import random
 from collections.abc import Iterator
 from datetime import datetime
@@ -45,13 +46,20 @@ def requests(w: Serve) -> list[Request]:
 
 
 def _lengths(w: Serve, rng: random.Random) -> tuple[int, int]:
-    def draw(mean: int) -> int:
-        if not w.length_cv:
+    def draw(mean: int, cv: float) -> int:
+        if not cv:
             return mean
-        shape = w.length_cv**-2
-        return max(1, min(round(rng.gammavariate(shape, mean / shape)), 20 * mean))
+        if w.length_shape == "lognormal":
+            log_variance = math.log1p(cv * cv)
+            drawn = rng.lognormvariate(math.log(mean) - log_variance / 2, log_variance**0.5)
+        elif w.length_shape == "uniform":
+            drawn = mean + 3**0.5 * cv * mean * (2 * rng.random() - 1)
+        else:
+            shape = cv**-2
+            drawn = rng.gammavariate(shape, mean / shape)
+        return max(1, min(round(drawn), 20 * mean))
 
-    return draw(w.prompt_len), draw(w.output_len)
+    return draw(w.prompt_len, w.length_cv), draw(w.output_len, w.length_cv if w.output_cv is None else w.output_cv)
 
 
 def _rate(found: list[Request]) -> float:

@@ -13,6 +13,7 @@ from ridgeline.predict.kv import Room, room
 from ridgeline.predict.scheduler import Limits, Outcome, Simulation
 from ridgeline.predict.step import breakdown
 from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Serve
@@ -28,6 +29,8 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
     """
     w = e.workload
     assert isinstance(w, Serve)
+    if not e.model.causal:
+        raise Incompatible(f"{e.model.name} is an encoder: its serving can be run, not predicted", "use a decoder")
     cluster = rank_cluster(e)
     engine = find_engine(w.engine, cluster.device)
     asked = _share(requests(w), e.data_parallel, w)
@@ -101,6 +104,8 @@ def serving_metrics(o: Outcome, w: Serve, e: Experiment, source: str) -> dict[st
             for q in QUANTILES:
                 metrics[f"{name}_p{q * 100:.0f}_s"] = metric(percentile(values, q), "s", "lower", source)
     if o.gaps:
+        total = sum(n for _, n in o.gaps)
+        metrics["itl_s"] = metric(math.fsum(v * n for v, n in o.gaps) / total, "s", "lower", source)
         for q, value in zip(QUANTILES, weighted_percentiles(o.gaps, QUANTILES), strict=True):
             metrics[f"itl_p{q * 100:.0f}_s"] = metric(value, "s", "lower", source)
     good = sum(

@@ -86,6 +86,22 @@ class Status(_Live):
             self.line(f"{self.title}: {note}")
 
 
+class CountBar(_Live):
+    """So many things of a kind, one after the other."""
+
+    def __init__(self, title: str, total: int, done: int = 0) -> None:
+        super().__init__()
+        self.title, self.total, self.done = title, total, done
+        self.task = self.progress.add_task(title, total=total, completed=done, note="")
+
+    def advance(self, note: str = "") -> None:
+        """One more is done."""
+        self.done += 1
+        self.progress.update(self.task, note=note, completed=self.done)
+        if self.done == self.total or self.done % max(1, self.total // 10) == 0:
+            self.line(f"{self.title}: {self.done} of {self.total}, {note}")
+
+
 class StepBar(_Live):
     """Optimizer steps of one job."""
 
@@ -171,6 +187,17 @@ def print_pair(predicted: Result, measured: Result) -> None:
     print_tables(Table(title, columns, rows, notes=measured.notes))
     if measured.traffic:
         print_tables(_traffic_table(predicted, measured))
+
+
+def print_loads(results: Sequence[Result]) -> None:
+    """What a server gave under one load or several, its latencies, and what to know about them."""
+    from ridgeline.report.tables import load_tables
+
+    console = _out()
+    console.print(render.rich(load_tables(results)))
+    for r in results:
+        for said in [*r.notes, *(f"{c.name}: failed" for c in r.checks if not c.passed)]:
+            console.print(f"note: {r.name}: {said}", markup=False)
 
 
 def _traffic_table(predicted: Result, measured: Result) -> Table:

@@ -32,8 +32,13 @@ DEFINITIONS: dict[str, str] = {
     "mfu": "Model FLOPs utilisation: FLOPs that the model needs (recomputation not counted) per second, over the "
     "peak of the compute dtype.",
     "hfu": "Hardware FLOPs utilisation: FLOPs executed (recomputation counted) per second, over the peak.",
-    "ttft_s": "Time to first token: from sending the request to its first token.",
-    "tpot_s": "Time per output token after the first: (end − first token) / (tokens − 1).",
+    "ttft_s": "Time to first token: from the time the request was to be sent to its first text.",
+    "tpot_s": "Time per output token after the first, per request: (end − first token) / (tokens − 1).",
+    "itl_s": "Inter-token latency: each gap between chunks with text, all requests' together.",
+    "e2e_s": "From the time the request was to be sent to its end.",
+    "goodput_per_s": "Requests per second that keep the limits on TTFT and TPOT; failed ones keep none.",
+    "slo_share": "Share of requests that keep both limits; failed ones keep none.",
+    "schedule_lag_s": "By how much the client sent after the intended time. It is part of every latency.",
     "exposed_communication_s": "Communication per step that is not hidden behind computation.",
     "share": "Part of the sum of all rows.",
     "roof": "Achieved share of the roof: time that the faster of peak rate and memory bandwidth would allow, over the "

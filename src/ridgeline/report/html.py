@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ridgeline.measure.compare import Comparison
 from ridgeline.report.charts.base import Chart
+from ridgeline.report.charts.load import cdf_charts, throughput_latency_charts
 from ridgeline.report.charts.moved import movers_charts
 from ridgeline.report.charts.pareto import pareto_chart
 from ridgeline.report.charts.roofline import roofline_chart
@@ -23,6 +25,7 @@ from ridgeline.report.tables import (
     ablation_memory_table,
     comparison_tables,
     failures,
+    load_tables,
     quality_table,
     result_tables,
     speed_table,
@@ -59,7 +62,8 @@ def ablation_html(a: Ablation, path: Path) -> Path:
 def result_html(r: Result, path: Path) -> Path:
     """Write the report of one result; returns the path."""
     name = r.name or r.experiment_id
-    charts = [*step_charts([(name, [r])]), waterfall_chart(r), roofline_chart(r), step_chart(r)]
+    charts = [*cdf_charts([r]), *step_charts([(name, [r])]), waterfall_chart(r), roofline_chart(r),
+              None if r.distributions else step_chart(r)]  # fmt: skip
     drawn = [c for c in charts if c is not None]
     rate = r.metric("tokens_per_s")
     facts = [
@@ -76,6 +80,28 @@ def result_html(r: Result, path: Path) -> Path:
         reproduce(r.command, r.environment, r.created, f"experiment {r.experiment_id}"),
     ]
     return write_atomic(path, page(name, " · ".join(f for f in facts if f), sections, drawn))
+
+
+def load_html(results: Sequence[Result], path: Path) -> Path:
+    """Write the report of one load or a sweep of several; returns the path."""
+    last = results[-1]
+    charts = [*throughput_latency_charts(results), *cdf_charts(results)]
+    best = max(results, key=lambda r: r.metric("goodput_per_s") or 0.0)
+    facts = [
+        str(last.environment.get("endpoint", "")),
+        f"{metric(best.metric('goodput_per_s'), 'requests/s')} within the limits at most" if _limited(last) else "",
+        f"{metric(max(r.metric('tokens_per_s') or 0.0 for r in results), 'tokens/s')} at most",
+    ]
+    notes = [f"{r.name}: {n}" if len(results) > 1 else n for r in results for n in r.notes]
+    sections = [
+        section("Numbers", "".join(table_html(t) for t in load_tables(results))),
+        bullets("Notes", notes, "caveats"),
+        chart_grid(charts),
+        definitions(),
+        reproduce(last.command, last.environment, last.created, f"experiment {last.experiment_id}"),
+    ]
+    title = last.name if len(results) == 1 else f"{len(results)} loads on {last.experiment.get('model')}"
+    return write_atomic(path, page(title, " · ".join(f for f in facts if f), sections, charts))
 
 
 def comparison_html(c: Comparison, path: Path) -> Path:
@@ -115,6 +141,11 @@ def headline(a: Ablation) -> str:
         parts.append("predicted only: nothing was measured")
     text = "; ".join(parts)
     return text[:1].upper() + text[1:] + "." if text else ""
+
+
+def _limited(r: Result) -> bool:
+    work = r.experiment.get("workload", {})
+    return work.get("slo_ttft") is not None or work.get("slo_tpot") is not None
 
 
 def _gain(o: Outcome) -> float:

@@ -181,6 +181,40 @@ def result_tables(r: Result) -> list[Table]:
     return out
 
 
+def load_tables(results: Sequence[Result]) -> list[Table]:
+    """Loads on a server: what it gave, then its latencies, one line per load; percentiles that n cannot carry are –."""
+    given, late = [], []
+    unit = {k: scale([r.metric(f"{k}_{q}_s") for r in results for q in ("p50", "p90", "p99")], TIMES)
+            for k in ("ttft", "tpot", "itl", "e2e")}  # fmt: skip
+    for r in results:
+        get = r.metric
+        given.append(
+            [r.name, metric(get("offered_per_s"), ""), metric(get("requests_per_s"), ""),
+             metric(get("tokens_per_s"), "tokens/s"), metric(get("concurrency_mean"), ""),
+             _share(r.metrics.get("slo_share")), metric(get("goodput_per_s"), ""),
+             f"{get('errors') or 0:.0f} of {get('requests') or 0:.0f}", seconds(get("schedule_lag_s")), r.status]
+        )  # fmt: skip
+        for k, name in (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2e", "end to end")):
+            u = unit[k]
+            if f"{k}_s" in r.metrics:
+                late.append([r.name, f"{name}, {u.label}", _value(r, f"{k}_s", u),
+                             *(_spread(r, f"{k}_{q}_s", u) for q in ("p50", "p90", "p99"))])  # fmt: skip
+    heads = [Column("Load", align="left"), Column("Offered/s"), Column("Answered/s"), Column("Generated"),
+             Column("Under way"), Column("Within limits", "slo_share"), Column("Goodput/s", "goodput_per_s"),
+             Column("Errors"), Column("Sent late", "schedule_lag_s"), Column("Status", align="left")]  # fmt: skip
+    columns = [Column("Load", align="left"), Column("Latency", align="left"), Column("Mean"), Column("p50"),
+               Column("p90"), Column("p99")]  # fmt: skip
+    return [Table("What the server gave", heads, given).without_empty_columns(),
+            Table("Latencies, with 95 % intervals", columns, late)]  # fmt: skip
+
+
+def _share(m: Metric | None) -> str:
+    if m is None:
+        return NONE
+    ends = f" [{percent(m.low)}, {percent(m.high)}]" if m.low is not None and m.high is not None else ""
+    return percent(m.value) + ends
+
+
 def checks_table(r: Result) -> Table:
     """Identities and bounds that were tested, with the numbers beside the rule."""
     rows = [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from subprocess import Popen
 
+from ridgeline.nn.transformer import Transformer
 from ridgeline.runtime.build import Build
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from ridgeline.runtime.mesh import Mesh
 
 
 @dataclass
@@ -30,14 +28,28 @@ class Limits:
     """Whether a sequence gets the blocks of its longest possible length at once, in one extent."""
 
 
-Propose = Callable[["Sequence[Any]", list[int]], list[list[int]]]
-"""Drafts: for each sequence (its ``tokens`` are what is known of it) at most so many tokens that may follow."""
+@dataclass
+class Drafts:
+    """How next tokens are guessed."""
+
+    tokens: int
+    """Most tokens of one draft."""
+    ngram: int
+    """Longest n-gram that is looked for in the text so far."""
+    model: Transformer | None = None
+    """A smaller model that drafts instead."""
 
 
 @dataclass
 class ServeBuild(Build):
     """The serving engine before it exists: techniques change these fields, then it is made of them."""
 
+    mesh: Mesh | None = None
+    """The ranks on their axes; None with one process."""
+    followers: list[Popen[bytes]] = field(default_factory=list)
+    """Processes of the other ranks, where this one started them."""
+    kv_heads: int = 0
+    """Key/value heads that this rank holds."""
     limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True))
     block_size: int = 16
     """Slots of a cache block."""
@@ -47,7 +59,7 @@ class ServeBuild(Build):
     """fp8, int8 or int4: the pool holds codes; empty: the weights' dtype."""
     hierarchical: bool = False
     """Whether the vocabulary is searched in two levels."""
-    propose: Propose | None = None
-    """A drafter."""
-    draft_tokens: Callable[[int], int] = lambda running: 0
-    """Tokens to draft for each sequence, by how many run."""
+    adapters: bool = False
+    """Whether adapters can be loaded."""
+    drafts: Drafts | None = None
+    """Guesses at the next tokens; None: none."""

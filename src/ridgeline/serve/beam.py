@@ -62,7 +62,7 @@ class Beams:
         going: list[Candidate] = []
         for rank, c in enumerate(ranked):
             ends = c.token in self.ends
-            if (ends or last) and rank < self.width and not (self.early_stopping and self.full):
+            if (ends or last) and rank < self.width:
                 self._finish(c, length, ends)
             if not ends and len(going) < self.width:
                 going.append(c)

@@ -34,6 +34,7 @@ class Blocks:
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.blank = np.ones(count, dtype=bool)
         self.blanks = count
+        self.borrowed = 0
         self.claim = np.full(count, -1, dtype=np.int64)
 
     @property
@@ -44,7 +45,7 @@ class Blocks:
     @property
     def used(self) -> int:
         """Blocks that sequences hold."""
-        return self.count - self.free
+        return self.count - self.free - self.borrowed
 
     def needed(self, tokens: int) -> int:
         """Blocks for so many tokens."""
@@ -86,11 +87,11 @@ class Blocks:
         seq.committed = full
 
     def _hash(self, seq: Sequence, full: int) -> None:
-        """Chained SHA-256 of the leading ``full`` blocks; adapter and salt enter the first link."""
-        request, size = seq.group.request, self.size
+        """Chained SHA-256 of the leading ``full`` blocks; the request's scope enters the first link."""
+        size = self.size
         while len(seq.keys) < full:
             i = len(seq.keys)
-            link = hashlib.sha256(seq.keys[-1] if i else f"{request.adapter}\0".encode() + request.salt)
+            link = hashlib.sha256(seq.keys[-1] if i else seq.group.scope)
             link.update(array("q", seq.tokens[i * size : (i + 1) * size]).tobytes())
             seq.keys.append(link.digest())
 
@@ -124,6 +125,24 @@ class Blocks:
         child.n_computed, child.committed = parent.n_computed, parent.committed
         for block in child.blocks:
             self.refs[block] += 1
+
+    def borrow(self, n: int) -> list[int] | None:
+        """``n`` blocks for something else than a cache, or None; :meth:`give_back` returns them."""
+        if n > self.free:
+            return None
+        out: list[int] = []
+        for _ in range(n):
+            at = _largest(self.blank)[0] if self.blanks else self._evict()
+            out.append(self._hold(at))
+        self.borrowed += n
+        return out
+
+    def give_back(self, blocks: List[int]) -> None:
+        """Return borrowed blocks."""
+        for block in blocks:
+            self.refs[block] = 0
+            self._empty(block)
+        self.borrowed -= len(blocks)
 
     def release(self, seq: Sequence) -> None:
         """Let go of all blocks, the last first: a prefix outlives what follows it."""
@@ -193,7 +212,8 @@ class Blocks:
             for block in seq.blocks:
                 refs[block] += 1
         held = sum(1 for r in self.refs if r)
-        assert self.refs == refs, "counts differ from tables"
+        other = sum(r != s for r, s in zip(self.refs, refs, strict=True))
+        assert other == self.borrowed, "counts differ from tables"
         assert held + self.blanks + len(self.cached) == self.count, "a block is lost"
         assert int(self.blank.sum()) == self.blanks
         assert all(not self.refs[b] and self.key[b] is not None and not self.blank[b] for b in self.cached)

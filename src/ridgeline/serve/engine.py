@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ridgeline.runtime.serving import Limits, Propose
+from ridgeline.runtime.serving import Limits
+from ridgeline.serve.adapters import AdapterTable
 from ridgeline.serve.beam import Beams
 from ridgeline.serve.blocks import Blocks
+from ridgeline.serve.drafting import Drafting
+from ridgeline.serve.ranks import Lost, RankedRunner
 from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
@@ -35,9 +39,8 @@ class Engine:
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(blocks, limits, max_model_len, whole=not self.spec.causal)
         self.groups: dict[str, Group] = {}
-        self.propose: Propose | None = None
-        self.draft_tokens: Callable[[int], int] = lambda running: 0
-        """Tokens to draft for each sequence, by how many run."""
+        self.adapters: AdapterTable | None = None
+        self.drafter: Drafting | None = None
         self._random = random.Random(seed)
         self._events: list[Event] = []
         self._prompt_tokens = self._cached_tokens = self._generated = self._steps = 0
@@ -55,7 +58,9 @@ class Engine:
             raise Busy(f"{len(waiting)} requests with {tokens} tokens are waiting already", retry_after=1.0)
         s = request.sampling
         seed = s.seed if s.seed is not None else self._random.getrandbits(64)
-        group = Group(request, seed)
+        group = Group(request, seed, scope=request.salt)
+        if self.adapters is not None:
+            group.scope = self.adapters.scope(request.adapter) + b"\0" + request.salt
         if s.beam_width:
             ends = frozenset() if s.ignore_eos else self.eos | set(s.stop_token_ids)
             group.beams = Beams(s.beam_width, s.length_penalty, s.early_stopping, ends, s.max_tokens)
@@ -67,6 +72,8 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raise :class:`Invalid`, naming the field, for a request that could never be served."""
         s, n = request.sampling, len(request.prompt)
+        if request.adapter and (self.adapters is None or request.adapter not in self.adapters):
+            raise Invalid("model", f"there is no adapter {request.adapter!r}", "load it, or name another")
         if request.id in self.groups:
             raise Invalid("id", f"{request.id!r} is being served already", "choose another")
         if not n:
@@ -111,6 +118,21 @@ class Engine:
                 self._leave(seq)
                 return
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Make an adapter available under ``name``. Raises :class:`UserError` if it does not fit."""
+        if self.adapters is None:
+            raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
+        self.adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises :class:`Invalid` while requests use it, or if there is none."""
+        using = sum(g.request.adapter == name for g in self.groups.values())
+        if using:
+            raise Invalid("lora_name", f"{using} requests are using {name!r}", "wait for them, or cancel them")
+        if self.adapters is None:
+            raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
+        self.adapters.unload(name)
+
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self.groups or self._events)
@@ -119,31 +141,42 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One iteration → news of all outputs that have any."""
+        """One iteration → news of all outputs that have any. Raises :class:`ridgeline.serve.ranks.Lost` when the ranks
+        of a divided model fall apart."""
+        start, before, drafted = time.perf_counter(), self._generated, self._drafted
         self._draft()
         plan = self.scheduler.schedule()
         if plan.tokens:
             self._steps += 1
+            decoding = all(s.generated and n == 1 + len(s.draft) for s, n in plan.tokens.items())
             self._compute(plan)
+            if self.drafter is not None and decoding:
+                seconds = time.perf_counter() - start
+                self.drafter.observe(len(plan.tokens), self._drafted > drafted, self._generated - before, seconds)
         events, self._events = self._events, []
         return events
 
     def _draft(self) -> None:
         """Let the drafter propose for sequences that decode by themselves."""
         running = self.scheduler.running
-        most = self.draft_tokens(len(running)) if self.propose is not None else 0
-        if not most or self.propose is None:
+        most = self.drafter.tokens(len(running)) if self.drafter is not None else 0
+        if not most or self.drafter is None:
             return
         able = [s for s in running if s.total - s.n_computed == 1 and _draftable(s)]
         room = [min(most, s.group.request.sampling.max_tokens - s.generated - 1) for s in able]
-        for seq, draft in zip(able, self.propose(able, room), strict=True):
+        for seq, draft in zip(able, self.drafter.propose(able, room), strict=True):
             seq.draft = draft
             self._drafted += len(draft)
 
     def _compute(self, plan: Plan) -> None:
         batch = list(plan.tokens.items())
         try:
+            if self.adapters is not None:
+                batch.sort(key=lambda item: item[0].group.request.adapter)
+                self.adapters.activate(batch)
             hidden = self.runner.run(batch, plan.copies)
+        except Lost:
+            raise
         except Exception as e:  # one request's fault must not be everybody's: find whose it is
             if len(batch) == 1:
                 self._fail(batch[0][0], f"{type(e).__name__}: {e}")
@@ -223,13 +256,18 @@ class Engine:
             seqs = [seq for seq, _ in active]
             wanted = [i for i, s in enumerate(seqs) if _wants_logprobs(s)]
             raw = logits[wanted].clone() if wanted else None
-            tokens = self.sampler(logits, seqs)
+            tokens = self._tokens(logits, active, hidden)
             said: dict[int, TokenLogprob] = {}
-            if raw is not None:
+            fine = [k for k, i in enumerate(wanted) if tokens[i] >= 0]
+            if raw is not None and fine:
+                wanted = [wanted[k] for k in fine]
                 tops = [seqs[i].group.request.sampling.logprobs or 0 for i in wanted]
-                said = dict(zip(wanted, self.sampler.logprobs(raw, [tokens[i] for i in wanted], tops), strict=True))
+                found = self.sampler.logprobs(raw[fine], [tokens[i] for i in wanted], tops)
+                said = dict(zip(wanted, found, strict=True))
             further: list[tuple[Sequence, int]] = []
             for i, ((seq, row), token) in enumerate(zip(active, tokens, strict=True)):
+                if token < 0 or seq.finish is not None:
+                    continue
                 draft = drafts[seq]
                 done = agreed[seq]
                 ended = self._append(seq, token, said.get(i))
@@ -240,6 +278,8 @@ class Engine:
             if active:
                 logits = self.runner.logits(hidden[[row for _, row in active]])
         for seq, _ in expanded:
+            if seq.finish == "error":
+                continue
             self._accepted += agreed[seq]
             # Of what was computed, only what agrees with the tokens is valid; the rest is overwritten.
             seq.n_computed -= len(drafts[seq]) - agreed[seq]
@@ -248,6 +288,17 @@ class Engine:
             self._tell(seq)
             if seq.finish is not None:
                 self._leave(seq)
+
+    def _tokens(self, logits: Tensor, active: list[tuple[Sequence, int]], hidden: Tensor) -> list[int]:
+        """What the sampler chooses; where it fails, row by row, so that only the row at fault does: -1."""
+        try:
+            return self.sampler(logits, [seq for seq, _ in active])
+        except Exception as e:
+            if len(active) == 1:
+                self._fail(active[0][0], f"{type(e).__name__}: {e}")
+                return [-1]
+        # Rows may have been changed already, and are taken anew.
+        return [self._tokens(self.runner.logits(hidden[[row]]), [(seq, row)], hidden)[0] for seq, row in active]
 
     def _forked(self, seq: Sequence) -> list[Sequence]:
         """The sequence, and at the prompt's end the other outputs that the request wants, which share its blocks."""
@@ -274,7 +325,11 @@ class Engine:
             if s.logprobs is not None:
                 seq.logprobs.append(said)
         if seq.grammar is not None:
-            seq.grammar.accept(token)
+            try:
+                seq.grammar.accept(token)
+            except Exception as e:
+                self._fail(seq, f"{type(e).__name__}: {e}")
+                return True
         if token in s.stop_token_ids and seq.generated > s.min_tokens:
             seq.finish, seq.stop_token = "stop", token
         elif token in self.eos and not s.ignore_eos and seq.generated > s.min_tokens:
@@ -298,7 +353,10 @@ class Engine:
             self.blocks.commit(seq)
         for group in dict.fromkeys(s.group for s in seqs):
             if group.beams is not None and len(group.beams.pending) == len(group.sequences):
-                self._advance(group, group.beams)
+                try:
+                    self._advance(group, group.beams)
+                except Exception as e:
+                    self._fail(group.sequences[0], f"{type(e).__name__}: {e}")
 
     def _advance(self, group: Group, beams: Beams) -> None:
         chosen = beams.select(group.sequences)
@@ -394,6 +452,11 @@ class Engine:
             if group is not None:
                 self._events.append(Event(seq.group.request.id, one.index, finish="error", error=why))
         seq.group.sequences.clear()
+
+    def close(self) -> None:
+        """Let the processes of a divided model go."""
+        if isinstance(self.runner, RankedRunner):
+            self.runner.close()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

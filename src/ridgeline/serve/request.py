@@ -100,6 +100,7 @@ class Sampling:
         within("presence_penalty", -2, 2)
         within("frequency_penalty", -2, 2)
         within("repetition_penalty", 0, 100, open_low=True)
+        within("length_penalty", -10, 10)
         needs(self.top_k >= 0, "top_k", f"is {self.top_k}", "give a positive number, or 0 for all tokens")
         needs(1 <= self.n <= 128, "n", f"is {self.n}, outside 1 to 128", "ask for fewer outputs")
         made = self.best_of if self.best_of is not None else self.n

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -15,45 +17,63 @@ from ridgeline.serve.sequence import Sequence
 NO_MASK = Mask(None, False)
 
 
+@dataclass
+class Step:
+    """One packed pass as plain numbers, which may travel to other processes."""
+
+    copies: list[Copy]
+    """Blocks to copy before."""
+    ids: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    """Position of each token in its sequence."""
+    slots: list[int] = field(default_factory=list)
+    """Where its keys and values go."""
+    pieces: list[Piece] = field(default_factory=list)
+
+
 class Runner:
     """A model and its pool of ``slots`` cache slots (0: an encoder, which keeps none)."""
 
     def __init__(
         self, model: Transformer, slots: int, block_size: int, max_model_len: int, kind: str = "",
-        dtype: torch.dtype | None = None,
+        kv_heads: int | None = None,
     ) -> None:  # fmt: skip
-        """``kind``: fp8, int8 or int4 for a pool of codes; ``dtype``: of the pool otherwise (default: the weights')."""
+        """``kind``: fp8, int8 or int4 for a pool of codes; ``kv_heads``: those that this rank holds, if not all."""
         spec, weight = model.spec, next(model.parameters())
         self.model, self.block_size, self.device = model, block_size, weight.device
         self.layout = Layout(causal=spec.causal, window=spec.sliding_window or 0)
-        shape = (1, spec.num_kv_heads, slots, spec.head_dim)
+        shape = (1, kv_heads or spec.num_kv_heads, slots, spec.head_dim)
         self.cache: dict[str, LayerCache] = {
-            name: PagedCache(self.layout, shape, dtype or weight.dtype, self.device, kind) for name in model.layers
+            name: PagedCache(self.layout, shape, weight.dtype, self.device, kind) for name in model.layers
         }
         self.keeps = slots > 0
         self._tables: Rope | None = None
         if model.rotary is not None:
             self._tables = model.rotary.tables(None, 0, max_model_len, self.device, weight.dtype)
 
-    @torch.inference_mode()
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """Compute the next tokens of each sequence → what the head reads, [T, H], in the batch's order."""
-        self._copy(copies)
-        ids: list[int] = []
-        at: list[int] = []
-        slots: list[int] = []
-        pieces: list[Piece] = []
+        return self.execute(self.describe(batch, copies))
+
+    def describe(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Step:
+        """A step as plain numbers."""
+        step = Step(copies)
         for seq, n in batch:
             start, stop = seq.n_computed, seq.n_computed + n
             known = len(seq.tokens)
-            ids += seq.tokens[start:stop] if stop <= known else (seq.tokens + seq.draft)[start:stop]
-            row = len(at)
-            at += range(start, stop)
-            pieces.append(self._piece(seq, row, start, stop, slots))
-        layout = self.layout
-        layout.slots = torch.tensor(slots, dtype=torch.long, device=self.device)
-        layout.pieces = pieces
-        return self._forward(torch.tensor([ids], device=self.device), torch.tensor(at, device=self.device))
+            step.ids += seq.tokens[start:stop] if stop <= known else (seq.tokens + seq.draft)[start:stop]
+            row = len(step.at)
+            step.at += range(start, stop)
+            step.pieces.append(self._piece(seq, row, start, stop, step.slots))
+        return step
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> Tensor:
+        """Do a step: copies, then the packed pass."""
+        self._copy(step.copies)
+        self.layout.slots = torch.tensor(step.slots, dtype=torch.long, device=self.device)
+        self.layout.pieces = step.pieces
+        return self.forward(torch.tensor([step.ids], device=self.device), torch.tensor(step.at, device=self.device))
 
     def _piece(self, seq: Sequence, row: int, start: int, stop: int, slots: list[int]) -> Piece:
         n, size = stop - start, self.block_size
@@ -66,18 +86,28 @@ class Runner:
         own = n > 1
         return Piece(row, row + n, runs(seq.blocks, size, seen, start if own else stop), own)
 
-    def _forward(self, ids: Tensor, at: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """``ids`` [1, T] at positions ``at`` [T] → [T, H]."""
-        model = self.model
-        assert model.embed is not None
-        x = model.embed(ids, at[None], None)
+        x = self.embed(ids, at)
+        return self.norm(self.layers(x, at))[0]
+
+    def embed(self, ids: Tensor, at: Tensor) -> Tensor:
+        """What the first layer reads, [1, T, H]."""
+        assert self.model.embed is not None
+        x: Tensor = self.model.embed(ids, at[None], None)
+        return x
+
+    def layers(self, x: Tensor, at: Tensor) -> Tensor:
+        """The layers that are here, [1, T, H] → [1, T, H]."""
         rope = None if self._tables is None else (self._tables[0][at], self._tables[1][at])
-        for name, block in model.layers.items():
+        for name, block in self.model.layers.items():
             x = block(x, NO_MASK, rope, self.cache[name])
-        if model.norm is not None:
-            x = model.norm(x)
-        rows: Tensor = x[0]
-        return rows
+        return x
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The final norm, where the family has one."""
+        out: Tensor = x if self.model.norm is None else self.model.norm(x)
+        return out
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

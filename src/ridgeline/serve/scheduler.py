@@ -68,8 +68,8 @@ class Scheduler:
         """The next step."""
         plan, lim = Plan(), self.limits
         budget = lim.max_num_batched_tokens
-        joins = lim.continuous or not self.running
         lacking = [s for s in self.running if s.total > s.n_computed]
+        joins = lim.continuous or not lacking  # beams that wait for others of their search hold up nobody
         # Decodes first: a prompt must not delay the next token of those that already stream.
         for seq in sorted(lacking, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
             if seq.admitted < 0:  # sent back meanwhile
@@ -100,6 +100,8 @@ class Scheduler:
         """Blocks for the next ``n`` tokens of a running sequence, at the cost of those admitted last if need be."""
         while (copies := self._grow(seq, n)) is None:
             victim = self.running[-1]
+            if victim is seq:
+                victim = self._idle() or seq
             self._preempt(victim, plan)
             if victim is seq:
                 return False
@@ -124,18 +126,27 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.preemptions += 1
 
+    def _idle(self) -> Sequence | None:
+        """The last beam that only waits for others of its search: computing it again is better than a standstill."""
+        return next((s for s in reversed(self.running) if s.total == s.n_computed), None)
+
     def _admit(self, plan: Plan, budget: int) -> None:
         if self.order is not None:
             self.order(self.waiting)
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+        while self.waiting and budget > 0:
             seq = self.waiting[0]
-            if not self.whole and not self._fits(seq):
+            if sum(s.total > s.n_computed for s in self.running) >= self.limits.max_num_seqs:
                 return
             found = 0 if self.whole or _reads(seq) else self.blocks.match(seq)
             n = self._share(seq, budget, not plan.tokens)
-            copies = self._grow(seq, n) if n else None
+            copies = self._grow(seq, n) if n and (self.whole or self._fits(seq)) else None
             if copies is None:
                 self.blocks.release(seq)
+                if n and not plan.tokens and (idle := self._idle()) is not None:
+                    self._preempt(idle, plan)
+                    self.waiting.remove(seq)
+                    self.waiting.appendleft(seq)
+                    continue
                 return
             if seq.group.cached_tokens < 0:
                 seq.group.cached_tokens = found
@@ -149,7 +160,7 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Whether the pool has room for all of what is known of a sequence, so that its prompt is not begun in vain."""
-        return self.blocks.needed(seq.total) <= self.blocks.free or not self.running
+        return self.blocks.needed(seq.total) - len(seq.blocks) <= self.blocks.free or not self.running
 
 
 def _reads(seq: Sequence) -> bool:

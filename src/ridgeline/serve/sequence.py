@@ -67,6 +67,8 @@ class Group:
     done: list[Sequence] = field(default_factory=list)
     """Outputs that ended, where they are ranked before they are told of."""
     beams: Beams | None = None
+    scope: bytes = b""
+    """What else than its tokens the contents of a cache block depend on: salt, adapter and its version."""
     cached_tokens: int = -1
     """Prompt tokens found in the cache when it first started; -1: it has not."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

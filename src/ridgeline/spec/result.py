@@ -127,6 +127,9 @@ class Result(_Record):
     samples: list[Sample] = Field(default_factory=list)
     losses: list[float] = Field(default_factory=list)
     """Mean loss of every held-out window, nats per token: what perplexity is compared by, window by window."""
+    distributions: dict[str, list[float]] = Field(default_factory=dict)
+    """Of a served load: latencies at evenly spaced shares of the requests (``itl_s``: of the gaps), from the smallest
+    to the largest."""
     checks: list[Check] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     created: str = ""

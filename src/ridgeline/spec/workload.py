@@ -126,7 +126,7 @@ class Compress(Generate):
 
 
 class Serve(_Workload):
-    """Requests to a serving engine: at a rate, in a closed loop of fixed concurrency, or from a trace (predicted)."""
+    """Requests to a serving engine: at a rate, in a closed loop of fixed concurrency, or from a trace."""
 
     kind: Literal["serve"] = "serve"
     rate: float | None = Field(default=None, gt=0)
@@ -143,6 +143,10 @@ class Serve(_Workload):
     """Mean generated tokens."""
     length_cv: float = Field(default=0.0, ge=0, le=4)
     """Coefficient of variation of both lengths; 0: all equal."""
+    output_cv: float | None = Field(default=None, ge=0, le=4)
+    """That of the generated tokens alone; None: ``length_cv``."""
+    length_shape: Literal["gamma", "lognormal", "uniform"] = "gamma"
+    """Distribution that lengths are drawn from."""
     requests: int | None = Field(default=None, ge=1)
     """How many; None: 1000, or the whole trace."""
     max_num_seqs: int | None = Field(default=None, ge=1)
@@ -166,6 +170,8 @@ class Serve(_Workload):
     def _one_source(self) -> Serve:
         if self.concurrency is not None and (self.rate is not None or self.trace is not None):
             raise ValueError("concurrency closes the loop: give no rate and no trace with it")
+        if self.length_shape == "uniform" and max(self.length_cv, self.output_cv or 0.0) > 3**-0.5:
+            raise ValueError("a uniform distribution of lengths varies by 0.577 at most: lower length_cv and output_cv")
         return self
 
 

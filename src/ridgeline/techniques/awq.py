@@ -33,7 +33,7 @@ class AWQ(WeightOnly):
         tolerance=0.05,
         quality="layer error at most round-to-nearest's at the same bits",
         example={"bits": 8, "group_size": 32},
-        runs_in=frozenset({"compress", "generate"}),
+        runs_in=frozenset({"compress", "generate", "serve"}),
     )
 
     symmetric: bool = False

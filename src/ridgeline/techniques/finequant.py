@@ -31,7 +31,7 @@ class FineQuant(WeightOnly):
         tolerance=0.05,
         quality="perplexity at most that of round-to-nearest with whole rows, in fewer bytes than small groups take",
         example={"bits": 8, "group_size": 32},
-        runs_in=frozenset({"compress", "generate"}),
+        runs_in=frozenset({"compress", "generate", "serve"}),
     )
 
     group_size: int = Field(default=64, ge=1)

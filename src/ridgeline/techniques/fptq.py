@@ -38,7 +38,7 @@ class FPTQ(WeightOnly):
         tolerance=0.05,
         quality="layer error and perplexity below 4-bit weights with one static scale per input",
         example={"bits": 8, "group_size": 32},
-        runs_in=frozenset({"compress", "generate"}),
+        runs_in=frozenset({"compress", "generate", "serve"}),
     )
 
     low: float = Field(default=15.0, ge=0)

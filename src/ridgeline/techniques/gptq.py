@@ -29,7 +29,7 @@ class GPTQ(WeightOnly):
         tolerance=0.05,
         quality="layer error and perplexity below round-to-nearest at the same bits",
         example={"bits": 8, "group_size": 32},
-        runs_in=frozenset({"compress", "generate"}),
+        runs_in=frozenset({"compress", "generate", "serve"}),
     )
 
     act_order: bool = True

@@ -13,7 +13,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
-from ridgeline.spec.workload import Generate, Pretrain
+from ridgeline.spec.workload import Generate, Pretrain, Serve
 from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import check, make, normalise, registry, techniques
 
@@ -64,13 +64,15 @@ def pair_experiment(*names: str) -> Experiment:
     model = TINY
     for t in chosen:
         model = model.model_copy(update=dict(t.card.needs_model))
-    workload: Pretrain | Generate
+    workload: Pretrain | Generate | Serve
     if training:  # plain SGD: AdamW hides gradient-scale bugs
         stream = any("pp" in t.axes() for t in made)  # a pipeline without micro-batches would be none
         workload = Pretrain(
             seq_len=16, batch_size=4, micro_batch_size=1 if stream else None, steps=5, optimizer="sgd", lr=0.5,
             warmup_steps=0,
         )  # fmt: skip
+    elif task == "serve":
+        workload = Serve(prompt_len=8, output_len=4, requests=4, rate=100)
     else:
         workload = Generate(prompt_len=8, output_len=4, batch_size=2)
     return Experiment(

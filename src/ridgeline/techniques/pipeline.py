@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ridgeline.graph.graph import Graph, Op, Pipeline, even
+from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Ask, Card, Phase, Technique, degrees
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import TrainBuild
+    from ridgeline.runtime.serving import ServeBuild
 
 
 class PipelineParallel(Technique):
@@ -29,7 +31,7 @@ class PipelineParallel(Technique):
         title="Pipeline parallelism",
         paper="arXiv:1811.06965",
         taxonomy="training/distributed/pipeline",
-        tasks=frozenset({"pretrain", "finetune"}),
+        tasks=frozenset({"pretrain", "finetune", "serve"}),
         lossless=True,
         claim="almost linear speed-up with the number of stages when micro-batches are many times as many",
         min_ranks=2,
@@ -133,6 +135,8 @@ class PipelineParallel(Technique):
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Tell the step how to cut; a tied head has its own copy of the embedding on the last stage."""
+        if not e.is_training:
+            return self._in_turn(g, e)
         pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or ())
         g.pipeline = pipe
         # In Megatron-LM (low weights) tensor-parallel ranks each send a part of the stream that they all hold
@@ -151,6 +155,35 @@ class PipelineParallel(Technique):
             g.blocks[-1].params.append(replace(table))
             g.closing.append(lambda graph: _sum_tied(graph, self.degree, e.stride("pp")))
         return g
+
+    def _in_turn(self, g: Graph, e: Experiment) -> Graph:
+        """A serving step goes through the stages one after the other and back to the first: each device holds a part of
+        the layers and of the cache, and time is that of all of them and of handing the rows on."""
+        g.kv_cache /= self.degree
+        for b in g.blocks:
+            if b.name == "layers":
+                for p in b.params:
+                    p.numel /= self.degree
+        size = g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype]
+        sends = [Op(f"send{i}", "communication", "p2p", bytes=size, link_bytes=size, ranks=2, axis="pp",
+                    stride=e.stride("pp")) for i in range(self.degree)]  # fmt: skip
+        head = next(b for b in g.blocks if b.name == "head")
+        head.forward[:0] = sends
+        return g
+
+    def serve(self, run: ServeBuild) -> None:
+        """Keep this rank's layers; embedding, final norm and head stay with the first stage. A step goes through the
+        stages one after the other."""
+        from torch import nn
+
+        assert run.mesh is not None
+        model, at = run.model, run.mesh.at("pp")
+        counts = self.layers or even(run.experiment.model.num_layers, self.degree)
+        first = sum(counts[:at])
+        names = list(model.layers)[first : first + counts[at]]
+        model.layers = nn.ModuleDict({n: model.layers[n] for n in names})
+        if at:
+            model.embed = model.norm = model.head = None
 
     def build(self, run: TrainBuild) -> None:
         """Keep this rank's stages; PyTorch's runtime works off the schedule's action list."""

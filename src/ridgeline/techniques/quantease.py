@@ -34,7 +34,7 @@ class QuantEase(WeightOnly):
         tolerance=0.05,
         quality="layer error at most GPTQ's when started from it",
         example={"bits": 8, "group_size": 32},
-        runs_in=frozenset({"compress", "generate"}),
+        runs_in=frozenset({"compress", "generate", "serve"}),
     )
 
     start: Literal["gptq", "cold"] = "gptq"

@@ -30,7 +30,7 @@ class SmoothInt8(WeightOnly):
         claim="half the memory of 16-bit weights, almost without loss",
         tolerance=0.02,
         quality="perplexity within 2 % of the unquantised model, also with outliers among the inputs",
-        runs_in=frozenset({"compress", "generate"}),
+        runs_in=frozenset({"compress", "generate", "serve"}),
     )
 
     bits: Literal[8] = 8

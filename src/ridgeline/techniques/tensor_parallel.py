@@ -15,6 +15,7 @@ from ridgeline.techniques.mesh import ATTENTION_CORE, COLUMN, ROW, split_bytes, 
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import TrainBuild
+    from ridgeline.runtime.serving import ServeBuild
 
 _DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q_raw", "k_raw", "q_norm.stats",
             "k_norm.stats")  # fmt: skip
@@ -38,7 +39,7 @@ class TensorParallel(Technique):
         claim="8.3B parameters on 512 V100 at 15.1 PFLOP/s, 76 % of the single-GPU rate per GPU",
         min_ranks=2,
         example={"degree": 2},
-        runs_in=frozenset({"pretrain", "finetune"}),
+        runs_in=frozenset({"pretrain", "finetune", "serve"}),
     )
     phase: ClassVar[Phase] = "tensor"
 
@@ -100,14 +101,36 @@ class TensorParallel(Technique):
         from ridgeline.nn.tensor_parallel import Divider
 
         assert run.mesh is not None
-        kv = run.experiment.model.num_kv_heads
-        self.needs(kv % self.degree == 0, f"{kv} key/value heads on {self.degree} ranks can be predicted, not yet run:"
-                   " heads would have to be held several times", f"use a degree that divides {kv}")  # fmt: skip
+        self._whole_heads(run.experiment)
         run.divider = Divider(run.mesh.sub("tp"))
         run.divider.transformer(run.model)
         for chunk in {id(c): c for c in (run.root, *run.chunks)}.values():
             chunk.loss = run.divider.loss
         run.partial += run.divider.partial
+
+    def _whole_heads(self, e: Experiment) -> None:
+        kv = e.model.num_kv_heads
+        self.needs(kv % self.degree == 0, f"{kv} key/value heads on {self.degree} ranks can be predicted, not yet run:"
+                   " heads would have to be held several times", f"use a degree that divides {kv}")  # fmt: skip
+
+    def serve(self, run: ServeBuild) -> None:
+        """Divide the layers, and with them the cache; embedding and head stay whole."""
+        from torch import nn
+
+        from ridgeline.nn.tensor_parallel import Divider, keep_parts
+
+        assert run.mesh is not None
+        self._whole_heads(run.experiment)
+        plain = all(isinstance(m, nn.Linear) for n, m in run.model.named_modules() if n.endswith("_proj"))
+        self.needs(plain or bool(run.experiment.model.num_experts), "weights in codes are not divided over ranks",
+                   "serve the dense checkpoint, or use one process")  # fmt: skip
+        self.needs(not run.adapters and not run.experiment.plan.has("multi_adapter"), "adapters are not divided over"
+                   " ranks when served", "merge the adapter, or use one process")  # fmt: skip
+        divider = Divider(run.mesh.sub("tp"))
+        for block in run.model.layers.values():
+            divider.block(block)
+        keep_parts(run.model.layers)
+        run.kv_heads //= self.degree
 
 
 def _leaf(name: str) -> tuple[str, str]:

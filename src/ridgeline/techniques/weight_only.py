@@ -15,7 +15,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held, held_bytes
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result
-from ridgeline.spec.workload import Generate
+from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.base import Phase, Technique
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def packed(
         return Affine(bits, group_size, symmetric, mse, wide).fit(weight).pack(weight), None
 
     w = run.experiment.workload
-    assert isinstance(w, Generate)
+    assert isinstance(w, (Generate, Serve))
     layers = holds_codes(run.model)
     if layers:
         wrong = sorted({layer.bits for layer in layers} - {bits})

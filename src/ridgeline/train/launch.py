@@ -65,9 +65,9 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """torchrun's variables, and a fair share of the cores for each rank."""
+    """torchrun's variables, and a fair share of the cores for each rank, unless OMP_NUM_THREADS says how many."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cores // ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks))
     return {
         **os.environ,
         "RANK": str(rank),
@@ -76,7 +76,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads,
         "TOKENIZERS_PARALLELISM": "true" if rank == 0 else "false",
         "RIDGELINE_WORKER": "1",
     }

@@ -120,6 +120,10 @@ def run_rank(
             from ridgeline.measure.compression import compression_cell
 
             return compression_cell(e, device, rank, ranks, options, report)
+        if e.task == "serve":
+            from ridgeline.measure.serving import serving_cell
+
+            return serving_cell(e, device, rank, ranks, options, report)
         measured = measure_cell if e.is_training else generation_cell
         return measured(e, device, rank, ranks, options, report)
     if mode == "compress":

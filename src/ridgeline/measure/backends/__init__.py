@@ -111,6 +111,10 @@ BACKENDS = {
 }  # fmt: skip
 
 
+SERVED: dict[str, Callable[[Technique, Experiment], str]] = {"flash_attention": always}
+"""What the baseline of serving has: static batches, and the library's attention."""
+
+
 def require(name: str, e: Experiment, options: dict[str, Any] | None = None) -> None:
     """Raise :class:`UserError` unless the backend is known, can express the experiment and is installed.
 
@@ -124,13 +128,14 @@ def require(name: str, e: Experiment, options: dict[str, Any] | None = None) -> 
         raise Incompatible(f"backend {name}: {why}", mend)
     if name == NATIVE:
         return
-    if not e.is_training:
+    if not e.is_training and (name, e.task) != ("hf", "serve"):
         raise Incompatible(f"backend {name} trains, and this is task {e.task!r}", "drop --backend")
     _say(name, "", backend.model(e))
+    expresses = backend.expresses if e.is_training else SERVED
     for t in techniques(e.plan):
-        says = backend.expresses.get(t.card.name)
+        says = expresses.get(t.card.name)
         if says is None:
-            known = ", ".join(backend.expresses)
+            known = ", ".join(expresses)
             raise Incompatible(
                 f"backend {name} has no {t.card.name}",
                 f"drop it, or use --backend native; {name} has: {known}",

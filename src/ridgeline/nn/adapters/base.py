@@ -7,6 +7,7 @@ batch whose rows belong to different tasks (PetS, USENIX ATC 2022) go through al
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -127,12 +128,15 @@ class Tasks:
         self.model = model
         self.tasks: dict[str, dict[str, Adapter]] = {}
         self.active: str | None = None
+        self.rows = Rows()
         self._bases: dict[str, nn.Module] = {}
 
     def add(self, task: str, adapters: dict[str, Adapter]) -> None:
         """Keep a task's adapters, by the full name of the layer that each is around; the base stays as it is."""
         if task in self.tasks:
             raise UserError(f"there is an adapter {task!r} already", "remove it first, or give another name")
+        if self.active == "*":
+            self.activate(None)
         self.tasks[task] = adapters
         for name, adapter in adapters.items():
             self._bases.setdefault(name, adapter.base)
@@ -158,17 +162,20 @@ class Tasks:
             self.activate(None)
         del self.tasks[task]
 
-    def activate_rows(self, tasks: Iterable[tuple[str | None, slice]]) -> None:
-        """Let rows of a batch (its first dimension) go through the adapters of different tasks; None: the base."""
+    def activate_rows(self, tasks: Iterable[tuple[str | None, slice]], dim: int = 0) -> None:
+        """Let rows of a batch (its dimension ``dim``) go through the adapters of different tasks; None: the base."""
         segments = list(tasks)
         for task, _ in segments:
             if task is not None and task not in self.tasks:
                 raise unknown("adapter", task, self.tasks)
-        self._restore()
-        for name in dict.fromkeys(n for task, _ in segments if task is not None for n in self.tasks[task]):
-            here = [(self.tasks[t][name], rows) for t, rows in segments if t is not None and name in self.tasks[t]]
-            put(self.model, name, Segmented(self.base(name), here))
-        self.active = "*"
+        if self.active != "*":
+            self._restore()
+            for name in self._bases:
+                mine = {task: adapters[name] for task, adapters in self.tasks.items() if name in adapters}
+                put(self.model, name, Segmented(self.base(name), mine, self.rows))
+            self.active = "*"
+        self.rows.dim = dim
+        self.rows.segments = [(task, rows) for task, rows in segments if task is not None]
 
     def _restore(self) -> None:
         for adapters in self.tasks.values():
@@ -179,18 +186,30 @@ class Tasks:
             put(self.model, name, base)
 
 
+@dataclass
+class Rows:
+    """Which rows of a batch, along ``dim``, belong to which task."""
+
+    dim: int = 0
+    segments: list[tuple[str, slice]] = field(default_factory=list)
+
+
 class Segmented(nn.Module):
     """A frozen layer computed once for all rows, then each task's part for its own."""
 
-    def __init__(self, base: nn.Module, segments: list[tuple[Adapter, slice]]) -> None:
+    def __init__(self, base: nn.Module, adapters: dict[str, Adapter], rows: Rows) -> None:
         super().__init__()
         self.base = base
-        self.segments = segments
+        self.adapters, self.rows = adapters, rows
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, ..., in] → [B, ..., out]."""
         y: Tensor = self.base(x)
-        out = y.clone()
-        for adapter, rows in self.segments:
-            out[rows] = adapter.delta(x[rows], y[rows])
+        out = y if torch.is_inference_mode_enabled() else y.clone()
+        lead = (slice(None),) * self.rows.dim
+        for task, rows in self.rows.segments:
+            adapter = self.adapters.get(task)
+            if adapter is not None:
+                at = (*lead, rows)
+                out[at] = adapter.delta(x[at], y[at])
         return out

@@ -81,3 +81,49 @@ def greedy(made, prompt, new, ends=()):
 def ask(name, prompt, new=8, **fields):
     """A request, greedy if nothing else is said."""
     return Request(name, prompt, Sampling(**{"max_tokens": new, "temperature": 0.0, **fields}))
+
+
+@torch.inference_mode()
+def alone(made, request, ends=()):
+    """What a request must give, from whole forward passes without a cache: tokens by output."""
+    import random
+
+    from ridgeline.serve.sampler import Sampler
+    from ridgeline.serve.sequence import Group, Sequence
+
+    s = request.sampling
+    sampler = Sampler(frozenset(ends), hierarchical=False)
+    out = {}
+    for index in range(s.n):
+        seq = Sequence(Group(request, s.seed or 0), index, list(request.prompt), rng=random.Random(f"{s.seed}/{index}"))
+        while True:
+            logits = made(torch.tensor([seq.tokens]))[:, -1].clone()
+            (token,) = sampler(logits, [seq])
+            seq.tokens.append(token)
+            seq.counts[token] = seq.counts.get(token, 0) + 1
+            stops = token in s.stop_token_ids or (token in ends and not s.ignore_eos)
+            if (stops and seq.generated > s.min_tokens) or seq.generated >= s.max_tokens:
+                break
+        out[index] = seq.tokens[len(request.prompt) :]
+    return out
+
+
+@torch.inference_mode()
+def beams_alone(made, request, ends=()):
+    """Beam search by whole forward passes over plain lists: the best outputs' tokens, best first."""
+    s = request.sampling
+    width, prompt = s.beam_width, list(request.prompt)
+    live, done = [(0.0, prompt)], []
+    for length in range(1, s.max_tokens + 1):
+        found = []
+        for total, tokens in live:
+            logp = made(torch.tensor([tokens]))[0, -1].log_softmax(-1)
+            found += [(total + float(p), [*tokens, t]) for t, p in enumerate(logp)]
+        found = sorted(found, key=lambda f: -f[0])[: max(2, 1 + len(ends)) * width]
+        for rank, (total, tokens) in enumerate(found):
+            if rank < width and (tokens[-1] in ends or length == s.max_tokens):
+                done = sorted([*done, (total / length**s.length_penalty, tokens)], key=lambda f: -f[0])[:width]
+        live = [f for f in found if f[1][-1] not in ends][:width]
+        if len(done) == width and (s.early_stopping or live[0][0] / length**s.length_penalty <= done[-1][0]):
+            break
+    return [tokens[len(prompt) :] for _, tokens in done[: s.n]]

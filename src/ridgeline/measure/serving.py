@@ -1,0 +1,148 @@
+"""One measured serving cell: the real server in this process, the real client in another, HTTP between them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from ridgeline.measure.backends import NATIVE, engine_versions
+from ridgeline.nn.meter import process_memory
+from ridgeline.serve.app import create_app
+from ridgeline.serve.build import make_engine
+from ridgeline.serve.engine import Engine
+from ridgeline.serve.loop import EngineLoop, Limits
+from ridgeline.serve.metrics import Metrics
+from ridgeline.serve.server import Server
+from ridgeline.serve.service import Service
+from ridgeline.serve.text import Vocabulary
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Metric, Result, Sample
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import normalise
+
+NAME = "measured"
+"""What the client calls the model."""
+
+
+def serving_cell(
+    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
+) -> dict[str, Any]:
+    """Serve the workload's requests and return a measured Result (as plain data), with the engine's own counts in it.
+
+    Raises :class:`Incompatible` for several ranks, :class:`UserError` when the workload's requests cannot be served.
+    """
+    if ranks > 1:
+        raise Incompatible(f"{ranks} processes of one server are not measured yet", 'use on = "local"')
+    e = normalise(e)
+    if options.get("backend", NATIVE) != NATIVE:
+        from ridgeline.measure.backends.hf_serving import hf_serving
+
+        result = hf_serving(e, device, report)
+        result.environment |= engine_versions(options["backend"])
+    else:
+        result = _served(e, device, report)
+    tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
+    if tokens and seconds:
+        # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
+        result.samples = [Sample(step=0, seconds=seconds, tokens=int(tokens), repeat=options.get("repeat", 0))]
+    rate = result.metrics.get("tokens_per_s")
+    if rate is not None:
+        result.metrics["tokens_per_s_per_device"] = rate.model_copy(update={"value": rate.value / e.world})
+    result.environment |= {"threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)}
+    return result.model_dump(mode="json", by_alias=True)
+
+
+def _served(e: Experiment, device: torch.device, report: Any) -> Result:
+    w = e.workload
+    assert isinstance(w, Serve)
+    begun = time.perf_counter()
+    report({"stage": "loading"})
+    engine = make_engine(e, device)
+    loop = EngineLoop(engine, Limits(None, None, None, 600.0), Metrics())  # nothing is turned away: it is to be timed
+    server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
+    client = threading.Thread(target=_ask, args=(server, e, report), name="client", daemon=True)
+    server.setup = lambda: time.perf_counter() - begun
+    client.start()
+    server.run()
+    client.join(30)
+    if server.refused:
+        raise UserError(*server.refused)
+    if server.result is None:
+        raise RuntimeError(loop.failure or "the client of the server ended without a result")
+    _add(server.result, engine, server.ready_after)
+    return server.result
+
+
+class _Served(Server):
+    """The server on any free port, for as long as its client needs it."""
+
+    def __init__(self, app: Any, loop: EngineLoop) -> None:
+        super().__init__(app, loop, "127.0.0.1", 0, 0.0, self._said)
+        self.address: str | None = None
+        self.ready = threading.Event()
+        self.result: Result | None = None
+        self.refused: list[str] = []
+        self.ready_after = 0.0
+        self.setup: Any = None
+
+    def _said(self, text: str) -> None:
+        if text.startswith("serving on "):
+            self.address, self.ready_after = text.removeprefix("serving on "), self.setup()
+            self.ready.set()
+
+
+def _ask(server: _Served, e: Experiment, report: Any) -> None:
+    """Run the client against the server, then end the server."""
+    try:
+        if not server.ready.wait(60):
+            return
+        job = {"url": server.address, "model": NAME, "experiment": e.model_dump(mode="json")}
+        client = subprocess.Popen([sys.executable, "-m", "ridgeline.measure.load.client"], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True)  # fmt: skip
+        assert client.stdin
+        assert client.stdout
+        client.stdin.write(json.dumps(job))
+        client.stdin.close()
+        for line in client.stdout:
+            message = json.loads(line)
+            if "result" in message:
+                server.result = Result.model_validate(message["result"])
+            elif "refused" in message:
+                server.refused = message["refused"]
+            else:
+                report(message)
+        client.wait()
+    finally:
+        server.should_exit = True
+
+
+def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
+    """The checkpoint's tokenizer; without one, a word for every token, so that each is text of its own."""
+    size = engine.spec.vocab_size
+    if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file():
+        from ridgeline.train.data import load_tokenizer
+
+        return Vocabulary(load_tokenizer(checkpoint), size)
+    return Vocabulary(Tokenizer(WordLevel({str(i): i for i in range(size)}, unk_token="0")), size)
+
+
+def _add(result: Result, engine: Engine, setup: float) -> None:
+    """What only the server's side knows. Its counts include the warm-up's few requests."""
+    stats = engine.stats()
+    found = {
+        "batch_mean": (stats.generated_tokens / max(1, stats.steps), "sequences", "tokens per step of the engine"),
+        "preemptions": (stats.preemptions, "", "counted by the engine"),
+        "setup_s": (setup, "s", "measured"),
+        **{f"{k}_bytes": (v, "bytes", "measured") for k, v in process_memory().items()},
+    }
+    result.metrics |= {k: Metric(value=v, unit=u, source=s) for k, (v, u, s) in found.items()}

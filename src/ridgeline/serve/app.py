@@ -1,0 +1,246 @@
+"""The routes of the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
+
+import ridgeline
+from ridgeline.serve import replies
+from ridgeline.serve.http import EventStream, Gate, Gone, Json, Keys, bearer, error_body, refusal, unless_gone
+from ridgeline.serve.loop import Failed, Stream
+from ridgeline.serve.openai import (
+    ChatCompletion,
+    Completion,
+    Detokenize,
+    Embedding,
+    LoadAdapter,
+    Sampled,
+    Tokenize,
+    UnloadAdapter,
+)
+from ridgeline.serve.request import Busy, Invalid
+from ridgeline.serve.service import Asked, NoModel, Service
+from ridgeline.spec.errors import UserError
+
+T = TypeVar("T")
+log = logging.getLogger("ridgeline.serve")
+MAX_BODY = 8 << 20
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
+    "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": what, **_ERROR}
+    for status, what in {
+        400: "The request is wrong", 401: "No valid key", 403: "Not allowed", 404: "No such model",
+        413: "Too large", 500: "The server failed", 503: "The server is busy",
+    }.items()
+}  # fmt: skip
+
+_GENERATED: dict[int | str, dict[str, Any]] = {
+    **_REFUSALS,
+    200: {
+        "description": "Whole, or with `stream` as events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+}
+
+
+def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
+               max_body: int = MAX_BODY) -> FastAPI:  # fmt: skip
+    """The server around ``service``, whose loop runs as long as the app does."""
+    loop, metrics = service.loop, service.loop.metrics
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loop.start()
+        yield
+        loop.stop()
+
+    app = FastAPI(title="Ridgeline", version=ridgeline.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+                  redirect_slashes=False)  # fmt: skip
+    metrics.watch(lambda: loop.stats, lambda: loop.queued)
+
+    async def answer(
+        request: Request, prepare: Callable[[T, bytes], Asked], body: T,
+        finish: Callable[[Asked, Stream], Any], stream: Callable[[Asked, Stream], Any] | None = None,
+    ) -> Response:  # fmt: skip
+        """Prepare beside the event loop, submit, and answer whole or as a stream; given up when the client goes."""
+
+        async def work() -> tuple[Asked, Stream]:
+            asked = await asyncio.to_thread(prepare, body, bearer(request.scope))
+            return asked, await loop.submit(asked.jobs)
+
+        async def all_of_it() -> Response:
+            asked, found = await work()
+            try:
+                return Json(await finish(asked, found))
+            finally:
+                loop.cancel(found)
+
+        async def pieces(asked: Asked, found: Stream, made: Any) -> Any:
+            try:
+                async for piece in made(asked, found):
+                    yield piece
+            finally:
+                loop.cancel(found)
+
+        try:
+            if stream is None:
+                return await unless_gone(request.receive, all_of_it())
+            asked, found = await unless_gone(request.receive, work())
+            return EventStream(pieces(asked, found, stream))
+        except Gone:
+            return Response(status_code=499)
+        except Invalid as e:
+            if isinstance(body, Sampled) and (param := body.renamed(e.param)) != e.param:
+                raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix) from None
+            raise
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+
+    @app.post("/v1/completions", responses=_GENERATED)
+    async def completions(body: Completion, request: Request) -> Response:
+        """Continue prompts."""
+        return await answer(
+            request, service.completion, body, lambda a, s: replies.whole(a, s, chat=False),
+            (lambda a, s: replies.chunks(a, s, body, chat=False)) if body.stream else None,
+        )  # fmt: skip
+
+    @app.post("/v1/chat/completions", responses=_GENERATED)
+    async def chat(body: ChatCompletion, request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer(
+            request, service.chat, body, lambda a, s: replies.whole(a, s, chat=True),
+            (lambda a, s: replies.chunks(a, s, body, chat=True)) if body.stream else None,
+        )  # fmt: skip
+
+    @app.post("/v1/embeddings", responses=_REFUSALS)
+    async def embeddings(body: Embedding, request: Request) -> Response:
+        """Vectors of texts."""
+        as_base64 = body.encoding_format == "base64"
+        return await answer(request, service.embedding, body, lambda a, s: replies.embeddings(a, s, as_base64))
+
+    # ---- texts and models --------------------------------------------------------------------------------------------
+
+    @app.get("/v1/models", responses=_REFUSALS)
+    async def models() -> Response:
+        """What is served: the model and its adapters."""
+        return Json({"object": "list", "data": service.models()})
+
+    @app.get("/v1/models/{name:path}", responses=_REFUSALS)
+    async def model(name: str) -> Response:
+        """One model."""
+        service.adapter(name)
+        return Json(next(m for m in service.models() if m["id"] == name))
+
+    @app.post("/tokenize", responses=_REFUSALS)
+    async def tokenize(body: Tokenize) -> Response:
+        """Token ids of a text or a conversation."""
+        service.adapter(body.model)
+        tokens = await asyncio.to_thread(service.tokens, body)
+        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
+
+    @app.post("/detokenize", responses=_REFUSALS)
+    async def detokenize(body: Detokenize) -> Response:
+        """The text of token ids."""
+        service.adapter(body.model)
+        service.known(body.tokens, "tokens")
+        return Json({"prompt": service.vocabulary.decode(body.tokens, skip_special=False)})
+
+    @app.post(_LOAD, responses=_REFUSALS)
+    async def load_adapter(body: LoadAdapter) -> Response:
+        """Serve an adapter from a folder of the server, under a name."""
+        await service.load(body.lora_name, body.lora_path)
+        return Json({"loaded": body.lora_name})
+
+    @app.post(_UNLOAD, responses=_REFUSALS)
+    async def unload_adapter(body: UnloadAdapter) -> Response:
+        """Serve an adapter no more."""
+        await service.unload(body.lora_name)
+        return Json({"unloaded": body.lora_name})
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @app.get("/health", responses=_REFUSALS)
+    async def health() -> Response:
+        """Whether the engine works."""
+        if not loop.alive:
+            why = "failed" if loop.failure else f"has been in one step for {loop.step_age:.0f} s"
+            return refusal(503, f"the engine {why}")
+        return Json({"status": "ok"})
+
+    @app.get("/ready", responses=_REFUSALS)
+    async def ready() -> Response:
+        """Whether new requests are taken."""
+        return Json({"status": "ready"}) if loop.ready else refusal(503, "not taking requests", retry_after=5.0)
+
+    @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
+    async def prometheus() -> Response:
+        """For Prometheus."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    _errors(app)
+    app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=frozenset({_LOAD, _UNLOAD}),
+                       max_body=max_body)  # fmt: skip
+    return app
+
+
+def _errors(app: FastAPI) -> None:
+    """Every error as the OpenAI API writes it."""
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_body(request: Request, e: RequestValidationError) -> Response:
+        return refusal(400, *_worst(e.errors(), e.body))
+
+    @app.exception_handler(UserError)
+    async def wrong(request: Request, e: UserError) -> Response:
+        if isinstance(e, Busy):
+            return refusal(503, e.what, code="overloaded", retry_after=e.retry_after)
+        if isinstance(e, NoModel):
+            return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found")
+        param = e.param if isinstance(e, Invalid) else None
+        return refusal(400, f"{e.what}: {e.fix}" if e.fix else e.what, param)
+
+    @app.exception_handler(Failed)
+    async def failed(request: Request, e: Failed) -> Response:
+        return refusal(500, str(e))
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, e: HTTPException) -> Response:
+        return Json(error_body(e.status_code, str(e.detail)), e.status_code, headers=e.headers)
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, e: Exception) -> Response:
+        log.error("a request failed", exc_info=e)
+        return refusal(500, "the server failed; its log says why")
+
+
+def _worst(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
+    """(message, field) of what is wrong with a body; of several things, an unknown field first."""
+    e = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    if e["type"] == "json_invalid":
+        return f"the body is not JSON: {e.get('ctx', {}).get('error', e['msg'])}", None
+    path = [str(p) for p in e["loc"] if p != "body"]
+    if not path:
+        return f"the body must be a JSON object, with content-type application/json: {e['msg']}", None
+    if e["type"] == "extra_forbidden":
+        known = list(body) if isinstance(body, dict) else []
+        near = difflib.get_close_matches(path[-1], _FIELDS - set(known), n=1) if len(path) == 1 else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown field {'.'.join(path)[:200]!r}{hint}", path[0][:200]
+    about = [other for other in errors if [p for p in other["loc"] if p != "body"][:1] == [e["loc"][1]]]
+    said = dict.fromkeys(str(other["msg"]) for other in about)
+    return f"{path[0]}: {'; or '.join(list(said)[:4])}", path[0]
+
+
+_FIELDS = {name for model in (Completion, ChatCompletion, Embedding) for name in model.model_fields}

@@ -1,0 +1,127 @@
+"""Where drafts come from, and when they pay.
+
+A drafted token is kept when it is the one that sampling chooses at its place, with the random number of that place. So
+outputs are the same, token for token, as without drafts, and their distribution exactly the model's: the rule of
+speculative sampling (Leviathan et al., arXiv:2211.17192) for drafts that are certain of themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ridgeline.nn.transformer import Transformer
+from ridgeline.serve.blocks import Blocks
+from ridgeline.serve.runner import Runner
+from ridgeline.serve.sequence import Sequence as Row
+
+TRIAL = 8
+"""Steps for which each way is tried."""
+TERM = 256
+"""Steps for which the better one is then kept."""
+
+
+@dataclass
+class Trial:
+    """Seconds and tokens with and without drafts while about so many sequences run."""
+
+    steps: int = 0
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    made: list[int] = field(default_factory=lambda: [0, 0])
+    better: bool = True
+
+
+class Drafting:
+    """Drafts for an engine: on where they have been measured to pay, off where not.
+
+    The number of running sequences decides what a row is worth. For each power of two of it both ways are tried for
+    some steps, and the one that made more tokens a second is kept for a while; off, nothing of it runs.
+    """
+
+    def __init__(self, propose: Callable[[Sequence[Row], list[int]], list[list[int]]], most: int) -> None:
+        """``propose``: for each sequence at most so many tokens that may follow; ``most``: tokens of one draft."""
+        self.propose, self.most = propose, most
+        self.trials: dict[int, Trial] = {}
+
+    def tokens(self, running: int) -> int:
+        """Tokens to draft for each of ``running`` sequences in the next step."""
+        t = self.trials.setdefault(running.bit_length(), Trial())
+        trying = t.steps % (2 * TRIAL + TERM)
+        on = trying < TRIAL or (trying >= 2 * TRIAL and t.better)
+        return self.most if on and running else 0
+
+    def observe(self, running: int, drafted: bool, made: int, seconds: float) -> None:
+        """A step of decoding sequences alone took so long and made so many tokens."""
+        t = self.trials.setdefault(running.bit_length(), Trial())
+        trying = t.steps % (2 * TRIAL + TERM)
+        t.steps += 1
+        if trying < 2 * TRIAL:
+            t.seconds[drafted] += seconds
+            t.made[drafted] += made
+        if trying == 2 * TRIAL - 1:
+            rates = [n / s if s else 0.0 for n, s in zip(t.made, t.seconds, strict=True)]
+            t.better = rates[True] > rates[False]
+            t.seconds, t.made = [0.0, 0.0], [0, 0]
+
+
+def lookup(tokens: Sequence[int], longest: int, most: int) -> list[int]:
+    """Up to ``most`` tokens that followed the last earlier occurrence of the newest n-gram, for the longest n at most
+    ``longest`` that occurred before; empty if none did (prompt lookup)."""
+    if most < 1:
+        return []
+    for n in range(min(longest, len(tokens) - 1), 0, -1):
+        tail = list(tokens[-n:])
+        for at in range(len(tokens) - n - 1, -1, -1):
+            if tokens[at] == tail[0] and list(tokens[at : at + n]) == tail:
+                return list(tokens[at + n : at + n + most])
+    return []
+
+
+class ModelDrafter:
+    """A smaller model with the same vocabulary, which keeps a cache of its own and drafts greedily."""
+
+    def __init__(self, model: Transformer, blocks: int, block_size: int, max_model_len: int) -> None:
+        self.runner = Runner(model, blocks * block_size, block_size, max_model_len)
+        self.blocks = Blocks(blocks, block_size, share=False)
+        self.mirrors: dict[Row, Row] = {}
+        """For each sequence what this model has read and guessed of it, with its cache."""
+
+    @torch.inference_mode()
+    def __call__(self, seqs: Sequence[Row], most: list[int]) -> list[list[int]]:
+        """Drafts of at most ``most`` tokens for each sequence, all in the same passes."""
+        self._forget(seqs)
+        mirrors = {s: self._mirror(s) for s, n in zip(seqs, most, strict=True) if n > 0}
+        wanted = dict(zip(seqs, most, strict=True))
+        for step in range(max(most, default=0)):
+            active = [(s, m) for s, m in mirrors.items() if step < wanted[s] and self._room(m)]
+            if not active:
+                break
+            batch = [(m, len(m.tokens) - m.n_computed) for _, m in active]
+            hidden = self.runner.run(batch, [])
+            ends = torch.tensor([n for _, n in batch]).cumsum(0) - 1
+            for (_, m), token in zip(active, self.runner.logits(hidden[ends]).argmax(1).tolist(), strict=True):
+                m.n_computed = len(m.tokens)
+                m.tokens.append(token)
+        return [mirrors[s].tokens[len(s.tokens) :] if s in mirrors else [] for s in seqs]
+
+    def _mirror(self, seq: Row) -> Row:
+        """The mirror of a sequence, brought to what is known of it; its cache is valid as far as both agree."""
+        m = self.mirrors.get(seq)
+        if m is None:
+            m = self.mirrors[seq] = Row(seq.group, seq.index, list(seq.tokens))
+            return m
+        same = next((i for i, (a, b) in enumerate(zip(m.tokens, seq.tokens, strict=False)) if a != b),
+                    min(len(m.tokens), len(seq.tokens)))  # fmt: skip
+        m.tokens = list(seq.tokens)
+        m.n_computed = min(m.n_computed, same, len(m.tokens) - 1)
+        return m
+
+    def _room(self, m: Row) -> bool:
+        return self.blocks.grow(m, len(m.tokens)) is not None
+
+    def _forget(self, seqs: Sequence[Row]) -> None:
+        """Let go of sequences that are not asked for: they ended, or wait."""
+        for seq in self.mirrors.keys() - set(seqs):
+            self.blocks.release(self.mirrors.pop(seq))

@@ -1,0 +1,197 @@
+"""What lies under the routes: errors as the OpenAI API writes them, keys, body sizes, event streams, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import math
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+T = TypeVar("T")
+OPEN = frozenset({"/health", "/ready"})
+"""Paths that need no key."""
+PING_SECONDS = 15.0
+WRITE_SECONDS = 60.0
+"""A client that takes nothing for so long is gone."""
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """``{"error": …}`` as the OpenAI API has it."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Json(JSONResponse):
+    """A JSON answer in ASCII, so that whatever a client sent can be quoted back."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def refusal(
+    status: int, message: str, param: str | None = None, code: str | None = None, retry_after: float | None = None
+) -> Json:
+    """An error as an answer."""
+    headers = {} if retry_after is None else {"retry-after": str(math.ceil(retry_after))}
+    return Json(error_body(status, message, param, code), status, headers)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
+    """The result of ``work``, which is cancelled when the client goes first, or one of ``ends`` (:class:`Gone`)."""
+    task = asyncio.ensure_future(work)
+    watches = [asyncio.ensure_future(end) for end in (_disconnect(receive), *ends)]
+    try:
+        await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        for t in (task, *watches):
+            t.cancel()
+        await asyncio.gather(task, *watches, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events of ``chunks``: one ``data:`` line each, a comment when nothing comes for a while."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.chunks = chunks
+        self._writing: float | None = None
+        """Since when a write has been waiting for the client."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the chunks until they end or the client goes."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with contextlib.suppress(Gone, OSError):
+            try:
+                await unless_gone(receive, self._write(send), self._stuck())
+            finally:
+                await self.chunks.aclose()
+
+    async def _stuck(self) -> None:
+        """Until the client has taken nothing for too long."""
+        while self._writing is None or time.monotonic() - self._writing < WRITE_SECONDS:
+            await asyncio.sleep(WRITE_SECONDS / 10)
+
+    async def _write(self, send: Send) -> None:
+        async def put(data: bytes, more: bool = True) -> None:
+            self._writing = time.monotonic()  # asyncio.wait_for would lose cancellations (Python < 3.12)
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._writing = None
+
+        following: asyncio.Future[Any] = asyncio.ensure_future(anext(self.chunks))
+        try:
+            while True:
+                done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
+                if not done:
+                    await put(b": ping\n\n")
+                    continue
+                try:
+                    chunk = following.result()
+                except StopAsyncIteration:
+                    break
+                following = asyncio.ensure_future(anext(self.chunks))
+                await put(b"data: " + json.dumps(chunk, separators=(",", ":")).encode("ascii") + b"\n\n")
+            await put(b"data: [DONE]\n\n", more=False)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+class Keys:
+    """API keys, compared in constant time by their SHA-256; no key at all lets everybody in."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def fits(self, key: bytes) -> bool:
+        """Whether ``key`` is one of them; all are looked at."""
+        given = hashlib.sha256(key).digest()
+        fits = False
+        for known in self._hashes:
+            fits |= hmac.compare_digest(known, given)
+        return fits
+
+
+def bearer(scope: Scope) -> bytes:
+    """The key that a request brings; empty: none."""
+    value = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+    return bytes(value[7:].strip()) if value[:7].lower() == b"bearer " else b""
+
+
+class Gate:
+    """Middleware: keys and body sizes, before anything is read. Ordinary keys open all but ``admin`` paths."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, admin: Keys, admin_paths: frozenset[str], max_body: int) -> None:
+        self.app, self.keys, self.admin, self.admin_paths, self.max_body = app, keys, admin, admin_paths, max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse, or read the whole body and hand it on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refused = self._refused(scope)
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.max_body:
+                await self._large()(scope, receive, send)
+                return
+        whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+        async def replay() -> Message:
+            nonlocal whole
+            if whole is None:
+                return await receive()
+            message, whole = whole, None
+            return message
+
+        await self.app(scope, replay, send)
+
+    def _refused(self, scope: Scope) -> Json | None:
+        path, key = scope["path"].rstrip("/") or "/", bearer(scope)
+        if path in self.admin_paths:
+            if not self.admin:
+                return refusal(403, "the server was started without an admin key: adapters cannot be changed")
+            if not self.admin.fits(key):
+                return refusal(401, "this needs the admin key, as `Authorization: Bearer KEY`", code="invalid_api_key")
+        elif self.keys and path not in OPEN and not (self.keys.fits(key) or self.admin.fits(key)):
+            return refusal(401, "no valid API key, as `Authorization: Bearer KEY`", code="invalid_api_key")
+        length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        return self._large() if length.isdigit() and int(length[:18]) > self.max_body else None
+
+    def _large(self) -> Json:
+        return refusal(413, f"the body has more than {self.max_body} bytes")

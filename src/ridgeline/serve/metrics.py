@@ -1,0 +1,90 @@
+"""What Prometheus reads: the engine's state when asked, and what requests went through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ridgeline.serve.request import Stats
+from ridgeline.serve.text import Delta
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_TOKENS = tuple(float(1 << i) for i in range(0, 18))
+
+
+class Metrics:
+    """Counters and histograms of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"ridgeline_{name}", what, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"ridgeline_{name}", what, labels, registry=self.registry)
+
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self.per_token = histogram("time_per_output_token_seconds", "Mean time per token after the first.",
+                                   _TOKEN_SECONDS)  # fmt: skip
+        self.whole = histogram("request_seconds", "From arrival to the end.", _SECONDS)
+        self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.generated = histogram("request_generated_tokens", "Tokens of one output.", _TOKENS)
+        self.tokens = counter("output_tokens", "Tokens sent to clients.")
+        self.finished = counter("requests_finished", "Requests by how they ended.", "reason")
+        self.rejected = counter("requests_rejected", "Requests refused because the queue was full.")
+        self.disconnected = counter("requests_disconnected", "Requests whose client went away.")
+
+    def watch(self, stats: Callable[[], Stats], queued: Callable[[], tuple[int, int]]) -> None:
+        """Read the engine's state whenever metrics are asked for."""
+        self.registry.register(_State(stats, queued))
+
+    def output(self, delta: Delta, first: float, now: float) -> None:
+        """One output has ended, whose request saw its first token at ``first``."""
+        self.generated.observe(delta.generated)
+        if delta.generated > 1:
+            self.per_token.observe((now - first) / (delta.generated - 1))
+
+    def request(self, delta: Delta, prompt_tokens: int, seconds: float) -> None:
+        """A request has ended, ``delta`` being its last news."""
+        self.whole.observe(seconds)
+        self.prompt.observe(prompt_tokens)
+        self.finished.labels(delta.finish).inc()
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self.registry)
+
+
+class _State:
+    """The engine's counters as Prometheus families."""
+
+    def __init__(self, stats: Callable[[], Stats], queued: Callable[[], tuple[int, int]]) -> None:
+        self._stats, self._queued = stats, queued
+
+    def collect(self) -> Iterator[Any]:
+        s, (requests, tokens) = self._stats(), self._queued()
+        for name, value, what in (
+            ("waiting", s.waiting, "Requests that the scheduler has not started."),
+            ("running", s.running, "Sequences in the batch."),
+            ("queued_requests", requests, "Sequences without a first token."),
+            ("queued_tokens", tokens, "Prompt tokens of those."),
+            ("kv_blocks", s.blocks, "Blocks of the key/value pool."),
+            ("kv_blocks_used", s.blocks_used, "Blocks that sequences hold."),
+            ("kv_blocks_cached", s.blocks_cached, "Free blocks kept for their contents."),
+        ):
+            yield GaugeMetricFamily(f"ridgeline_{name}", what, value)
+        for name, value, what in (
+            ("prompt_tokens", s.prompt_tokens, "Prompt tokens."),
+            ("cached_tokens", s.cached_tokens, "Prompt tokens found in the cache."),
+            ("generated_tokens", s.generated_tokens, "Tokens generated."),
+            ("preemptions", s.preemptions, "Sequences put back for want of blocks."),
+            ("steps", s.steps, "Engine steps."),
+            ("drafted_tokens", s.drafted_tokens, "Tokens drafted."),
+            ("accepted_tokens", s.accepted_tokens, "Drafted tokens that were right."),
+        ):
+            yield CounterMetricFamily(f"ridgeline_{name}", what, value)

@@ -1,0 +1,130 @@
+"""Many prompts without a server: as many at once as fit, results written as they come, resumed where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.serve.request import Invalid, Request, Sampling
+from ridgeline.serve.text import Delta, Job, Vocabulary
+from ridgeline.spec.errors import UserError
+from ridgeline.train.examples import BadRecord, Template, records
+
+if TYPE_CHECKING:
+    from ridgeline.serve.engine import Engine
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a batch."""
+
+    id: str
+    text: str
+    max_tokens: int | None = None
+
+
+def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
+    """Prompts of a JSON-lines file: ``prompt`` or ``messages``, with ``id`` and ``max_tokens`` if they like.
+
+    Without an id, a record is known by its number from 1. Raises :class:`UserError` naming the bad line.
+    """
+    found: list[Prompt] = []
+    for number, (place, record) in enumerate(records(file), 1):
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: not an object", 'write {"prompt": …} on each line')
+        limit = record.get("max_tokens")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise UserError(f"{place}: max_tokens is {limit!r}", "give a positive number")
+        found.append(Prompt(str(record.get("id", number)), _text(record, template, place), limit))
+    twice = (
+        {p.id for p in found if sum(q.id == p.id for q in found) > 1} if len({p.id for p in found}) < len(found) else ()
+    )
+    if twice:
+        raise UserError(f"{file}: id {sorted(twice)[0]!r} occurs twice", "give each record an id of its own")
+    return found
+
+
+def _text(record: dict[str, Any], template: Template | None, place: str) -> str:
+    if isinstance(record.get("prompt"), str):
+        return str(record["prompt"])
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        raise UserError(f"{place}: neither a prompt nor messages", 'write {"prompt": …} or {"messages": […]}')
+    if template is None:
+        raise UserError(f"{place}: messages, and the checkpoint has no chat template", "give --chat-template")
+    try:
+        return template.render(messages, prompt=True)
+    except BadRecord as e:
+        raise UserError(f"{place}: {e}", "mend the messages") from None
+
+
+def done_ids(out: Path) -> set[str]:
+    """Ids that ``out`` holds results of. A half line at its end (of a crash) is cut off."""
+    if not out.is_file():
+        return set()
+    raw = out.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        with out.open("r+b") as f:
+            f.truncate(len(whole))
+    try:
+        return {json.loads(line)["id"] for line in whole.splitlines() if line.strip()}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{out} is not a file of results", "give another --out") from None
+
+
+def generate(
+    engine: Engine, vocabulary: Vocabulary, prompts: Iterable[Prompt], sampling: Callable[[int | None], Sampling],
+    stops: tuple[str, ...] = (), ahead: int = 512, fresh: Callable[[str], None] | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Results in the order in which they end; ``sampling`` makes the settings for a prompt's own ``max_tokens``.
+
+    At most ``ahead`` prompts are with the engine at once. A prompt that cannot be served gets a result with ``error``.
+    ``fresh``: called with each piece of text as it comes.
+    """
+    left = deque(prompts)
+    jobs: dict[str, tuple[Prompt, Job, dict[int, Delta]]] = {}
+    while left or jobs:
+        while left and len(jobs) < ahead:
+            prompt = left.popleft()
+            job = Job(Request(prompt.id, vocabulary.encode(prompt.text), sampling(prompt.max_tokens)), vocabulary,
+                      stops=stops)  # fmt: skip
+            try:
+                engine.add(job.request)
+            except Invalid as e:
+                yield {"id": prompt.id, "error": f"{e.what}: {e.fix}"}
+                continue
+            jobs[prompt.id] = (prompt, job, {})
+        for event in engine.step():
+            if event.request not in jobs:
+                continue
+            prompt, job, outputs = jobs[event.request]
+            delta = job.read(event)
+            if delta is None:
+                continue
+            if delta.finish and event.finish is None:
+                engine.finish(event.request, event.index)
+            if fresh is not None:
+                fresh(delta.text)
+            if delta.index in outputs:
+                outputs[delta.index].add(delta)
+            else:
+                outputs[delta.index] = delta
+            if not job.open:
+                del jobs[event.request]
+                yield _result(prompt, job, [outputs[i] for i in sorted(outputs)])
+
+
+def _result(prompt: Prompt, job: Job, outputs: list[Delta]) -> dict[str, Any]:
+    failed = next((d.error for d in outputs if d.finish == "error"), None)
+    if failed is not None:
+        return {"id": prompt.id, "error": failed}
+    return {
+        "id": prompt.id, "prompt": prompt.text,
+        "outputs": [{"text": d.text, "finish_reason": d.finish, "tokens": d.generated} for d in outputs],
+        "prompt_tokens": len(job.request.prompt), "cached_tokens": max(d.cached_tokens for d in outputs),
+    }  # fmt: skip

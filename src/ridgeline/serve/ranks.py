@@ -1,0 +1,143 @@
+"""A model divided over processes: rank 0 schedules and samples, the others do the same steps on their part.
+
+Tensor-parallel ranks hold parts of every layer and sum twice in each (Megatron-LM, arXiv:1909.08053); pipeline stages
+hold some of the layers and hand the rows on. Embedding and head lie whole on rank 0's stage. Each step is told as plain
+numbers; a rank that dies takes the engine with it, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ridgeline.runtime.mesh import Mesh
+from ridgeline.serve.blocks import Copy
+from ridgeline.serve.runner import Runner, Step
+from ridgeline.serve.sequence import Sequence
+from ridgeline.spec.experiment import Experiment
+from ridgeline.train.launch import free_port, rank_environment
+
+WAIT = timedelta(seconds=60)
+"""How long a rank waits for another within a step."""
+
+
+class Lost(RuntimeError):
+    """The ranks no longer agree on what is done: nothing can be served."""
+
+
+class RankedRunner(Runner):
+    """A runner whose model is divided. Rank 0 calls :meth:`run`, the others :meth:`follow`."""
+
+    def __init__(self, mesh: Mesh, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.stage, self.stages = mesh.at("pp"), mesh.size("pp")
+        self.width = mesh.size("tp")
+        self.followers: list[subprocess.Popen[bytes]] = []
+        # An idle server may wait for days; a step may not.
+        self.control = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
+        """A step on all ranks. Raises :class:`Lost` when one does not take part."""
+        step = self.describe(batch, copies)
+        try:
+            dist.broadcast_object_list([step], group=self.control)
+            return self.execute(step)
+        except Exception as e:
+            # Whatever it was, the ranks are at different places now.
+            time.sleep(0.2)
+            dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
+            who = f"rank {dead[0]} died" if dead else f"{type(e).__name__}: {e}"
+            raise Lost(f"a step failed on {dist.get_world_size()} ranks: {who}") from e
+
+    def follow(self) -> None:
+        """Do what rank 0 says until it says no more."""
+        while True:
+            said: list[Step | None] = [None]
+            dist.broadcast_object_list(said, group=self.control)
+            if said[0] is None:
+                return
+            self.execute(said[0])
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        if dist.get_rank() == 0:
+            with contextlib.suppress(RuntimeError):  # they are gone
+                dist.broadcast_object_list([None], group=self.control)
+            for f in self.followers:
+                try:
+                    f.wait(5)
+                except subprocess.TimeoutExpired:
+                    f.kill()
+
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
+        """Through all stages, one after the other, and back to rank 0; elsewhere what comes out is of no use."""
+        rank = dist.get_rank()
+        if self.stage == 0:
+            x = self.embed(ids, at)
+        else:
+            weight = next(self.model.parameters())
+            x = torch.empty(1, ids.shape[1], self.model.spec.hidden_size, dtype=weight.dtype, device=self.device)
+            dist.recv(x, rank - self.width)
+        x = self.layers(x, at)
+        if self.stage < self.stages - 1:
+            dist.send(x.contiguous(), rank + self.width)
+        elif rank == self.width * (self.stages - 1) and rank:
+            dist.send(x.contiguous(), 0)
+        if rank == 0 and self.stages > 1:
+            dist.recv(x := torch.empty_like(x), self.width * (self.stages - 1))
+        return self.norm(x)[0] if rank == 0 else x[0]
+
+
+def start(e: Experiment) -> list[subprocess.Popen[bytes]]:
+    """Start the other ranks of a divided engine, and meet them; returns their processes."""
+    ranks = e.world
+    folder = tempfile.mkdtemp(prefix="ridgeline-ranks-")
+    job, meet = Path(folder) / "job.json", Path(folder) / "meet"
+    job.write_text(e.model_dump_json(), encoding="utf-8")
+    port = free_port()
+    followers = [
+        subprocess.Popen([sys.executable, "-m", "ridgeline.serve.ranks", str(job), str(meet), str(rank)],
+                         env=rank_environment(rank, ranks, port), stdin=subprocess.DEVNULL, start_new_session=True)
+        for rank in range(1, ranks)
+    ]  # fmt: skip
+    join(meet, 0, ranks)
+    return followers
+
+
+def join(meet: Path, rank: int, ranks: int) -> torch.device:
+    """Meet the other ranks of this machine at the file ``meet``; returns this rank's device."""
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    dist.init_process_group("nccl" if gpu else "gloo", f"file://{meet}", timeout=WAIT, rank=rank, world_size=ranks)
+    return device
+
+
+def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, meet: str, rank: str) -> None:
+    """The life of a rank that is not the first."""
+    e = Experiment.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    device = join(Path(meet), int(rank), e.world)
+    with contextlib.suppress(RuntimeError):  # rank 0 has gone, and says why if anybody does
+        make(e, device).follow()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from ridgeline.serve.build import make_follower
+
+    follow(make_follower, *sys.argv[1:4])

@@ -1,0 +1,209 @@
+"""Answers and chunks as the OpenAI API writes them."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ridgeline.serve.http import error_body
+from ridgeline.serve.loop import Failed, Stream
+from ridgeline.serve.openai import Sampled
+from ridgeline.serve.request import Busy, TokenLogprob
+from ridgeline.serve.service import Asked
+from ridgeline.serve.text import Delta, Detokenizer, Entry, Vocabulary
+
+Choice = dict[str, Any]
+
+
+def usage(asked: Asked, generated: int, cached: int) -> dict[str, Any]:
+    """Tokens of a request; a prompt counts once, however many outputs it has."""
+    return {
+        "prompt_tokens": asked.prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": asked.prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+async def whole(asked: Asked, stream: Stream, chat: bool) -> dict[str, Any]:
+    """The answer to a request that does not stream. Raises :class:`Failed` if an output failed."""
+    outputs: dict[tuple[int, int], Delta] = {}
+    async for delta in stream:
+        key = (delta.job, delta.index)
+        if key in outputs:
+            outputs[key].add(delta)
+        else:
+            outputs[key] = delta
+        if delta.finish == "error":
+            raise Failed(delta.error or "the output failed")
+    writer = Writer(asked, chat)
+    choices = [writer.choice(outputs[key]) for key in sorted(outputs)]
+    return {
+        "id": asked.id, "object": "chat.completion" if chat else "text_completion", "created": asked.created,
+        "model": asked.model, "choices": choices, "usage": writer.usage(),
+    }  # fmt: skip
+
+
+async def chunks(asked: Asked, stream: Stream, body: Sampled, chat: bool) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of a request that streams; an error in midstream is the last one."""
+    writer = Writer(asked, chat)
+    options = body.stream_options
+    told = options is not None and bool(options.include_usage)
+    running = options is not None and bool(options.continuous_usage_stats)
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    head = {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
+    try:
+        async for delta in stream:
+            if delta.finish == "error":
+                yield error_body(500, delta.error or "the output failed")
+                return
+            for choice in writer.pieces(delta):
+                extra = {"usage": writer.usage() if running else None} if told or running else {}
+                yield {**head, "choices": [choice], **extra}
+        if told:
+            yield {**head, "choices": [], "usage": writer.usage()}
+    except (Failed, Busy) as e:
+        yield error_body(503 if isinstance(e, Busy) else 500, str(e))
+
+
+class Writer:
+    """Choices of one request; keeps count."""
+
+    def __init__(self, asked: Asked, chat: bool) -> None:
+        self.asked, self.chat = asked, chat
+        self._outputs = asked.jobs[0].request.sampling.n
+        self._vocabulary = asked.jobs[0].vocabulary
+        self._generated: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._prompts: dict[int, Sequence[TokenLogprob]] = {}
+        """Log-probabilities of prompts, which come with their first output."""
+
+    def usage(self) -> dict[str, Any]:
+        """So far."""
+        generated = 0 if self.asked.silent else sum(self._generated.values())
+        return usage(self.asked, generated, sum(self._cached.values()))
+
+    def choice(self, delta: Delta) -> Choice:
+        """A whole output."""
+        index = self._count(delta)
+        if self.chat:
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
+        else:
+            body = self._completion(delta, first=True)
+        return {"index": index, **body, **_end(delta, self.asked.silent)}
+
+    def pieces(self, delta: Delta) -> list[Choice]:
+        """An output's news as the choices of as many chunks."""
+        index = self._count(delta)
+        first = index not in self._begun
+        self._begun.add(index)
+        if not self.chat:
+            if not (delta.text or delta.entries or delta.finish or (first and self.asked.echo)):
+                return []
+            return [{"index": index, **self._completion(delta, first), **_end(delta, self.asked.silent)}]
+        open_end = {"logprobs": None, "finish_reason": None}
+        found: list[Choice] = []
+        if first:
+            found.append({"index": index, "delta": {"role": "assistant", "content": ""}, **open_end})
+        if delta.text or delta.entries:
+            piece = {"index": index, "delta": {"content": delta.text}, **open_end}
+            found.append({**piece, "logprobs": self._chat_logprobs(delta)})
+        if delta.finish:
+            found.append({"index": index, "delta": {}, "logprobs": None, **_end(delta)})
+        return found
+
+    def _count(self, delta: Delta) -> int:
+        index = delta.job * self._outputs + delta.index
+        self._generated[index] = delta.generated
+        if delta.prompt_logprobs is not None:
+            self._prompts[delta.job] = delta.prompt_logprobs
+        self._cached[delta.job] = max(self._cached.get(delta.job, 0), delta.cached_tokens)
+        return index
+
+    def _chat_logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        job = self.asked.jobs[delta.job]
+        if job.request.sampling.logprobs is None:
+            return None
+
+        def one(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": self._vocabulary.name(token), "logprob": _finite(logprob),
+                    "bytes": list(self._vocabulary.bytes[token])}  # fmt: skip
+
+        content = [
+            {**one(e.logprob.token, e.logprob.logprob), "top_logprobs": [one(t, p) for t, p in e.logprob.top]}
+            for e in delta.entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _completion(self, delta: Delta, first: bool) -> Choice:
+        asked, job = self.asked, self.asked.jobs[delta.job]
+        echoed = asked.texts[delta.job] if asked.echo else ""
+        text = (echoed if first else "") + ("" if asked.silent else delta.text)
+        logprobs: dict[str, Any] | None = None
+        if job.request.sampling.logprobs is not None:
+            logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            if first and asked.echo:
+                self._prompt_logprobs(logprobs, job.request.prompt, self._prompts.get(delta.job, ()))
+            for entry in [] if asked.silent else delta.entries:
+                self._row(logprobs, entry, len(echoed))
+        return {"text": text, "logprobs": logprobs}
+
+    def _row(self, table: dict[str, Any], entry: Entry, shift: int = 0) -> None:
+        name, chosen = self._vocabulary.name, entry.logprob
+        table["tokens"].append(name(chosen.token))
+        table["token_logprobs"].append(_finite(chosen.logprob))
+        top = {name(t): _finite(p) for t, p in chosen.top}
+        table["top_logprobs"].append({**top, name(chosen.token): _finite(chosen.logprob)})
+        table["text_offset"].append(shift + entry.offset)
+
+    def _prompt_logprobs(self, table: dict[str, Any], prompt: Sequence[int], known: Sequence[TokenLogprob]) -> None:
+        """Rows of the prompt; its first token has no probability."""
+        for offset, i in zip(_offsets(prompt, self._vocabulary), range(len(prompt)), strict=True):
+            if i == 0:
+                table["tokens"].append(self._vocabulary.name(prompt[0]))
+                table["token_logprobs"].append(None)
+                table["top_logprobs"].append(None)
+                table["text_offset"].append(0)
+            else:
+                self._row(table, Entry(known[i - 1], offset))
+
+
+def _offsets(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    """Where each token's text begins."""
+    text, found = Detokenizer(vocabulary), []
+    for token in tokens:
+        found.append(text.length)
+        text.push(token)
+    return found
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
+
+
+def _end(delta: Delta, silent: bool = False) -> dict[str, Any]:
+    return {"finish_reason": "length" if silent and delta.finish else delta.finish, "stop_reason": delta.stop_reason}
+
+
+async def embeddings(asked: Asked, stream: Stream, as_base64: bool) -> dict[str, Any]:
+    """The answer of ``/v1/embeddings``: vectors of length 1, as floats or as the base64 of little-endian fp32."""
+    vectors: dict[int, list[float]] = {}
+    async for delta in stream:
+        if delta.finish == "error" or (delta.finish and delta.embedding is None):
+            raise Failed(delta.error or "the embedding failed")
+        if delta.embedding is not None:
+            norm = math.sqrt(sum(x * x for x in delta.embedding)) or 1.0
+            vectors[delta.job] = [x / norm for x in delta.embedding]
+
+    def written(vector: list[float]) -> Any:
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector
+
+    data = [{"object": "embedding", "index": i, "embedding": written(vectors[i])} for i in sorted(vectors)]
+    tokens = {"prompt_tokens": asked.prompt_tokens, "total_tokens": asked.prompt_tokens}
+    return {"object": "list", "model": asked.model, "data": data, "usage": tokens}

@@ -1,0 +1,111 @@
+"""The server as a process: it starts, says where it listens, drains on the first signal and stops on the second."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from ridgeline.serve.loop import EngineLoop, Limits
+from ridgeline.serve.metrics import Metrics
+from ridgeline.serve.service import Service
+from ridgeline.serve.text import Vocabulary
+from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from ridgeline.serve.engine import Engine
+
+_LAST_BYTES = 5
+"""Seconds for the last answers to leave once everything has ended."""
+
+
+def make_service(
+    engine: Engine, checkpoint: Path, limits: Limits | None = None, name: str | None = None,
+    tokenizer: str | None = None, template: str | None = None,
+) -> Service:  # fmt: skip
+    """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
+    from ridgeline.train.data import load_tokenizer
+    from ridgeline.train.examples import find_template
+
+    vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
+    loop = EngineLoop(engine, limits or Limits(), Metrics())
+    return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)))
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with a drain: the first signal lets requests finish for ``drain`` seconds, the second ends at once."""
+
+    def __init__(
+        self, app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, server_header=False,
+                           timeout_graceful_shutdown=_LAST_BYTES)
+        )  # fmt: skip
+        self.loop, self.drain, self.say = loop, drain, say
+        self._signals = 0
+        self._draining: asyncio.Task[None] | None = None
+        loop.on_failure = self._failed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        self._running = asyncio.get_running_loop()
+        for server in self.servers:
+            host, port = server.sockets[0].getsockname()[:2]
+            self.say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGINT and SIGTERM."""
+        self._signals += 1
+        if self._signals == 1:
+            self.say(f"{signal.Signals(sig).name}: finishing what runs, for {self.drain:g} s at most; again: now")
+            self._running.call_soon_threadsafe(self._begin_drain)
+        else:
+            self.should_exit = self.force_exit = True
+
+    def _begin_drain(self) -> None:
+        async def drain() -> None:
+            await self.loop.drain(self.drain)
+            self.should_exit = True
+
+        self._draining = asyncio.ensure_future(drain())
+
+    def _failed(self) -> None:
+        self.say("the engine failed: the server ends")
+        self._running.call_later(0.5, setattr, self, "should_exit", True)  # first the answers that say so
+
+
+def serve(app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None]) -> bool:
+    """Serve until told to stop → whether the engine was well to the end. Raises :class:`UserError` for a taken port."""
+    try:
+        with socket.create_server((host, port), family=_family(host), reuse_port=False):
+            pass
+    except OSError as e:
+        raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
+    Server(app, loop, host, port, drain, say).run()
+    if not loop.stop():
+        say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
+        os._exit(1)  # nothing else ends its thread
+    return loop.failure is None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

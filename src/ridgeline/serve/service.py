@@ -1,0 +1,209 @@
+"""From what clients ask to the engine's requests: models by name, prompts as tokens, templates, salts."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ridgeline.serve.grammar import Grammars, Matcher
+from ridgeline.serve.loop import EngineLoop
+from ridgeline.serve.openai import ChatCompletion, Completion, Embedding, Message, Sampled, Tokenize, prompts_of
+from ridgeline.serve.request import Invalid, Request, Sampling
+from ridgeline.serve.text import Job, Vocabulary
+from ridgeline.spec.errors import UserError
+from ridgeline.train.examples import BadRecord, Template
+
+
+class NoModel(UserError):
+    """A model that is not served."""
+
+
+@dataclass
+class Asked:
+    """What a body asks for, ready for the engine."""
+
+    id: str
+    model: str
+    jobs: list[Job]
+    echo: bool = False
+    texts: list[str] = field(default_factory=list)
+    """The prompts as text, where they are echoed."""
+    silent: bool = False
+    """``max_tokens`` is 0: only the prompt was asked about."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(job.request.prompt) for job in self.jobs)
+
+
+@dataclass
+class Service:
+    """One model, its adapters and its texts."""
+
+    loop: EngineLoop
+    vocabulary: Vocabulary
+    name: str
+    template: Template | None
+    max_prompts: int = 256
+    """Prompts in one body."""
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        engine = self.loop.engine
+        self.max_model_len, self.vocab_size = engine.max_model_len, engine.spec.vocab_size
+        self.grammars = Grammars(self.vocabulary, engine.eos)
+        self.adapters: dict[str, str] = {}
+        """Adapters that are loaded, with where they came from."""
+
+    def adapter(self, model: str | None) -> str:
+        """The adapter that ``model`` names, "" for the base. Raises :class:`NoModel`."""
+        if model is None or model == self.name:
+            return ""
+        if model not in self.adapters:
+            raise NoModel(f"the model {model!r} is not served here", "see /v1/models")
+        return model
+
+    def models(self) -> list[dict[str, Any]]:
+        """The list of ``/v1/models``."""
+
+        def entry(name: str, root: str, parent: str | None) -> dict[str, Any]:
+            return {"id": name, "object": "model", "created": self.started, "owned_by": "ridgeline", "root": root,
+                    "parent": parent, "max_model_len": self.max_model_len}  # fmt: skip
+
+        return [entry(self.name, self.name, None), *(entry(n, p, self.name) for n, p in self.adapters.items())]
+
+    def load_all(self, folder: Path) -> None:
+        """Serve every adapter in ``folder``, by the names of its folders; before the loop has started."""
+        found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        if not found:
+            raise UserError(f"no adapters in {folder}", "give a directory that holds a folder for each adapter")
+        for path in found:
+            self.loop.engine.load_adapter(path.name, path)
+            self.adapters[path.name] = str(path)
+
+    async def load(self, name: str, path: str) -> None:
+        """Serve the adapter in folder ``path`` as ``name``. Raises :class:`UserError`."""
+        if name == self.name or name in self.adapters:
+            raise Invalid("lora_name", f"{name!r} is served already", "unload it first, or choose another name")
+        await self.loop.ask(lambda engine: engine.load_adapter(name, Path(path)))
+        self.adapters[name] = path
+
+    async def unload(self, name: str) -> None:
+        """Serve adapter ``name`` no more; requests that use it end first. Raises :class:`NoModel`."""
+        if name not in self.adapters:
+            raise NoModel(f"no adapter {name!r} is loaded", "see /v1/models")
+        path = self.adapters.pop(name)  # no new requests from here on
+        try:
+            await self.loop.ask(lambda engine: engine.unload_adapter(name))
+        except UserError:
+            self.adapters[name] = path
+            raise
+
+    # Everything below may take long for long prompts, and runs beside the event loop.
+
+    def completion(self, body: Completion, key: bytes) -> Asked:
+        """The jobs of a completion. Raises :class:`Invalid`."""
+        silent = body.max_tokens == 0 and body.echo
+        sampling = body.sampling(
+            1 if silent else 16 if body.max_tokens is None else body.max_tokens,
+            body.logprobs,
+            self.grammars,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        if body.echo and body.logprobs is not None and (body.use_beam_search or (body.best_of or 0) > body.outputs):
+            raise Invalid("echo", "with logprobs does not go with ranked outputs", "leave out best_of and beams")
+        prompts = self._prompts(prompts_of(body.prompt, "prompt"), "prompt", body.add_special_tokens)
+        asked = self._asked("cmpl", body, prompts, sampling, key)
+        asked.echo, asked.silent = body.echo, silent
+        if body.echo:
+            given = prompts_of(body.prompt, "prompt")
+            asked.texts = [
+                text if isinstance(text, str) else self.vocabulary.decode(ids, body.skip_special_tokens)
+                for text, ids in zip(given, prompts, strict=True)
+            ]
+        return asked
+
+    def chat(self, body: ChatCompletion, key: bytes) -> Asked:
+        """The job of a chat completion. Raises :class:`Invalid`."""
+        prompt = self.conversation(body.messages, body.add_generation_prompt)
+        wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        room = max(1, self.max_model_len - len(prompt))
+        sampling = body.sampling(room if wanted is None else wanted, body.logprob_count(), self.grammars)
+        return self._asked("chatcmpl", body, [prompt], sampling, key)
+
+    def embedding(self, body: Embedding, key: bytes) -> Asked:
+        """The jobs of embeddings. Raises :class:`Invalid`."""
+        prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
+        adapter, base = self.adapter(body.model), f"embd-{uuid.uuid4().hex}"
+        jobs = [
+            Job(
+                Request(f"{base}-{i}", prompt, adapter=adapter, salt=_salt(key, body.cache_salt),
+                        priority=body.priority, embed=True),
+                self.vocabulary, i,
+            )
+            for i, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        return Asked(base, body.model or self.name, jobs)
+
+    def tokens(self, body: Tokenize) -> list[int]:
+        """Token ids of a text, or of a conversation. Raises :class:`Invalid`."""
+        if (body.prompt is None) == (body.messages is None):
+            raise Invalid("prompt", "give a prompt, or messages, and not both", "leave one out")
+        if body.messages is not None:
+            return self.conversation(body.messages, body.add_generation_prompt)
+        return self.vocabulary.encode(body.prompt or "", body.add_special_tokens)
+
+    def conversation(self, messages: Sequence[Message], prompt: bool) -> list[int]:
+        """A conversation as the checkpoint's template writes it. Raises :class:`Invalid`."""
+        if self.template is None:
+            raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
+        try:
+            text = self.template.render([m.plain() for m in messages], prompt=prompt)
+        except BadRecord as e:
+            raise Invalid("messages", str(e), "write messages that the template takes") from None
+        return self.vocabulary.encode(text, special=False)
+
+    def _prompts(self, given: Sequence[str | list[int]], param: str, special: bool) -> list[list[int]]:
+        if len(given) > self.max_prompts:
+            raise Invalid(
+                param, f"holds {len(given)} prompts, of {self.max_prompts} at most", "ask in several requests"
+            )
+        prompts = [self.vocabulary.encode(p, special) if isinstance(p, str) else p for p in given]
+        for prompt in prompts:
+            if not prompt:
+                raise Invalid(param, "has no tokens", "give at least one")
+            self.known(prompt, param)
+        return prompts
+
+    def known(self, tokens: Sequence[int], param: str) -> None:
+        """Raise :class:`Invalid` for a token that the model does not have."""
+        if (most := max(tokens, default=0)) >= self.vocab_size:
+            raise Invalid(param, f"holds token {most} of a vocabulary of {self.vocab_size}", "use its ids")
+
+    def _asked(
+        self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
+    ) -> Asked:
+        adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", _salt(key, body.cache_salt)
+        grammars = [sampling.grammar.fresh() if isinstance(sampling.grammar, Matcher) else None for _ in prompts]
+        jobs = [
+            Job(
+                Request(f"{base}-{i}", prompt, replace(sampling, grammar=grammar), adapter, salt, body.priority),
+                self.vocabulary, i, body.stops, body.include_stop_str_in_output, body.skip_special_tokens,
+            )
+            for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
+        ]  # fmt: skip
+        return Asked(base, body.model or self.name, jobs)
+
+
+def _salt(key: bytes, own: str | None) -> bytes:
+    """Clients share cached prompts only with themselves; without keys, all do. ``own`` narrows it further."""
+    if not key and own is None:
+        return b""
+    return hashlib.sha256(hashlib.sha256(key).digest() + (own or "").encode()).digest()

@@ -1,0 +1,254 @@
+"""Tokens → text, as it comes: no half character and no half stop string ever leaves.
+
+A token is its bytes; text is what an incremental UTF-8 decoder makes of them, so that the pieces of a stream put
+together are the whole text, whatever the tokens are. Of the decoded text the longest end that may yet become a stop
+string is held back.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.serve.grammar import Matcher
+from ridgeline.serve.request import Event, Finish, Request, TokenLogprob
+from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def _byte_of() -> dict[str, int]:
+    """The letters that byte-level BPE writes bytes as (GPT-2): printable ones as themselves, others from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = (b for b in range(256) if b not in plain)
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+def _parts(decoder: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """A tokenizer's decoders by kind."""
+    if decoder is None:
+        return {}
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return {part["type"]: part for part in parts}
+
+
+class Vocabulary:
+    """A tokenizer, and the exact bytes that each token id below ``size`` stands for (none: it stands for nothing).
+
+    Raises :class:`UserError` for a tokenizer whose tokens have no bytes of their own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(i for i, token in added.items() if token.special)
+        parts = _parts(json.loads(tokenizer.to_str())["decoder"])
+        self.bytes: list[bytes] = [b""] * size
+        for text, i in tokenizer.get_vocab(with_added_tokens=True).items():
+            if i < size:
+                self.bytes[i] = text.encode() if i in added else _bytes_of(text, parts)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of ``text``; with ``special`` also those that the tokenizer puts around one (as ``<s>``)."""
+        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Iterable[int], skip_special: bool = True) -> str:
+        """The text of whole ``tokens``."""
+        skipped = self.special if skip_special else frozenset()
+        return b"".join(self.bytes[i] for i in tokens if i not in skipped).decode("utf-8", "replace")
+
+    def name(self, token: int) -> str:
+        """A token's own text; bytes that are no text are spelled out, as the OpenAI API does."""
+        raw = self.bytes[token] if 0 <= token < self.size else b""
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+_LETTERS = _byte_of()
+
+
+def _bytes_of(text: str, parts: dict[str, dict[str, Any]]) -> bytes:
+    if "ByteLevel" in parts:
+        return b"".join(bytes([_LETTERS[c]]) if c in _LETTERS else c.encode() for c in text)
+    if "WordPiece" in parts:
+        prefix = parts["WordPiece"]["prefix"]
+        return text.removeprefix(prefix).encode() if text.startswith(prefix) else f" {text}".encode()
+    if "ByteFallback" in parts and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes([int(text[3:5], 16)])
+    if "Metaspace" in parts or "Replace" in parts:
+        return text.replace(parts.get("Metaspace", {}).get("replacement", "▁"), " ").encode()
+    if not parts:
+        return f" {text}".encode()  # words
+    raise UserError(f"a tokenizer with decoder {', '.join(parts)} is not known", "use byte-level BPE or SentencePiece")
+
+
+class Detokenizer:
+    """The text of one output, token by token.
+
+    Of several stop strings the one that is complete first ends the text, and of those the longest: the result does not
+    depend on how the text was cut into tokens. Tokens before ``min_tokens`` end nothing.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, stops: Sequence[str] = (), include_stop: bool = False,
+        skip_special: bool = True, min_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self._bytes = vocabulary.bytes
+        self._skipped = vocabulary.special if skip_special else frozenset()
+        self._stops, self._include, self._min = tuple(stops), include_stop, min_tokens
+        self._longest = max(map(len, self._stops), default=0)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.tokens = 0
+        """Tokens seen."""
+        self.sent = 0
+        """Characters given out."""
+        self.stop: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def length(self) -> int:
+        """Characters known of so far, given out or held."""
+        return self.sent + len(self._held)
+
+    def push(self, token: int) -> str:
+        """Text that is certain now that ``token`` has come. Nothing may be pushed once ``stop`` is set."""
+        self.tokens += 1
+        if token not in self._skipped:
+            self._held += self._utf8.decode(self._bytes[token])
+        return self._certain()
+
+    def skip(self) -> None:
+        """A token that is no text, as the one that ends the output."""
+        self.tokens += 1
+
+    def flush(self) -> str:
+        """The rest of the text, when no more tokens come."""
+        self._held += self._utf8.decode(b"", final=True)
+        return self._certain(last=True)
+
+    def _certain(self, last: bool = False) -> str:
+        if not self._stops or self.tokens < self._min:
+            return self._give(len(self._held))
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            end, start, self.stop = min(found)
+            self._held = self._held[: end if self._include else start]
+            return self._give(len(self._held))
+        return self._give(len(self._held) - (0 if last else self._open()))
+
+    def _open(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        for size in range(min(self._longest - 1, len(self._held)), 0, -1):
+            end = self._held[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+    def _give(self, size: int) -> str:
+        text, self._held = self._held[:size], self._held[size:]
+        self.sent += len(text)
+        return text
+
+
+@dataclass(slots=True)
+class Entry:
+    """A token's log-probabilities, and where in the text it begins."""
+
+    logprob: TokenLogprob
+    offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one output, as text. Deltas of the same output add up."""
+
+    job: int
+    """Which of the prompts asked for together."""
+    index: int
+    text: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it."""
+    generated: int = 0
+    """Tokens so far."""
+    cached_tokens: int = 0
+    error: str = ""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    embedding: list[float] | None = None
+
+    def add(self, later: Delta) -> None:
+        """Take in what came after this."""
+        self.text += later.text
+        self.entries += later.entries
+        self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
+        self.generated, self.cached_tokens = later.generated, max(self.cached_tokens, later.cached_tokens)
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.embedding = self.embedding or later.embedding
+
+
+@dataclass
+class Job:
+    """A request of the engine and how its outputs are to be read."""
+
+    request: Request
+    vocabulary: Vocabulary
+    ordinal: int = 0
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+
+    def __post_init__(self) -> None:
+        self._outputs: dict[int, tuple[Detokenizer, list[Entry]]] = {}
+        self.open = set(range(1 if self.request.embed else self.request.sampling.n))
+        """Outputs that have not ended."""
+
+    def read(self, event: Event) -> Delta | None:
+        """The event as text; None for an output that has ended. Raises nothing.
+
+        When a stop string ended the output before the engine knew, ``finish`` is "stop", the event's is not: the engine
+        has to be told, with ``generated`` as the number of tokens that count.
+        """
+        if event.index not in self.open:
+            return None
+        text, entries = self._outputs.setdefault(event.index, (self._detokenizer(), []))
+        delta = Delta(self.ordinal, event.index, finish=event.finish, stop_reason=event.stop_token, error=event.error,
+                      cached_tokens=event.cached_tokens, prompt_logprobs=event.prompt_logprobs,
+                      embedding=event.embedding)  # fmt: skip
+        ends = len(event.tokens) - 1 if event.finish == "stop" and not self.include_stop else -1
+        for i, token in enumerate(event.tokens):
+            if event.logprobs is not None:
+                entries.append(Entry(event.logprobs[i], text.length))
+            if i == ends:
+                text.skip()
+                break
+            delta.text += text.push(token)
+            if text.stop is not None:
+                break
+        if delta.finish and text.stop is None:
+            delta.text += text.flush()
+        grammar = self.request.sampling.grammar
+        if delta.finish and isinstance(grammar, Matcher) and grammar.failures:
+            delta.finish, delta.error = "error", f"the structure could not be kept: {grammar.failures[0]}"
+        if text.stop is not None:
+            delta.finish, delta.stop_reason = "stop", text.stop
+        known = len(entries)
+        if not delta.finish or text.stop is not None:  # tokens whose text is held back (or was cut off) stay here
+            known = next((i for i, entry in enumerate(entries) if entry.offset >= text.sent), known)
+        delta.entries, entries[:] = entries[:known], entries[known:]
+        delta.generated = text.tokens
+        if delta.finish:
+            self.open.discard(event.index)
+        return delta
+
+    def _detokenizer(self) -> Detokenizer:
+        smallest = self.request.sampling.min_tokens
+        return Detokenizer(self.vocabulary, self.stops, self.include_stop, self.skip_special, smallest)

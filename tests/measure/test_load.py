@@ -1,0 +1,331 @@
+"""The load generator against a server of known latency, in another process: what it sends, counts, times and says."""
+
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+
+from ridgeline import cli
+from ridgeline.measure.load.ask import make_prompts, workloads
+from ridgeline.measure.load.drive import drive
+from ridgeline.measure.load.endpoint import Endpoint, find_endpoint
+from ridgeline.measure.load.prompts import RandomIds
+from ridgeline.measure.load.run import measure_load
+from ridgeline.predict.arrivals import Request, requests
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.result import Result
+from ridgeline.spec.workload import Serve
+
+TTFT, GAP = 0.05, 0.01
+
+
+@contextmanager
+def mock(**options):
+    """Address of a mock server with these options."""
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in {"ttft": TTFT, "gap": GAP, **options}.items()]
+    command = [sys.executable, "-m", "ridgeline.measure.load.mock", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with mock() as address:
+        yield address
+
+
+def load(address, w, **how):
+    endpoint = find_endpoint(address, **how)
+    return measure_load(endpoint, w, make_prompts(endpoint.api, None, None, 256, 0, 0)[0])
+
+
+def even(n, rate, prompt=16, output=8):
+    return [Request(i / rate, prompt, output) for i in range(n)]
+
+
+def stats(address):
+    return json.load(urllib.request.urlopen(f"{address}/stats"))
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_known_latencies_are_found(server, api):
+    w = Serve(rate=60, requests=120, prompt_len=32, output_len=10, slo_ttft=10.0, slo_tpot=10.0)
+    result, d = load(server, w, api=api)
+    m = {k: v.value for k, v in result.metrics.items()}
+    assert result.status == "ok"
+    # Wide bounds: other tests share the processor. The benchmark holds the client to 2 %.
+    assert m["ttft_p50_s"] == pytest.approx(TTFT, rel=0.25)
+    assert m["tpot_p50_s"] == pytest.approx(GAP, rel=0.1)
+    assert m["itl_p50_s"] == pytest.approx(GAP, rel=0.25)
+    assert m["e2e_s"] == pytest.approx(m["ttft_s"] + 9 * m["tpot_s"], rel=1e-6), "all outputs are of one length"
+    assert (m["errors"], m["requests"], m["slo_share"], m["tokens_per_chunk"]) == (0, 120, 1.0, 1.0)
+    assert m["tokens_per_s"] == pytest.approx(10 * m["requests_per_s"])
+    assert m["goodput_per_s"] == m["requests_per_s"]
+    assert m["concurrency_mean"] == pytest.approx(m["requests_per_s"] * m["e2e_s"], rel=0.05), "Little's law"
+    assert all(c.passed for c in result.checks if c.name != "requests were sent on time")
+    assert [r.tokens for r in d.records] == [10] * 120
+
+
+def test_arrivals_are_those_that_a_prediction_assumes(server):
+    w = Serve(rate=100, requests=50, prompt_len=20, output_len=4, length_cv=0.5, length_shape="lognormal", seed=3)
+    _, d = load(server, w)
+    asked = requests(w)
+    assert [(r.prompt_len, r.output_len) for r in d.records] == [(a.prompt, a.output) for a in asked]
+    assert [r.intended - d.began for r in d.records] == pytest.approx([a.arrival for a in asked])
+    assert stats(server)["prompts"][-50:] == [a.prompt for a in asked], "and the server got prompts of that length"
+    assert [r.output_tokens for r in d.records] == [a.output for a in asked]
+
+
+def test_a_slow_server_does_not_slow_the_schedule_and_waiting_counts():
+    with mock(ttft=0.5) as address:
+        d = drive(find_endpoint(address), even(30, 100), RandomIds())
+    sent = [r.sent - d.began for r in d.records]
+    assert sent[-1] == pytest.approx(0.29, abs=0.1), "all are sent before the first is answered"
+    assert all(r.ttft >= r.first - r.sent for r in d.records), "latency counts from the intended time"
+    assert max(r.lag for r in d.records) >= 0
+
+
+def test_a_late_client_charges_itself(server):
+    """Prompts that take long to make delay the sending: the delay is in the latency and is told."""
+
+    class Slow(RandomIds):
+        def make(self, index, length):
+            time.sleep(0.02)
+            return super().make(index, length)
+
+    w = Serve(rate=200, requests=60, prompt_len=8, output_len=2)
+    result, d = measure_load(find_endpoint(server), w, Slow())
+    assert statistics.median(r.lag for r in d.records) > 0.1
+    assert result.metrics["ttft_s"].value > TTFT + 0.1
+    assert not next(c for c in result.checks if c.name == "requests were sent on time").passed
+    assert any("could not keep the schedule" in n for n in result.notes)
+
+
+def test_closed_loop_keeps_so_many_under_way(server):
+    w = Serve(concurrency=8, requests=40, prompt_len=8, output_len=5)
+    result, d = load(server, w)
+    ends, sends = sorted(r.end for r in d.records), sorted(r.sent for r in d.records)
+    for k in range(8, 40):
+        assert sends[k] >= ends[k - 8], "the next is sent when one has ended"
+    assert 5 < result.metrics["concurrency_mean"].value <= 8
+    assert "schedule_lag_s" not in result.metrics
+
+
+def test_failures_are_counted_by_kind_and_are_not_good():
+    with mock(fail_every=5, cut_every=7) as address:
+        w = Serve(rate=200, requests=70, prompt_len=8, output_len=6, slo_ttft=10.0)
+        result, d = load(address, w)
+    kinds = [r.error for r in d.records]
+    refused = kinds.count("HTTP 503")
+    assert refused == 14
+    assert kinds.count("cut off") == 8  # of 73 with the warm-up, every seventh that is no fifth
+    assert result.metrics["errors"].value == 22
+    assert result.metrics["slo_share"].value == pytest.approx(48 / 70)
+    assert any(n.startswith("14 of 70 requests failed: HTTP 503 (the queue is full)") for n in result.notes)
+
+
+def test_chunks_of_several_tokens_are_told_from_tokens():
+    with mock(per_chunk=4) as address:
+        result, _ = load(address, Serve(rate=100, requests=30, prompt_len=8, output_len=13))
+    m = {k: v.value for k, v in result.metrics.items()}
+    assert m["output_tokens_mean"] == 13
+    assert m["tokens_per_chunk"] == pytest.approx(13 / 4)
+    assert m["tpot_p50_s"] == pytest.approx(GAP, rel=0.15), "per token"
+    assert m["itl_p50_s"] == pytest.approx(4 * GAP, rel=0.15), "per chunk"
+    assert any("a chunk holds 3.25 tokens" in n for n in result.notes)
+
+
+def test_percentiles_and_intervals_that_the_sample_cannot_carry_are_left_out(server):
+    few, _ = load(server, Serve(rate=200, requests=15, prompt_len=8, output_len=2))
+    assert {"ttft_s", "ttft_p50_s", "ttft_p90_s"} <= set(few.metrics)
+    assert "ttft_p99_s" not in few.metrics
+    assert few.metrics["ttft_s"].low is None
+    enough, _ = load(server, Serve(rate=100, requests=150, prompt_len=8, output_len=2))
+    p99 = enough.metrics["ttft_p99_s"]
+    assert p99.low is not None
+    assert p99.low <= p99.value <= p99.high
+
+
+def test_timeout_and_refused_connections_are_results():
+    with mock(ttft=5.0) as address:
+        endpoint = find_endpoint(address)
+    gone = drive_without_warmup(endpoint, even(5, 100))
+    assert {r.error for r in gone.records} == {"connection refused"}
+    with mock(ttft=5.0) as address:
+        slow = drive_without_warmup(find_endpoint(address), even(5, 100), timeout=0.3)
+    assert {r.error for r in slow.records} == {"timeout"}
+
+
+def drive_without_warmup(endpoint, asked, timeout=10.0):
+    return drive(endpoint, asked, RandomIds(), warmup=0, timeout=timeout)
+
+
+def test_connections_are_used_again(server):
+    before = connections()
+    d = drive(find_endpoint(server), even(40, 20, output=2), RandomIds())
+    assert all(r.ok for r in d.records)
+    assert connections() - before <= 0, "and none stays open"
+
+
+def connections():
+    import psutil
+
+    return len(psutil.Process().net_connections("tcp"))
+
+
+# ---- what a user writes and reads -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ridgeline(monkeypatch, capsys):
+    def _run(*args):
+        monkeypatch.setattr(sys, "argv", ["ridgeline", *args])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return stop.value.code or 0, out, err
+
+    return _run
+
+
+def test_a_sweep_on_the_command_line(server, ridgeline, tmp_path):
+    report, lines = tmp_path / "load.html", tmp_path / "load.jsonl"
+    code, out, err = ridgeline(
+        "load", server, "--rate", "50,100", "--requests", "40", "--input-len", "uniform:4-12", "--output-len", "6",
+        "--slo", "ttft=2s,tpot=500ms", "--report", str(report), "--records", str(lines), "--json", "--key", "secret",
+    )  # fmt: skip
+    assert code == 0, err
+    results = [Result.model_validate(r) for r in json.loads(out)]
+    assert [r.experiment["workload"]["rate"] for r in results] == [50, 100]
+    assert results[0].experiment["workload"]["slo_tpot"] == 0.5
+    assert "secret" not in out + report.read_text()
+    assert len(lines.read_text().splitlines()) == 80
+    page = report.read_text()
+    for chart in ("cdf-ttft", "cdf-itl", "throughput-ttft", "throughput-tpot"):
+        assert f'data-chart="{chart}"' in page
+    points = results[0].distributions["ttft_s"]
+    assert points == sorted(points)
+    assert points[100] == pytest.approx(results[0].metrics["ttft_p50_s"].value, abs=1e-6)
+
+
+def test_mistakes_are_one_message(server, ridgeline, tmp_path):
+    with mock(key="open") as closed:
+        for args, said in [
+            (["http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9/v1"),
+            (["ftp://here"], "no address of a server"),
+            ([server, "--model", "mok"], "has no model 'mok'"),
+            ([closed], "answers 401: no such key"),
+            ([closed, "--key", "shut"], "answers 401"),
+            ([server, "--api", "char"], "unknown api 'char'"),
+            ([server, "--arrival", "posson"], "unknown arrival 'posson'"),
+            ([server, "--arrival", "closed:4", "--rate", "3"], "leave out --rate"),
+            ([server, "--rate", "-1"], "no positive number"),
+            ([server, "--input-len", "long"], "is no length"),
+            ([server, "--slo", "e2e=3s"], "is no limit"),
+            ([server, "--arrival", f"trace:{tmp_path}/none.csv"], "cannot read trace"),
+            ([server, "--tokenizer", str(tmp_path)], "no tokenizer at"),
+            ([server, "--extra-body", "[1]"], "no JSON object"),
+        ]:
+            code, out, err = ridgeline("load", *args)
+            assert code == 2, (args, err)
+            assert said in err
+            assert "fix:" in err
+            assert not out
+        assert ridgeline("load", closed, "--key", "open", "--requests", "2", "--output-len", "2")[0] == 0
+
+
+def test_a_refused_first_request_says_what_the_server_said():
+    with mock(vocab=100) as address, pytest.raises(UserError, match="outside the vocabulary of 100") as caught:
+        load(address, Serve(rate=10, requests=5, prompt_len=50, output_len=2))
+    assert "--vocab-size" in str(caught.value)
+
+
+def test_interrupt_keeps_what_is_there(server, tmp_path):
+    command = [sys.executable, "-m", "ridgeline", "load", server, "--rate", "50", "--requests", "5000",
+               "--output-len", "3", "--json", "--records", str(tmp_path / "r.jsonl")]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = stats(server)["requests"]
+    while stats(server)["requests"] < before + 25:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    result = Result.from_json(out)
+    assert result.status == "interrupted"
+    assert 10 <= result.metrics["requests"].value < 5000
+    assert result.metrics["errors"].value == 0
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == result.metrics["requests"].value
+
+
+def test_workloads_as_written(tmp_path):
+    (w,) = workloads("8", "burst", "lognormal:512,0.8", "100", None, "ttft=500ms", 1)
+    assert (w.burstiness, w.length_shape, w.length_cv, w.output_cv, w.requests) == (0.25, "lognormal", 0.8, 0.0, 480)
+    assert w.slo_ttft == 0.5
+    (u,) = workloads("2", "even", "uniform:100-900", "uniform:1-3", 5000, None, 1)
+    drawn = requests(u)
+    assert {r.output for r in drawn} == {1, 2, 3}
+    assert min(r.prompt for r in drawn) >= 99
+    assert max(r.prompt for r in drawn) <= 901
+    gaps = [b.arrival - a.arrival for a, b in pairwise(drawn)]
+    assert statistics.pstdev(gaps) < 0.02 * statistics.mean(gaps)
+    (lognormal,) = workloads("2", "poisson", "lognormal:400,0.5", "lognormal:100,1.0", 20_000, None, 1)
+    prompts = [r.prompt for r in requests(lognormal)]
+    assert statistics.mean(prompts) == pytest.approx(400, rel=0.02)
+    assert statistics.pstdev(prompts) / 400 == pytest.approx(0.5, rel=0.05)
+    assert statistics.median(prompts) == pytest.approx(400 / math.sqrt(1.25), rel=0.03), "e to the mean of the log"
+    with pytest.raises(UserError, match="one kind"):
+        workloads("2", "poisson", "uniform:1-9", "gamma:9,0.5", None, None, 0)
+    trace = tmp_path / "t.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+                     "2023-11-16 18:15:50.9951690,396,109\n")  # fmt: skip
+    (t,) = workloads(None, f"trace:{trace}", "1", "1", None, None, 0)
+    assert [(r.prompt, r.output) for r in requests(t)] == [(374, 44), (396, 109)]
+
+
+def test_prompts_are_of_the_asked_length_and_share_what_they_should(tmp_path):
+    from ridgeline.train.data import train_tokenizer
+
+    ids = RandomIds(1000, seed=1, shared=20)
+    a, b = ids.make(0, 50), ids.make(1, 50)
+    assert (len(a), len(b)) == (50, 50)
+    assert a[:20] == b[:20]
+    assert a[20:] != b[20:]
+    assert a == RandomIds(1000, seed=1, shared=20).make(0, 50)
+    assert len(ids.make(2, 5)) == 5
+    assert ids.make(-1, 50) != a, "warm-up sends other prompts"
+    tokenizer = train_tokenizer([json.__doc__ or "", statistics.__doc__ or ""], 300)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = tmp_path / "words.txt"
+    words.write_text("".join(f"{statistics.__doc__} {i}" for i in range(20)))
+    text, _ = make_prompts("chat", str(words), str(tmp_path), 256, 10, 0)
+    said = text.make(0, 40)
+    assert isinstance(said, str)
+    assert abs(len(tokenizer.encode(said).ids) - 40) <= 4
+    exact, _ = make_prompts("completions", str(words), str(tmp_path), 256, 10, 0)
+    assert len(exact.make(0, 40)) == 40
+    rough, _ = make_prompts("chat", None, None, 256, 0, 0)
+    assert len(rough.make(0, 100)) == 400
+
+
+def test_addresses():
+    assert Endpoint("http://h:1/v1", "chat", "m").url == "http://h:1/v1/chat/completions"
+    body = json.loads(Endpoint("http://h/v1", "completions", "m", extra={"top_k": 1}).body([1, 2], 7))
+    assert (body["prompt"], body["max_tokens"], body["min_tokens"], body["top_k"]) == ([1, 2], 7, 7, 1)
+    plain = json.loads(Endpoint("http://h/v1", "chat", "m", ignore_eos=False).body("hello", 7))
+    assert "ignore_eos" not in plain
+    assert plain["messages"] == [{"role": "user", "content": "hello"}]

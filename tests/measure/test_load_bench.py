@@ -1,0 +1,82 @@
+"""A serving experiment measured in one go: our server or the Hugging Face baseline, and the same requests for both."""
+
+import pytest
+from tests.serving import spec
+
+from ridgeline import catalog
+from ridgeline.measure.ablate import measure_plan
+from ridgeline.measure.backends import require
+from ridgeline.measure.bench import merge_generation
+from ridgeline.predict import predict
+from ridgeline.serve.build import DEFAULT_PLAN
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import normalise
+
+WORK = {
+    "prompt_len": 12,
+    "output_len": 6,
+    "length_cv": 0.3,
+    "requests": 20,
+    "slo_ttft": 30.0,
+    "kv_cache_bytes": 1 << 22,
+}
+
+
+@pytest.fixture(autouse=True)
+def _unprobed():
+    catalog.allow_unprobed()
+
+
+def experiment(*plan, **work):
+    return Experiment(model=spec(), cluster=catalog.cluster("local"), workload=Serve(**{**WORK, **work}),
+                      plan=Plan.parse(list(plan)))  # fmt: skip
+
+
+def test_server_and_client_in_one_go_name_what_the_prediction_names():
+    e = experiment(*DEFAULT_PLAN, rate=20.0)
+    result = measure_plan(e)
+    assert result.status == "ok", result.reason
+    m = {k: v.value for k, v in result.metrics.items()}
+    assert result.experiment_id == normalise(e).id
+    assert (m["errors"], m["requests"], m["slo_share"]) == (0, 20, 1.0)
+    assert m["tokens_per_s"] * m["window_s"] == pytest.approx(m["output_tokens_total"])
+    assert m["batch_mean"] > 0
+    assert m["preemptions"] == 0
+    assert all(c.passed for c in result.checks if c.name != "requests were sent on time"), result.checks
+    assert [s.tokens for s in result.samples] == [m["output_tokens_total"]]
+    kinds = ("ttft", "tpot", "itl", "e2e", "tokens", "requests", "goodput", "slo", "batch", "preemptions")
+    shared = {k for k in predict(e).metrics if k.split("_")[0] in kinds}
+    assert shared - {"ttft_p99_s", "tpot_p99_s", "e2e_p99_s"} <= set(m), "p99 of 20 requests is withheld"
+    merged = merge_generation([result, result])
+    assert merged.metrics["ttft_s"].value == m["ttft_s"]
+
+
+@pytest.mark.parametrize("how", [{"rate": 50.0}, {"concurrency": 4}], ids=["open", "closed"])
+def test_the_baseline_serves_the_same_requests(how):
+    e = experiment(**how, max_num_seqs=8)
+    require("hf", e)
+    result = measure_plan(e, backend="hf")
+    assert result.status == "ok", result.reason
+    m = {k: v.value for k, v in result.metrics.items()}
+    assert (m["requests"], m["errors"]) == (20, 0)
+    assert result.environment["backend"] == "hf"
+    assert 1 < m["batch_mean"] <= 8
+    assert all(c.passed for c in result.checks)
+    if "concurrency" in how:
+        assert m["batch_mean"] == 4
+        assert m["concurrency_mean"] <= 4
+
+
+def test_what_the_baseline_lacks_is_refused():
+    with pytest.raises(Incompatible, match="hf has no"):
+        require("hf", experiment(*DEFAULT_PLAN, rate=1.0))
+    with pytest.raises(Incompatible, match="deepspeed trains"):
+        require("deepspeed", experiment(rate=1.0))
+
+
+def test_requests_that_cannot_be_served_are_refused_with_the_servers_reason():
+    with pytest.raises(UserError, match="answers 400"):
+        measure_plan(experiment(*DEFAULT_PLAN, rate=5.0, prompt_len=100, kv_cache_bytes=20_000))

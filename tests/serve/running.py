@@ -1,0 +1,90 @@
+"""A small model with a byte-level tokenizer, served over real sockets by a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.compressing import LLAMA, checkpoint
+
+from ridgeline.serve.app import create_app
+from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+from ridgeline.serve.loop import Limits
+from ridgeline.serve.server import Server, make_service
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CONTEXT = 256
+
+
+def tiny(folder: Path) -> Path:
+    """Random weights, an end token and a chat template."""
+    folder.mkdir(exist_ok=True)
+    checkpoint(folder, {**LLAMA, "max_positions": CONTEXT})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+class Running:
+    """A server and what it is made of."""
+
+    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(), **workload) -> None:
+        self.engine = load_engine(
+            folder, [*DEFAULT_PLAN, *plan], **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload}
+        )
+        self.service = make_service(self.engine, folder, limits or Limits(), name="tiny")
+        self.loop = self.service.loop
+        self.app = create_app(self.service, keys, admin, max_body)
+        self._said = threading.Event()
+        self.server = Server(self.app, self.loop, "127.0.0.1", 0, 5.0, self._say)
+        self.url = ""
+
+    def _say(self, text: str) -> None:
+        if text.startswith("serving on "):
+            self.url = text.removeprefix("serving on ")
+            self._said.set()
+
+    def start(self) -> Running:
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+        self.thread.start()
+        assert self._said.wait(20)
+        return self
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def assert_idle(self) -> None:
+        """Nothing is left of any request."""
+        self.wait(lambda: not self.engine.has_work() and not self.loop.open_streams)
+        assert not self.engine.groups
+        assert self.engine.blocks.used == 0
+        assert self.loop.queued == (0, 0)
+        self.engine.check()
+
+    @staticmethod
+    def wait(condition, seconds=20.0) -> None:
+        """Until ``condition()`` holds."""
+        poll = threading.Event()
+        for _ in range(int(seconds / 0.01)):
+            if condition():
+                return
+            poll.wait(0.01)
+        raise AssertionError("it did not come to be")
+
+
+@contextmanager
+def running(folder: Path, **options):
+    server = Running(folder, **options).start()
+    try:
+        yield server
+    finally:
+        server.stop()

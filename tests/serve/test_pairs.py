@@ -1,0 +1,82 @@
+"""Every technique that serves, and every pair that the support matrix lets through, in the real engine: the tokens and
+log-probabilities of the same model without an engine. A new technique file takes part by itself."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from tests.serving import ask, collect, run
+
+from ridgeline.nn.generate import make_cache
+from ridgeline.nn.init import build
+from ridgeline.runtime.build import Build
+from ridgeline.serve.build import make_engine
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.matrix import CPU, TINY
+from ridgeline.techniques.registry import check, make, normalise, registry
+
+SERVES = {
+    n: t
+    for n, t in registry().items()
+    if t.card.runs
+    and "serve" in t.card.tasks & (t.card.runs_in or t.card.tasks)
+    and not make(Call(name=n, options=dict(t.card.example))).axes()  # several processes: test_ranks.py
+}
+
+
+def experiment(*names):
+    """A small serving experiment with the techniques' example options."""
+    calls = tuple(Call(name=n, options=dict(SERVES[n].card.example)) for n in names)
+    model = TINY.model_copy(update={k: v for n in names for k, v in SERVES[n].card.needs_model.items()})
+    w = Serve(prompt_len=8, output_len=4, kv_cache_bytes=1 << 20, max_num_batched_tokens=12)
+    return normalise(Experiment(model=model, cluster=Cluster(device=CPU), workload=w, plan=Plan(calls=calls)))
+
+
+def refused(*names):
+    """The sentence that refuses them together, or nothing."""
+    try:
+        check(experiment(*names))
+    except Incompatible as e:
+        return f"{e.what}; {e.fix}"
+    return ""
+
+
+PAIRS = list(combinations(SERVES, 2))
+CASES = [*((n,) for n in SERVES), *(p for p in PAIRS if not refused(*p))]
+PROMPTS = [[1, 2, 3], list(range(20)), [400, 5] * 5, [7]]
+
+
+@pytest.mark.parametrize("names", CASES, ids="+".join)
+def test_what_is_served_is_what_the_model_says(names):
+    e = experiment(*names)
+    made = check(e)
+    eng = make_engine(e, torch.device("cpu"))
+    _, events = run(eng, *[ask(str(i), p, 6, logprobs=0) for i, p in enumerate(PROMPTS)])
+    tokens = collect(events)
+    model = build(e.model, torch.device("cpu"), torch.float32, e.workload.seed).requires_grad_(False)
+    plain = Build(e, model, torch.device("cpu"))
+    lossy = [t for t in made if not t.card.lossless]
+    for t in made:
+        if "generate" in t.card.tasks:
+            t.build(plain)
+    for i, prompt in enumerate(PROMPTS):
+        out = tokens[str(i), 0]
+        with torch.inference_mode():
+            whole = torch.tensor([[*prompt, *out]])
+            logp = plain.model(whole, cache=make_cache(plain.model, 1, 64))[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        told = torch.tensor([p.logprob for ev in events if ev.request == str(i) for p in ev.logprobs])
+        said = logp.gather(1, torch.tensor(out)[:, None])[:, 0]
+        tolerance = max((t.card.tolerance for t in lossy), default=2e-5)
+        torch.testing.assert_close(told, said, rtol=tolerance, atol=tolerance)
+        if not lossy:
+            assert out == logp.argmax(1).tolist()
+
+
+def test_refusals_say_why():
+    said = {p: refused(*p) for p in PAIRS if p not in CASES}
+    assert said
+    assert all(len(why) > 20 for why in said.values())

@@ -1,0 +1,166 @@
+"""`ridgeline serve` as a process, and `ridgeline generate`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from tests.serve.running import CONTEXT
+from tests.serve.test_reliability import LONG, call, error, opened
+
+from ridgeline.cli import app
+from ridgeline.spec.errors import UserError
+
+
+@contextmanager
+def process(folder, *options):
+    """A server in a process of its own, and its URL."""
+    command = [sys.executable, "-m", "ridgeline", "serve", str(folder), "--port", "0", "--kv-cache", "1MB", *options]
+    p = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    try:
+        for line in p.stderr:
+            lines.append(line)
+            if "serving on" in line:
+                break
+        assert lines, p.wait()
+        assert "serving on" in lines[-1], lines
+        yield SimpleNamespace(process=p, url=lines[-1].split()[-1])
+    finally:
+        p.kill()
+        p.wait()
+
+
+def test_sigterm_lets_requests_finish_and_takes_no_more(folder):
+    with process(folder, "--drain-timeout", "20") as server:
+        body = {**LONG, "prompt": "a", "n": 16}
+        answers: list[tuple[int, dict, str]] = []
+        running = threading.Thread(target=lambda: answers.append(call(server, "/v1/completions", body)))
+        stream = opened(server, {**body, "stream": True})
+        running.start()
+        assert stream.recv(100)
+        server.process.send_signal(signal.SIGTERM)
+        refused = []
+        while running.is_alive() and not refused:
+            try:
+                refused = [
+                    call(server, path, b) for path, b in (("/v1/completions", {"prompt": "b"}), ("/ready", None))
+                ]
+            except ConnectionError:
+                break
+            if refused[0][0] != 503:  # the signal has yet to arrive
+                refused = []
+        running.join(30)
+        assert answers[0][0] == 200
+        assert [c["finish_reason"] for c in json.loads(answers[0][2])["choices"]] == ["length"] * 16
+        assert [status for status, _, _ in refused] == [503, 503]
+        assert "shutting down" in error(refused[0][2])["message"]
+        rest = b""
+        while piece := stream.recv(65536):
+            rest += piece
+        assert b"data: [DONE]" in rest
+        assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_does_not_finish_in_time_is_ended(folder, signals):
+    """After the drain time, or at once by a second signal."""
+    with process(
+        folder, "--drain-timeout", "0.2" if signals == 1 else "60", "--max-num-batched-tokens", "64"
+    ) as server:
+        s = opened(server, {**LONG, "n": 128, "stream": True})
+        assert s.recv(100)
+        for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            threading.Event().wait(0.1)
+        rest = b""
+        try:
+            while piece := s.recv(65536):
+                rest += piece
+        except ConnectionError:
+            assert signals == 2
+        if signals == 1:
+            assert b'"finish_reason":"abort"' in rest
+            assert b"data: [DONE]" in rest
+        assert server.process.wait(20) == 0
+
+
+def run(*args):
+    """The command line in this process."""
+    app(list(map(str, args)), standalone_mode=False)
+
+
+def test_other_machines_are_let_in_with_a_key_only(folder):
+    with pytest.raises(UserError, match="no key"):
+        run("serve", folder, "--host", "0.0.0.0")
+
+
+def test_a_taken_port_is_told(folder, server):
+    with pytest.raises(UserError, match="cannot listen"):
+        run("serve", folder, "--port", server.url.rsplit(":", 1)[1], "--kv-cache", "1MB")
+
+
+def test_generate_prints_one_prompt(folder, capsys):
+    run("generate", folder, "--prompt", "Hi", "--max-tokens", 8, "--temperature", 1, "--seed", 3)
+    first = capsys.readouterr().out
+    options = ["--max-tokens", 8, "--temperature", 1, "--seed", 3, "--with", "paged_kv:block_size=8"]
+    run("generate", folder, "--prompt", "Hi", *options)
+    assert capsys.readouterr().out == first
+    assert first.strip()
+
+
+def records_of(file):
+    return {r["id"]: r for r in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+
+
+def test_generate_goes_on_where_it_stopped(folder, tmp_path):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = [{"id": f"p{i}", "prompt": f"prompt {i}", "max_tokens": 4 + i} for i in range(6)]
+    prompts.append({"id": "chat", "messages": [{"role": "user", "content": "Hi"}]})
+    prompts.append({"id": "long", "prompt": "x" * (CONTEXT + 1)})
+    given.write_text("\n".join(map(json.dumps, prompts)))
+    options = ["--input", given, "--out", out, "--max-tokens", 5, "--ignore-eos"]
+    run("generate", folder, *options)
+    whole = records_of(out)
+    assert set(whole) == {p["id"] for p in prompts}
+    assert [whole[f"p{i}"]["outputs"][0]["tokens"] for i in range(6)] == [4, 5, 6, 7, 8, 9]
+    assert "257 tokens" in whole["long"]["error"]
+    assert whole["chat"]["prompt"] == "<user>Hi\n<assistant>"
+    # As if it had been killed in the middle of a line.
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:3]) + lines[3][:10])
+    kept = out.read_bytes()[: len(b"".join(lines[:3]))]
+    run("generate", folder, *options)
+    assert out.read_bytes().startswith(kept)
+    assert records_of(out) == whole
+
+
+def test_generate_interrupted_keeps_what_is_done(folder, tmp_path):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("\n".join(json.dumps({"prompt": f"prompt {i}"}) for i in range(400)))
+    command = [sys.executable, "-m", "ridgeline", "generate", str(folder), "--input", str(given), "--out", str(out),
+               "--max-tokens", "60", "--ignore-eos", "--max-num-seqs", "4"]  # fmt: skip
+    p = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
+    while not (out.exists() and out.stat().st_size):
+        assert p.poll() is None, p.stderr.read()
+        threading.Event().wait(0.02)
+    p.send_signal(signal.SIGINT)
+    assert p.wait(20) == 130
+    assert 0 < len(records_of(out)) < 400
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("{", "not JSON"), ("[1]", "not an object"), ('{"text": "a"}', "neither a prompt nor messages"),
+     ('{"prompt": "a", "max_tokens": 0}', "max_tokens"), ('{"prompt": "a", "id": 2}\n' * 2, "twice")],
+)  # fmt: skip
+def test_a_bad_line_is_named(folder, tmp_path, line, said):
+    file = tmp_path / "in.jsonl"
+    file.write_text(line)
+    with pytest.raises(UserError, match=said):
+        run("generate", folder, "--input", file, "--out", tmp_path / "out.jsonl")

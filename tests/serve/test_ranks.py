@@ -1,0 +1,79 @@
+"""A model divided over processes serves the tokens of the whole one, and a rank that dies is told of."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.serving import greedy, model
+
+from ridgeline import catalog
+from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
+
+SERVE = """
+import json, os, signal, sys
+from pathlib import Path
+from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+from ridgeline.serve.request import Request, Sampling
+folder, plan, kill = Path(sys.argv[1]), sys.argv[2].split("+"), len(sys.argv) > 3
+plan = dict.fromkeys([*DEFAULT_PLAN, *plan])
+engine = load_engine(folder, plan, max_num_batched_tokens=16, kv_cache_bytes=1 << 20)
+for i, prompt in enumerate(json.loads((folder / "prompts.json").read_text())):
+    engine.add(Request(str(i), prompt, Sampling(max_tokens=8, temperature=0.0)))
+out = {}
+try:
+    while engine.has_work():
+        for e in engine.step():
+            out.setdefault(e.request, []).extend(e.tokens)
+        engine.check()
+        if kill and out:
+            os.kill(engine.runner.followers[0].pid, signal.SIGKILL)
+except RuntimeError as e:
+    print(json.dumps({"lost": str(e)}))
+    engine.close()
+    sys.exit()
+engine.close()
+print(json.dumps(out))
+"""
+PROMPTS = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 9 * i)] for i in range(4)]
+
+
+def serve(folder, plan, *more):
+    """What a process with the plan says."""
+    import json
+
+    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path("src").resolve())}
+    run = subprocess.run([sys.executable, "-c", SERVE, str(folder), plan, *more], capture_output=True, text=True,
+                         timeout=120, env=environment)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_every_serving_system_runs_as_its_small_plan(tmp_path):
+    save_checkpoint(model(dtype=torch.float32), tmp_path)
+    whole = load_checkpoint(tmp_path, torch.float32).requires_grad_(False)
+    expected = {str(i): greedy(whole, p, 8) for i, p in enumerate(PROMPTS)}
+    systems = [s for n in catalog.systems() if (s := catalog.system(n)).reported.workload.get("kind") == "serve"]
+    assert systems
+    for system in systems:
+        assert serve(tmp_path, "+".join(system.shrunk.plan)) == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "base"),
+    [("tensor_parallel:degree=2", "llama-mini"), ("pipeline:degree=2", "llama-mini"),
+     ("tensor_parallel:degree=2+pipeline:degree=2", "llama-mini"), ("tensor_parallel:degree=2", "mixtral-tiny")],
+)  # fmt: skip
+def test_divided_models_serve_the_same_tokens(tmp_path, plan, base):
+    save_checkpoint(model(base, torch.float32), tmp_path)
+    whole = load_checkpoint(tmp_path, torch.float32).requires_grad_(False)
+    assert serve(tmp_path, plan) == {str(i): greedy(whole, p, 8) for i, p in enumerate(PROMPTS)}
+
+
+def test_a_rank_that_is_killed_is_told_of(tmp_path):
+    save_checkpoint(model(dtype=torch.float32), tmp_path)
+    said = serve(tmp_path, "tensor_parallel:degree=2", "kill")
+    assert "rank 1 died" in said["lost"]

@@ -1,0 +1,80 @@
+"""What the sampler draws, against the distribution that its settings say."""
+
+import random
+
+import pytest
+import torch
+
+from ridgeline.serve.request import Request, Sampling
+from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.sequence import Group, Sequence
+
+DRAWS = 6000
+
+
+def expected(logits, s):
+    """Probabilities after temperature, top-k, top-p and min-p, step by step on a sorted list."""
+    p = (logits.double() / s.temperature).softmax(0)
+    order = p.argsort(descending=True).tolist()
+    if s.top_k:
+        order = order[: s.top_k]
+    total = sum(float(p[i]) for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if mass < s.top_p:
+            kept.append(i)
+        mass += float(p[i]) / total
+    kept = [i for i in kept if float(p[i]) >= s.min_p * float(p[order[0]])]
+    out = torch.zeros(len(p), dtype=torch.float64)
+    out[kept] = p[kept]
+    return out / out.sum()
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}, {"top_p": 0.999}, {"min_p": 0.2}, {"min_p": 1e-9},
+     {"top_k": 20, "top_p": 0.5, "min_p": 0.05, "temperature": 1.5}],
+)  # fmt: skip
+def test_draws_follow_the_distribution(settings, hierarchical):
+    s = Sampling(**settings)
+    logits = torch.randn(1, 2000, generator=torch.Generator().manual_seed(3)) * 2
+    rng = random.Random(1)
+    seqs = [Sequence(Group(Request("r", [1], s), 0), 0, [1], rng=rng) for _ in range(500)]
+    sampler = Sampler(frozenset(), hierarchical)
+    counts = torch.zeros(2000, dtype=torch.float64)
+    for _ in range(DRAWS // 500):
+        counts += torch.bincount(torch.tensor(sampler(logits.expand(500, -1).clone(), seqs)), minlength=2000)
+    p = expected(logits[0], s)
+    assert not counts[p == 0].any()
+    # Pearson's statistic over the tokens that are expected often enough, the others together.
+    often = p * DRAWS >= 5
+    seen, due = counts[often], p[often] * DRAWS
+    rest = float(p[~often].sum() * DRAWS)
+    if rest >= 5:
+        seen, due = torch.cat([seen, counts[~often].sum()[None]]), torch.cat([due, torch.tensor([rest])])
+    chi = float(((seen - due) ** 2 / due).sum())
+    degrees = max(1, len(due) - 1)
+    assert chi < degrees + 4 * (2 * degrees) ** 0.5 + 4
+
+
+def test_both_searches_choose_the_same():
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(2))
+    for settings in ({"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}):
+        chosen = []
+        for hierarchical in (False, True):
+            seqs = [Sequence(Group(Request("r", [1], Sampling(**settings)), 0), 0, [1], rng=random.Random(i))
+                    for i in range(40)]  # fmt: skip
+            chosen.append(Sampler(frozenset(), hierarchical)(logits.clone(), seqs))
+        assert chosen[0] == chosen[1]
+
+
+def test_a_grammar_is_obeyed():
+    class Only:
+        def allowed(self):
+            return [5, 7]
+
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(2)).expand(50, -1).clone()
+    seqs = [Sequence(Group(Request("r", [1], Sampling()), 0), 0, [1], rng=random.Random(i), grammar=Only())
+            for i in range(50)]  # fmt: skip
+    assert set(Sampler(frozenset())(logits, seqs)) == {5, 7}
