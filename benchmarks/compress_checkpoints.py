@@ -1,9 +1,10 @@
-"""Train the two checkpoints that the benchmarks of compression start from, and record what that took.
+"""Train the three checkpoints that the benchmarks of compression start from, and record what that took.
 
     python benchmarks/compress_checkpoints.py runs/compress [--json benchmarks/results/compress_checkpoints.json]
 
-Writes ``llama/model`` (16 million parameters) and ``moe/model`` (14 million, 8 experts) under the folder. What is there
-is kept, and an interrupted training goes on; the files say how they were trained.
+Writes ``llama/model`` (16 million parameters), ``moe/model`` (7 million, 8 experts a layer) and ``moe_wide/model`` (one
+layer, 8 experts of 6 million) under the folder. What is there is kept, and an interrupted training goes on; the files
+say how they were trained.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
-    made = {name: train(name, a.folder) for name in ("llama", "moe")}
+    made = {name: train(name, a.folder) for name in ("llama", "moe", "moe_wide")}
     print(json.dumps(made, indent=2))
     if a.json and any(made.values()):
         a.json.write_text(json.dumps({"checkpoints": made, "environment": fingerprint()}, indent=2) + "\n")

@@ -7,7 +7,10 @@ Every plan compresses the checkpoint once for each calibration seed (once in all
 taken on the same held-out windows; two plans are compared window by window, each window's loss being the mean over
 seeds, with the 95 % bootstrap interval over windows. An ordering "holds" where that interval lies below 1, is
 "reversed" where it lies above, and is a "tie" else; beside it stands for how many seeds the first was the better one.
-Plans that quantise inputs are also run on the same function with planted outliers: small models have none.
+FineQuant is compared with round-to-nearest at equal bytes: with the losses of its two group sizes that store the next
+fewer and the next more bits, weighted so that the bits are equal. Small models have no outliers, so plans that quantise
+inputs are also run on the same function with some planted among the inputs, and FineQuant with some in a third of the
+weights. QuantEase and GPTQ are also compared by what both minimise, the layer error under the same H.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import re
 import shutil
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -41,15 +45,18 @@ from ridgeline.techniques.matrix import CPU
 NO_DATA = ("rtn", "finequant", "magnitude")
 """Techniques whose result is the same whatever the calibration text."""
 FACTOR, SHARE = 40.0, 0.01
-"""Planted outliers: by how much, and how many of a norm's channels."""
+"""Planted outliers among inputs: by how much, and how many of a norm's channels."""
+WEIGHT_FACTOR, EVERY = 8.0, 3
+"""Planted outliers among weights: by how much, and in one block of how many."""
+SIZES = (0, 128, 64, 32)
+"""Group sizes of round-to-nearest beside FineQuant; 0: whole rows."""
 
 
 def weight_plans(bits: int, group: int) -> dict[str, list[str]]:
     grid = f"bits={bits},group_size={group},symmetric=false"
     return {
-        "rtn rows": [f"rtn:bits={bits},group_size=0,symmetric=false"], "rtn": [f"rtn:{grid}"],
         "rtn mse": [f"rtn:{grid},mse=true"], "rtn + norms": [f"rtn:{grid}", "norm_tweaking"],
-        "finequant": [f"finequant:bits={bits},group_size={group},symmetric=false"], "awq": [f"awq:{grid}"],
+        "awq": [f"awq:{grid}"],
         "gptq in order": [f"gptq:{grid},act_order=false"], "gptq": [f"gptq:{grid}"],
         "gptq + norms": [f"gptq:{grid}", "norm_tweaking"],
         "quantease cold": [f"quantease:{grid},start=cold,passes=25"], "quantease": [f"quantease:{grid}"],
@@ -60,11 +67,25 @@ def weight_plans(bits: int, group: int) -> dict[str, list[str]]:
 def weight_orderings(bits: int) -> list[tuple[str, str]]:
     """(better, worse), as the papers have it."""
     pairs = [
-        ("rtn", "rtn rows"), ("finequant", "rtn rows"), ("awq", "rtn"), ("gptq", "rtn"), ("gptq", "gptq in order"),
+        ("rtn", "rtn rows"), ("awq", "rtn"), ("gptq", "rtn"), ("gptq", "gptq in order"),
         ("quantease", "gptq"), ("quantease cold", "gptq in order"), ("quantease outliers", "quantease"),
         ("rtn + norms", "rtn"), ("gptq + norms", "gptq"),
     ]  # fmt: skip
     return [(f"{a} {bits}", f"{b} {bits}") for a, b in pairs]
+
+
+def ladder(bits: int, group: int) -> dict[str, list[str]]:
+    """Round-to-nearest at every group size."""
+    names = {0: "rtn rows", group: "rtn"}
+    return {f"{names.get(g, f'rtn {g}')} {bits}": [f"rtn:bits={bits},group_size={g},symmetric=false"]
+            for g in sorted({*SIZES, group})}  # fmt: skip
+
+
+def granular_plans(bits: int, group: int) -> dict[str, list[str]]:
+    """FineQuant at two thresholds, and what it is set against."""
+    grid = f"bits={bits},group_size={SIZES[-1]},symmetric=false"
+    return ladder(bits, group) | {f"finequant {bits}": [f"finequant:{grid}"],
+                                  f"finequant 0.95 {bits}": [f"finequant:{grid},alpha=0.95"]}  # fmt: skip
 
 
 def pruning_plans(group: int) -> dict[str, list[str]]:
@@ -92,15 +113,16 @@ INPUT_ORDERINGS = [("fptq", "w4a8 static"), ("fptq + gptq", "fptq"), ("llm.int8"
 
 
 @torch.no_grad()
-def plant_outliers(source: Path, to: Path) -> Path:
-    """The same function: the first channels of every norm before a linear layer larger, the columns smaller."""
+def plant_outliers(source: Path, to: Path, factor: float, every: int) -> Path:
+    """The same function: in every so many blocks the first channels of the norms before linear layers times
+    ``factor``, and the columns that read them divided by it."""
     model = load_checkpoint(source, dtype=torch.float32)
     count = max(1, round(SHARE * model.spec.hidden_size))
-    for block in model.layers.values():
+    for block in list(model.layers.values())[::every]:
         for norm, site in ((block.attention_norm, "attention.qkv"), (block.mlp_norm, "mlp.up")):
-            norm.weight[:count] *= FACTOR
+            norm.weight[:count] *= factor
             for linear in readers(block, site):
-                linear.weight[:, :count] /= FACTOR
+                linear.weight[:, :count] /= factor
     save_checkpoint(model, to)
     shutil.copy(source / "tokenizer.json", to)
     return to
@@ -139,16 +161,34 @@ class Runs:
         mean = np.mean(losses, axis=0).tolist()
         ratio = perplexity_ratio(mean, self.dense)
         errors = [[la["error"] for la in r["layers"] if la["error"] is not None] for r in reports]
+        descents = [la["objective"][1] / la["objective"][0] for r in reports for la in r["layers"] if "objective" in la]
         self.rows[name] = {
             "plan": plan, "perplexity": perplexity(mean)._asdict(), "against_dense": ratio._asdict(),
             "bits_per_weight": reports[0]["bits_per_weight"], "zeros": reports[0]["zeros"],
             "layer_error": float(np.mean(errors)) if errors[0] else None,
+            "descent": {"layers": len(descents), "rose": sum(d > 1 for d in descents),
+                        "median_ratio": float(np.median(descents))} if descents else None,
             "seconds": float(np.median([r["seconds"] for r in reports])),
             "per_seed": [perplexity_ratio(one, self.dense).value for one in losses], "losses": losses,
         }  # fmt: skip
         value, low, high = (100 * (v - 1) for v in ratio)
         print(f"{name:28s} {value:+8.2f} % [{low:+.2f}, {high:+.2f}]  {reports[0]['bits_per_weight']:.2f} bits  "
               f"{self.rows[name]['seconds']:.1f} s", flush=True)  # fmt: skip
+
+    def equal_bytes(self, name: str) -> str | None:
+        """A row of the mean of those two of the ladder between which the bits of row ``name`` lie; None: of none."""
+        bits = self.rows[name]["bits_per_weight"]
+        rungs = sorted((self.rows[n]["bits_per_weight"], n) for n in ladder(int(name.split()[-1]), self.args.group_size)
+                       if n in self.rows)  # fmt: skip
+        for (low, below), (high, above) in pairwise(rungs):
+            if low <= bits <= high:
+                share = (bits - low) / (high - low)
+                losses = [np.average([self.rows[n]["losses"][0] for n in (below, above)], axis=0,
+                                     weights=(1 - share, share)).tolist()]  # fmt: skip
+                made = f"{below} × {1 - share:.2f} + {above} × {share:.2f}"
+                self.rows[made] = {"bits_per_weight": bits, "losses": losses}
+                return made
+        return None
 
     def ordering(self, better: str, worse: str) -> dict:
         a, b = (self.rows[n]["losses"] for n in (better, worse))
@@ -168,6 +208,9 @@ def measured(
     for name, plan in plans.items():
         if re.search(args.only, name):
             runs.run(name, plan)
+    for name in [n for n in runs.rows if n.startswith("finequant")]:
+        mean = runs.equal_bytes(name)
+        pairs = [*pairs, (name, mean)] if mean else pairs
     found = [runs.ordering(a, b) for a, b in pairs if a in runs.rows and b in runs.rows]
     for o in found:
         value, low, high = o["ratio"].values()
@@ -193,19 +236,24 @@ def main() -> None:
     torch.set_num_threads(1)  # the order of sums moves 2-bit results
     started = time.perf_counter()
     bits = [int(b) for b in args.bits.split(",")]
-    plans = {f"{n} {b}": p for b in bits for n, p in weight_plans(b, args.group_size).items()}
+    granular = {n: p for b in bits for n, p in granular_plans(b, args.group_size).items()}
+    plans = granular | {f"{n} {b}": p for b in bits for n, p in weight_plans(b, args.group_size).items()}
     pairs = [pair for b in bits for pair in weight_orderings(b)]
     with tempfile.TemporaryDirectory(prefix="ridgeline-") as name:
         folder = Path(name)
         whole = measured(args.checkpoint, args, plans | pruning_plans(args.group_size) | input_plans(args.group_size),
                          pairs + PRUNING_ORDERINGS, folder)  # fmt: skip
-        print("with planted outliers")
-        planted = plant_outliers(args.checkpoint, folder / "planted")
+        print("with outliers planted among the inputs")
+        planted = plant_outliers(args.checkpoint, folder / "inputs", FACTOR, 1)
         outliers = measured(planted, args, input_plans(args.group_size), INPUT_ORDERINGS, folder)
+        print("with outliers planted among the weights")
+        planted = plant_outliers(args.checkpoint, folder / "weights", 1 / WEIGHT_FACTOR, EVERY)
+        weights = measured(planted, args, granular, [], folder)
     result = {
         "schema": "ridgeline.compress_orderings/1", "model": json.loads((args.checkpoint / "config.json").read_text()),
         "settings": {k: str(v) for k, v in vars(args).items() if k not in ("json", "checkpoint")},
-        "planted": {"factor": FACTOR, "share": SHARE}, "as_trained": whole, "with_outliers": outliers,
+        "planted": {"share": SHARE, "inputs_factor": FACTOR, "weights_factor": WEIGHT_FACTOR, "weights_every": EVERY},
+        "as_trained": whole, "outliers_in_inputs": outliers, "outliers_in_weights": weights,
         "seconds": time.perf_counter() - started, "environment": {**fingerprint(), "threads": 1},
     }  # fmt: skip
     if args.json:
