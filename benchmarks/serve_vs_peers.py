@@ -372,6 +372,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=200, help="of part offline")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
     catalog.allow_unprobed()
@@ -382,7 +383,8 @@ def main() -> None:
         result: dict[str, Any] = {"environment": {**fingerprint(), "threads": torch.get_num_threads(),
                                                   "load": os.getloadavg()[0]}}  # fmt: skip
         for name in a.only.split(","):
-            result[name] = PARTS[name](a.checkpoint, a.rounds)
+            more = {"count": a.requests} if name == "offline" else {}
+            result[name] = PARTS[name](a.checkpoint, a.rounds, **more)
             print(name, json.dumps(result[name], indent=1))
             if a.json:
                 a.json.write_text(json.dumps(result, indent=2) + "\n")
