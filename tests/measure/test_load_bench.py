@@ -49,7 +49,13 @@ def test_server_and_client_in_one_go_name_what_the_prediction_names():
     assert [s.tokens for s in result.samples] == [m["output_tokens_total"]]
     kinds = ("ttft", "tpot", "itl", "e2e", "tokens", "requests", "goodput", "slo", "batch", "preemptions")
     shared = {k for k in predict(e).metrics if k.split("_")[0] in kinds}
-    assert shared - {"ttft_p99_s", "tpot_p99_s", "itl_p99_s", "e2e_p99_s"} <= set(m), "p99 of 20 requests is withheld"
+    assert shared - {"ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "itl_p99_s"} <= set(m), "p99 of a few is withheld"
+    foretold = predict(e)
+    assert foretold.experiment_id == result.experiment_id
+    assert m["kv_cache_tokens"] == foretold.metrics["kv_cache_tokens"].value
+    memory = {x.category: x.bytes for x in result.memory}
+    assert memory == {x.category: pytest.approx(x.bytes) for x in foretold.memory if x.category in memory}
+    assert set(memory) == {"parameters", "kv_cache"}
     merged = merge_generation([result, result])
     assert merged.metrics["ttft_s"].value == m["ttft_s"]
 
@@ -75,6 +81,22 @@ def test_what_the_baseline_lacks_is_refused():
         require("hf", experiment(*DEFAULT_PLAN, rate=1.0))
     with pytest.raises(Incompatible, match="deepspeed trains"):
         require("deepspeed", experiment(rate=1.0))
+
+
+def test_the_warm_up_is_not_in_the_mean_batch():
+    """One client: every step but those of the prompts makes one token, and so does each prompt's last."""
+    e = experiment(*DEFAULT_PLAN, concurrency=1, requests=5, length_cv=0.3, max_num_batched_tokens=8)
+    result, foretold = measure_plan(e), predict(e)
+    assert 0.5 < foretold.metrics["batch_mean"].value < 1
+    assert result.metrics["batch_mean"].value == pytest.approx(foretold.metrics["batch_mean"].value)
+
+
+def test_another_engine_is_not_measured_as_if_it_were_ours():
+    from ridgeline.measure.ablate import require_local
+
+    require_local(experiment(*DEFAULT_PLAN, engine="ridgeline"))
+    with pytest.raises(Incompatible, match="engine 'vllm' is predicted"):
+        require_local(experiment(*DEFAULT_PLAN, engine="vllm"))
 
 
 def test_requests_that_cannot_be_served_are_refused_with_the_servers_reason():

@@ -41,3 +41,15 @@ def test_rates_are_plausible(profile):
     # No operator of training size beats the fastest product that was measured by much.
     assert profile.rates["gemm.forward.fp32"].flop_rate < 1.5 * profile.peak_flops["fp32"]
     assert profile.host_latency["1"] >= 0
+
+
+def test_serving_is_probed_on_the_real_engine_and_server(profile):
+    seconds = {k: v for k, v in profile.host_latency.items() if k.startswith("serve")}
+    assert set(seconds) == {
+        "serve",
+        *(f"serve.{k}" for k in ("iteration", "sequence", "token", "request", "admission")),
+    }
+    assert all(0 <= v < 1 for v in seconds.values())
+    pools = {k: r for k, r in profile.rates.items() if k.startswith("attention_pool")}
+    assert len(pools) == 4
+    assert pools["attention_pool"].byte_rate > pools["attention_pool.int4"].byte_rate, "codes are read back"

@@ -25,7 +25,7 @@ def _options(
     concurrency: Annotated[int | None, typer.Option(help="Clients of a closed loop (serve).")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
     requests: Annotated[int | None, typer.Option(help="How many requests (serve).")] = None,
-    engine: Annotated[str | None, typer.Option(help="Serving software: vllm, vllm-2023, trtllm.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Serving software: ridgeline, vllm, vllm-2023, trtllm.")] = None,
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds allowed to the first token (serve).")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Seconds allowed per further token (serve).")] = None,
     dtype: Annotated[str | None, typer.Option(help="Storage dtype of the weights: fp32, bf16, fp16.")] = None,

@@ -128,7 +128,7 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
     # In a model whose weights are no longer in the caches, operators start later than in a narrow one.
     beside, count = _beside(DECODE_REFERENCE, 1, found["reference_s"], bare)
     known = {
-        "serve": max(each, (beside - iteration - sequence - DECODE_REFERENCE.num_layers * layer) / count),
+        "serve": max(0.0, each, (beside - iteration - sequence - DECODE_REFERENCE.num_layers * layer) / count),
         "serve.sequence": sequence,
         "serve.iteration": iteration,
     }

@@ -15,8 +15,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from ridgeline.measure.backends import NATIVE, engine_versions
+from ridgeline.measure.load.run import Settings
 from ridgeline.nn.meter import process_memory
 from ridgeline.nn.paged import PagedCache
+from ridgeline.predict.arrivals import requests
 from ridgeline.serve.app import create_app
 from ridgeline.serve.build import make_engine
 from ridgeline.serve.engine import Engine
@@ -142,10 +144,15 @@ def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
 
 
 def _add(result: Result, engine: Engine, setup: float) -> None:
-    """What only the server's side knows. Its counts include the warm-up's few requests."""
-    stats = engine.stats()
+    """What only the server's side knows, without the warm-up's requests, which came one by one."""
+    w, stats = Serve.model_validate(result.experiment["workload"]), engine.stats()
+    asked, most = requests(w), engine.limits.max_num_batched_tokens
+    warm = [asked[i % len(asked)] for i in range(Settings().warmup)]
+    chunks = sum(-(-r.prompt // most) if engine.limits.chunked else 1 for r in warm)
+    tokens = stats.generated_tokens - sum(r.output for r in warm)
+    steps = stats.steps - chunks - sum(r.output - 1 for r in warm)
     found = {
-        "batch_mean": (stats.generated_tokens / max(1, stats.steps), "sequences", "tokens per step of the engine"),
+        "batch_mean": (tokens / max(1, steps), "sequences", "tokens per step of the engine"),
         "preemptions": (stats.preemptions, "", "counted by the engine"),
         "setup_s": (setup, "s", "measured"),
         **{f"{k}_bytes": (v, "bytes", "measured") for k, v in process_memory().items()},
@@ -154,6 +161,7 @@ def _add(result: Result, engine: Engine, setup: float) -> None:
     caches = [c for c in engine.runner.cache.values() if isinstance(c, PagedCache)]
     weights = {t.data_ptr(): t.nbytes for t in (*engine.model.parameters(), *engine.model.buffers())}
     held = {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}
+    result.notes.append("memory: weights and key/value pool; temporaries are not metered while serving")
     result.memory = [Memory(category=k, bytes=v) for k, v in held.items()]
     result.metrics["kv_cache_tokens"] = Metric(value=engine.blocks.count * engine.blocks.size, unit="tokens",
                                                better="higher", source="counted")  # fmt: skip
