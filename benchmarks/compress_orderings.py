@@ -20,7 +20,6 @@ import json
 import re
 import shutil
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +43,8 @@ from ridgeline.techniques.matrix import CPU
 
 NO_DATA = ("rtn", "finequant", "magnitude")
 """Techniques whose result is the same whatever the calibration text."""
+PAPERS = "norm_tweaking:distance=channels,passes=1"
+"""Norm Tweaking as the paper has it."""
 FACTOR, SHARE = 40.0, 0.01
 """Planted outliers among inputs: by how much, and how many of a norm's channels."""
 WEIGHT_FACTOR, EVERY = 8.0, 3
@@ -56,9 +57,10 @@ def weight_plans(bits: int, group: int) -> dict[str, list[str]]:
     grid = f"bits={bits},group_size={group},symmetric=false"
     return {
         "rtn mse": [f"rtn:{grid},mse=true"], "rtn + norms": [f"rtn:{grid}", "norm_tweaking"],
+        "rtn + paper's norms": [f"rtn:{grid}", PAPERS],
         "awq": [f"awq:{grid}"],
         "gptq in order": [f"gptq:{grid},act_order=false"], "gptq": [f"gptq:{grid}"],
-        "gptq + norms": [f"gptq:{grid}", "norm_tweaking"],
+        "gptq + norms": [f"gptq:{grid}", "norm_tweaking"], "gptq + paper's norms": [f"gptq:{grid}", PAPERS],
         "quantease cold": [f"quantease:{grid},start=cold,passes=25"], "quantease": [f"quantease:{grid}"],
         "quantease outliers": [f"quantease:{grid},outliers=0.01"],
     }  # fmt: skip
@@ -70,6 +72,7 @@ def weight_orderings(bits: int) -> list[tuple[str, str]]:
         ("rtn", "rtn rows"), ("awq", "rtn"), ("gptq", "rtn"), ("gptq", "gptq in order"),
         ("quantease", "gptq"), ("quantease cold", "gptq in order"), ("quantease outliers", "quantease"),
         ("rtn + norms", "rtn"), ("gptq + norms", "gptq"),
+        ("rtn + paper's norms", "rtn"), ("gptq + paper's norms", "gptq"),
     ]  # fmt: skip
     return [(f"{a} {bits}", f"{b} {bits}") for a, b in pairs]
 
@@ -109,6 +112,7 @@ def input_plans(group: int) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
+PARTS = ("as_trained", "outliers_in_inputs", "outliers_in_weights")
 INPUT_ORDERINGS = [("fptq", "w4a8 static"), ("fptq + gptq", "fptq"), ("llm.int8", "int8"), ("smoothquant", "int8")]
 
 
@@ -201,12 +205,14 @@ class Runs:
 
 
 def measured(
-    checkpoint: Path, args: argparse.Namespace, plans: dict[str, list[str]], pairs: list, folder: Path
+    checkpoint: Path, args: argparse.Namespace, plans: dict[str, list[str]], pairs: list, folder: Path, before: dict
 ) -> dict:  # fmt: skip
-    """All plans of one checkpoint that ``--only`` names, and the orderings among them."""
+    """All plans of one checkpoint that ``--only`` names, the rows that ``before`` has, and their orderings."""
     runs = Runs(checkpoint, args, folder)
     for name, plan in plans.items():
-        if re.search(args.only, name):
+        if before.get(name, {}).get("plan") == plan:
+            runs.rows[name] = before[name]
+        elif re.search(args.only, name):
             runs.run(name, plan)
     for name in [n for n in runs.rows if n.startswith("finequant")]:
         mean = runs.equal_bytes(name)
@@ -231,10 +237,14 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="regular expression over the rows' names")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="result; rows that it has from the same settings are kept")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the order of sums moves 2-bit results
-    started = time.perf_counter()
+    settings = {k: str(v) for k, v in vars(args).items() if k not in ("json", "checkpoint", "only")}
+    before = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
+    if before.get("settings") != settings:
+        before = {}
+    rows = {part: before.get(part, {}).get("rows", {}) for part in PARTS}
     bits = [int(b) for b in args.bits.split(",")]
     granular = {n: p for b in bits for n, p in granular_plans(b, args.group_size).items()}
     plans = granular | {f"{n} {b}": p for b in bits for n, p in weight_plans(b, args.group_size).items()}
@@ -242,19 +252,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ridgeline-") as name:
         folder = Path(name)
         whole = measured(args.checkpoint, args, plans | pruning_plans(args.group_size) | input_plans(args.group_size),
-                         pairs + PRUNING_ORDERINGS, folder)  # fmt: skip
+                         pairs + PRUNING_ORDERINGS, folder, rows["as_trained"])  # fmt: skip
         print("with outliers planted among the inputs")
         planted = plant_outliers(args.checkpoint, folder / "inputs", FACTOR, 1)
-        outliers = measured(planted, args, input_plans(args.group_size), INPUT_ORDERINGS, folder)
+        outliers = measured(planted, args, input_plans(args.group_size), INPUT_ORDERINGS, folder,
+                            rows["outliers_in_inputs"])  # fmt: skip
         print("with outliers planted among the weights")
         planted = plant_outliers(args.checkpoint, folder / "weights", 1 / WEIGHT_FACTOR, EVERY)
-        weights = measured(planted, args, granular, [], folder)
+        weights = measured(planted, args, granular, [], folder, rows["outliers_in_weights"])
     result = {
         "schema": "ridgeline.compress_orderings/1", "model": json.loads((args.checkpoint / "config.json").read_text()),
-        "settings": {k: str(v) for k, v in vars(args).items() if k not in ("json", "checkpoint")},
+        "settings": settings,
         "planted": {"share": SHARE, "inputs_factor": FACTOR, "weights_factor": WEIGHT_FACTOR, "weights_every": EVERY},
-        "as_trained": whole, "outliers_in_inputs": outliers, "outliers_in_weights": weights,
-        "seconds": time.perf_counter() - started, "environment": {**fingerprint(), "threads": 1},
+        **dict(zip(PARTS, (whole, outliers, weights), strict=True)), "environment": {**fingerprint(), "threads": 1},
     }  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.runtime.tweak import HELD_OUT, batches, distance
+from ridgeline.runtime.tweak import DISTANCES, HELD_OUT, batches, of_channels, of_outputs
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.registry import check, normalise
 
 PLAN = ("gptq:bits=2,group_size=32",)
 
 
-def test_the_distance_is_its_definition():
+def test_the_distances_are_their_definitions():
     a, b = torch.randn(2, 3, 7, 5, dtype=torch.float64)
     wanted = 0.0
     for c in range(5):
@@ -19,7 +19,10 @@ def test_the_distance_is_its_definition():
         means = sum(x) / 21, sum(y) / 21
         spreads = [(sum((v - m) ** 2 for v in vs) / 21) ** 0.5 for vs, m in zip((x, y), means, strict=True)]
         wanted += (abs(means[0] - means[1]) + abs(spreads[0] - spreads[1])) / 5
-    assert float(distance(a, b)) == pytest.approx(wanted)
+    assert float(of_channels(a, b)) == pytest.approx(wanted)
+    pairs = list(zip(a.flatten().tolist(), b.flatten().tolist(), strict=True))
+    share = sum((v - m) ** 2 for v, m in pairs) / sum(m**2 for _, m in pairs)
+    assert float(of_outputs(a, b)) == pytest.approx(share)
 
 
 class Windows:
@@ -50,10 +53,13 @@ def test_tweaks_that_do_not_help_are_taken_back(bench):
     torch.testing.assert_close(wild, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_tweaks_that_are_kept_bring_the_output_closer(bench):
+@pytest.mark.parametrize("name", DISTANCES)
+def test_tweaks_that_are_kept_bring_the_output_closer(bench, name):
+    distance = DISTANCES[name]
     source = bench.checkpoint(steps=30)
     plain, target, *_ = bench.walk(source, *PLAN, samples=16)
-    tweaked, _, walker, model = bench.walk(source, *PLAN, "norm_tweaking:lr=0.003,batch_size=4", samples=16)
+    tweaked, _, walker, model = bench.walk(source, *PLAN, f"norm_tweaking:distance={name},lr=0.003,batch_size=4",
+                                         samples=16)  # fmt: skip
     said = [block["norm_tweaking"] for block in walker.blocks_said]
     assert any(s["kept"] for s in said)
     assert all(s["after"] < s["before"] for s in said if s["kept"])
