@@ -223,7 +223,10 @@ def _llama_cpp(folder: Path, prompt: list[int], new: int) -> dict[str, Callable[
 
 
 def packed(checkpoint: Path, rounds: int, batch: int = 16, longest: int = 256) -> dict[str, Any]:
-    """BERT-base on batches of several shares of average over maximal length: packed, padded, padded in DP's batches."""
+    """BERT-base on batches of several shares of average over maximal length: packed, padded, padded in DP's batches, and
+    transformers' own, padded."""
+    import transformers
+
     spec = catalog.model("bert-base")
     model = build(spec).eval().requires_grad_(False)
     plain = [name for name in DEFAULT_PLAN if name != "padding_free"]
@@ -234,11 +237,16 @@ def packed(checkpoint: Path, rounds: int, batch: int = 16, longest: int = 256) -
         n: make_engine(Experiment(model=spec, cluster=cluster, workload=w, plan=Plan.parse(p)), device, model)
         for n, p in plans.items()
     }
-    return {f"average over longest {share}": _packed(engines, spec.vocab_size, share, rounds, batch, longest)
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(model, Path(folder))
+        theirs = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    return {f"average over longest {share}": _packed(engines, theirs, spec.vocab_size, share, rounds, batch, longest)
             for share in (0.4, 0.6, 0.8, 1.0)}  # fmt: skip
 
 
-def _packed(engines: dict[str, Engine], vocab: int, share: float, rounds: int, batch: int, longest: int) -> Any:
+def _packed(
+    engines: dict[str, Engine], theirs: Any, vocab: int, share: float, rounds: int, batch: int, longest: int
+) -> Any:
     rng = random.Random(2)
     low = max(8, round((2 * share - 1) * longest))
     drawn = [rng.uniform(low, longest) for _ in range(batch - 1)]
@@ -254,8 +262,17 @@ def _packed(engines: dict[str, Engine], vocab: int, share: float, rounds: int, b
         while engine.has_work():
             said[name].update({e.request: torch.tensor(e.embedding) for e in engine.step()})
 
-    times = in_turns({n: partial(embed, n) for n in engines}, rounds)
-    for name in engines:
+    @torch.inference_mode()
+    def padded() -> None:
+        ids, mask = torch.zeros(2, batch, longest, dtype=torch.long)
+        for i, p in enumerate(prompts):
+            ids[i, : len(p)] = torch.tensor(p)
+            mask[i, : len(p)] = 1
+        hidden = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
+        said["transformers"] = {str(i): hidden[i, : len(p)].mean(0) for i, p in enumerate(prompts)}
+
+    times = in_turns({n: partial(embed, n) for n in engines} | {"transformers": padded}, rounds)
+    for name in said:
         for i in said["ours"]:
             torch.testing.assert_close(said[name][i], said["ours"][i], rtol=1e-3, atol=1e-4)
     return {"average_over_longest": sum(lengths) / (batch * longest), "seconds": times,
