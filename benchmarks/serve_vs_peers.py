@@ -223,8 +223,8 @@ def _llama_cpp(folder: Path, prompt: list[int], new: int) -> dict[str, Callable[
 
 
 def packed(checkpoint: Path, rounds: int, batch: int = 16, longest: int = 256) -> dict[str, Any]:
-    """BERT-base on batches of several shares of average over maximal length: packed, padded, padded in DP's batches, and
-    transformers' own, padded."""
+    """BERT-base on batches of several shares of average over maximal length: packed, padded, padded in DP's batches,
+    and transformers' own, padded."""
     import transformers
 
     spec = catalog.model("bert-base")

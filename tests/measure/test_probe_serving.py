@@ -57,7 +57,7 @@ def test_known_costs_are_found_again():
 
 def test_a_slower_operator_is_found_only_where_caches_are_emptied():
     costs = found()
-    costs["reference_s"] += 1e-3
+    costs["reference_s"] += 4e-3
     slower, plain = with_serving(bare(), costs), with_serving(bare(), found())
     assert slower.host_latency["serve"] > 2 * plain.host_latency["serve"]
     assert slower.host_latency["serve.iteration"] == plain.host_latency["serve.iteration"]

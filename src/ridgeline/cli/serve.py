@@ -54,6 +54,7 @@ def serve(
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible API."""
     _require("fastapi")
+    from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app
     from ridgeline.serve.loop import Limits
     from ridgeline.serve.server import loopback, make_service
@@ -71,7 +72,8 @@ def serve(
         service.load_all(adapters)
     asgi = create_app(service, api_key or (), [admin_key] if admin_key else (), body or 0)
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
-    well = run(asgi, service.loop, host, port, drain_timeout, say)
+    with spare_core():
+        well = run(asgi, service.loop, host, port, drain_timeout, say)
     engine.close()
     if not well:
         raise typer.Exit(1)

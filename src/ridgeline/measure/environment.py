@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,22 @@ def cpu_model() -> str:
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def spare_core() -> Iterator[None]:
+    """Let torch compute on all cores but one at most meanwhile: what a server's HTTP and text need is taken from there.
+
+    Without it every parallel operator of the engine waits, spinning, for the thread that has no core just then.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(threads, cores() - 1)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def fingerprint() -> dict[str, Any]:

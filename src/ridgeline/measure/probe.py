@@ -32,21 +32,28 @@ def probe(
 
     Raises :class:`UserError` when a measurement cannot run.
     """
+    say = progress or (lambda _: None)
     found: dict[int, dict[str, Any]] = {}
     ranks = 1
     while ranks <= max(1, min(max_ranks, cores() if max_ranks > 1 else 1)):
-        say = progress or (lambda _: None)
-
-        def watch(message: dict[str, Any], ranks: int = ranks, say: Callable[[str], None] = say) -> None:
-            say(f"{ranks} process{'es' if ranks > 1 else ''}: {message.get('stage', '')}")
-
-        try:
-            found[ranks] = run_job(Job("probe", None, {"quick": quick}, ranks=ranks), watch, timeout=300)
-        except JobFailed as failure:
-            raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
+        found[ranks] = _run({"quick": quick}, ranks, f"{ranks} process{'es' if ranks > 1 else ''}", say)
         ranks *= 2
+    if found[1]["kind"] == "cpu":
+        found[1] |= _run({"quick": quick, "serving": True}, 1, "serving", say)
     device = device_of(found)
     return device, catalog.save_device(device, "probe")
+
+
+def _run(options: dict[str, Any], ranks: int, name: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """What the ranks of one measurement found."""
+
+    def watch(message: dict[str, Any]) -> None:
+        say(f"{name}: {message.get('stage', '')}")
+
+    try:
+        return run_job(Job("probe", None, options, ranks=ranks), watch, timeout=300)
+    except JobFailed as failure:
+        raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
 
 
 BLANK = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
@@ -63,10 +70,11 @@ def reference_experiment(device: Device = BLANK) -> Experiment:
 
 
 DECODE_REFERENCE = ModelSpec(
-    name="decode-reference", family="llama", vocab_size=256, hidden_size=1024, num_layers=4, num_heads=16,
-    num_kv_heads=4, head_dim=64, intermediate_size=2816, max_positions=256,
+    name="decode-reference", family="llama", vocab_size=256, hidden_size=384, num_layers=20, num_heads=6,
+    num_kv_heads=2, head_dim=64, intermediate_size=1024, max_positions=256,
 )  # fmt: skip
-"""A model whose weights exceed the caches: between its products, operators find these emptied."""
+"""A model whose weights exceed the caches: between its products, operators find these emptied. It has many, so that
+little of what rates of products are wrong by is taken for their start."""
 
 
 def decode_experiment(device: Device) -> Experiment:
@@ -113,7 +121,8 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
     pools = {f"attention_pool.{k}".rstrip("."): Rate(**r) for k, r in found["attention"].items()}
     seconds: dict[tuple[int, int], float] = {}
     operators: dict[int, int] = {}
-    bare = device.model_copy(update={"host_latency": {}, "rates": {**device.rates, **pools}})
+    bare = device.serving()
+    bare = bare.model_copy(update={"host_latency": {}, "rates": {**bare.rates, **pools}})
     for key, took in found["steps"].items():
         layers, n = (int(x) for x in key.split(","))
         seconds[layers, n], operators[layers] = _beside(narrow(layers), n, took, bare)
@@ -213,6 +222,7 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
     if one["kind"] == "gpu":
         return gpu_device(one)
     rates = {r: {k: Rate(**v) for k, v in f["rates"].items()} for r, f in found.items()}
+    served = {k: Rate(**v) for k, v in one["serving"]["rates"].items()}
     what = cpu_model()
     device = Device(
         name="local",
@@ -224,7 +234,7 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
         sm_count=one["units"],
         launch_latency=one["launch_latency"],
         rates=rates[1],
-        ranks={str(r): v for r, v in rates.items() if r > 1},
+        ranks={str(r): v for r, v in rates.items() if r > 1} | {"serve": served},
         source=f"ridgeline probe of {what}, {cores()} cores, {date.today().isoformat()}, torch {one['torch']}; "
         "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
     )

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline import catalog
+from ridgeline.measure.environment import spare_core
 from ridgeline.measure.operators import operator_rows
 from ridgeline.measure.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.measure.probe_serving import serving_costs
@@ -63,29 +64,15 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     """Measure everything on this rank while the other ranks do the same; returns plain data."""
     budget = 0.04 if options.get("quick") else 0.08
     timer = _Timer(device, budget, ranks)
-    rates: dict[str, dict[str, Any]] = {}
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if options.get("serving"):
+        return {"serving": _serving(timer, device, bool(options.get("quick")), report)}
     peaks: dict[str, float] = {}
-    for name, dtype in dtypes.items():
-        report({"stage": f"matrix products {name}"})
-        rates.update(_gemm(timer, device, name, dtype, peaks))
-    if device.type == "cpu":
-        report({"stage": "products with few rows, or weights in codes"})
-        rates.update(_low(timer, dtypes))
-    for name, dtype in dtypes.items():
-        report({"stage": f"operators {name}"})
-        rates.update(_kinds(timer, device, name, dtype))
-    report({"stage": "optimizer"})
-    rates.update(_update(timer, device))
+    rates = _operators(timer, device, peaks, report)
     report({"stage": "memory"})
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device)
     decoding = _reference_decode(device)
-    serving: dict[str, Any] = {}
-    if device.type == "cpu" and ranks == 1:
-        report({"stage": "serving"})
-        serving = serving_costs(device, bool(options.get("quick")))
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
@@ -99,7 +86,6 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,
         "reference_decode_s": decoding,
-        "serving": serving,
         "memory_bytes": _memory(device),
         "launch_latency": min(r["latency"] for r in rates.values() if r["latency"] > 0),
         "kind": "gpu" if device.type == "cuda" else "cpu",
@@ -107,6 +93,32 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         "torch": torch.__version__,
     }
+
+
+def _serving(timer: _Timer, device: torch.device, quick: bool, report: Any) -> dict[str, Any]:
+    """What serving costs in a process that leaves a core to HTTP."""
+    with spare_core():
+        rates = _operators(timer, device, {}, report)
+        report({"stage": "engine and server"})
+        return {"rates": rates, **serving_costs(device, quick)}
+
+
+def _operators(timer: _Timer, device: torch.device, peaks: dict[str, float], report: Any) -> dict[str, dict[str, Any]]:
+    """Rates of all operators; ``peaks`` gets the fastest product of each dtype."""
+    rates: dict[str, dict[str, Any]] = {}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for name, dtype in dtypes.items():
+        report({"stage": f"matrix products {name}"})
+        rates.update(_gemm(timer, device, name, dtype, peaks))
+    if device.type == "cpu":
+        report({"stage": "products with few rows, or weights in codes"})
+        rates.update(_low(timer, dtypes))
+    for name, dtype in dtypes.items():
+        report({"stage": f"operators {name}"})
+        rates.update(_kinds(timer, device, name, dtype))
+    report({"stage": "optimizer"})
+    rates.update(_update(timer, device))
+    return rates
 
 
 class _Timer:

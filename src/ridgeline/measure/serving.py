@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from ridgeline.measure.backends import NATIVE, engine_versions
+from ridgeline.measure.environment import spare_core
 from ridgeline.measure.load.run import Settings
 from ridgeline.nn.meter import process_memory
 from ridgeline.nn.paged import PagedCache
@@ -80,7 +81,8 @@ def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
     client = threading.Thread(target=_ask, args=(server, e, report), name="client", daemon=True)
     server.setup = lambda: time.perf_counter() - begun
     client.start()
-    server.run()
+    with spare_core():
+        server.run()
     client.join(30)
     if server.refused:
         raise UserError(*server.refused)

@@ -89,7 +89,8 @@ class Device(BaseModel):
     rates: dict[str, Rate] = Field(default_factory=dict)
     """Measured operator costs, keyed ``kind.dtype`` or ``kind.direction.dtype`` (see ``predict/kernel.py``)."""
     ranks: dict[str, dict[str, Rate]] = Field(default_factory=dict)
-    """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2")."""
+    """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2"); "serve": when
+    one of its cores is left to a server's HTTP."""
     host_latency: dict[str, float] = Field(default_factory=dict)
     """Seconds that an operator costs in a real training step beyond what it costs timed alone (the autograd engine,
     Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step; "serve": in a step of the
@@ -112,7 +113,7 @@ class Device(BaseModel):
 
     def serving(self) -> Device:
         """This device in a step of the serving engine."""
-        return self._inside("serve")
+        return self._inside("serve").model_copy(update={"rates": {**self.rates, **self.ranks.get("serve", {})}})
 
     def _inside(self, what: str) -> Device:
         known = {"1": self.host_latency[what]} if what in self.host_latency else {}
@@ -141,6 +142,7 @@ class Device(BaseModel):
                 "memory_bytes": self.memory_bytes / ranks,
                 "sm_count": max(1, self.sm_count // ranks),
                 "rates": {**scaled, **measured},
+                "ranks": {},
                 "host_latency": {**self.host_latency, "1": self.host_latency.get(str(ranks), self.extra_latency)},
             }
         )
