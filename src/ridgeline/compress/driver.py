@@ -1,6 +1,7 @@
 """The layer-wise driver: a checkpoint in, block by block through a plan's techniques, a smaller checkpoint out.
 
-One decoder block (of a mixture: one expert) is in memory at a time, beside the calibration windows' hidden states.
+One decoder block (of a mixture: one expert, or those that a technique takes together) is in memory at a time, beside
+the calibration windows' hidden states.
 """
 
 from __future__ import annotations

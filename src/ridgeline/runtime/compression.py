@@ -1,7 +1,8 @@
 """The builder that the compression driver hands to each technique, and what it then shows to what they registered.
 
 The driver walks the checkpoint block by block. In each block it visits sites in the order of the data: the linear
-layers that read one and the same input (query, key and value; output; gate and up; down; and likewise every expert's).
+layers that read one and the same input (query, key and value; output; gate and up; down; and likewise every expert's,
+one by one or several experts' together).
 By then everything before the site is compressed, and the site's inputs are those of the compressed model.
 """
 
@@ -76,6 +77,26 @@ class Site:
                           for la in self.layers])  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Together:
+    """A step at sites that takes those of several experts at once: all their ``up``, or all their ``down``, of one
+    shape. It is shown any other site alone. What is held at once are those experts' weights and second moments."""
+
+    together: Callable[[list[Site]], None]
+    experts: int
+    """Most of them."""
+    elements: int
+    """Most numbers in their weights and second moments, unless one has more."""
+
+    def __call__(self, site: Site) -> None:
+        """A site alone."""
+        self.together([site])
+
+    def at_once(self, each: int) -> int:
+        """Experts that are taken together where one has ``each`` numbers; 0: not even one is within the bound."""
+        return min(self.experts, self.elements // each)
+
+
 class Stream(Protocol):
     """Hidden states of all calibration windows, in chunks [windows, seq, hidden] fp32."""
 
@@ -89,7 +110,7 @@ class BlockJob:
 
     index: int
     block: Block
-    """Its weights in fp32, as they stand. A mixture's experts are not in it: they pass one at a time."""
+    """Its weights in fp32, as they stand. A mixture's experts are not in it: they are read when they are visited."""
     inputs: Stream
     """What the block reads in the compressed model."""
     target: Stream | None
@@ -134,7 +155,7 @@ class CompressBuild:
     before_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
     """Before the block's sites: what folds scales, keeping the function."""
     at_site: list[Callable[[Site], None]] = field(default_factory=list)
-    """Replaces weights of layers."""
+    """Replaces weights of layers; a :class:`Together` those of several experts at once."""
     after_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
     """When all weights of the block are final: what tunes the rest."""
     wants: set[str] = field(default_factory=set)

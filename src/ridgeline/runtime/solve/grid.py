@@ -18,6 +18,10 @@ from ridgeline.nn.ternary import Ternary as Code
 class Fitted(Protocol):
     """A grid with parameters for one weight [out, in]."""
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a row's values are the same in all its columns."""
+
     def snap(self, x: Tensor, column: int, out: Tensor) -> None:
         """Write the nearest values of the grid to ``x`` [out] for this column of W into ``out``."""
 
@@ -92,6 +96,11 @@ class FittedAffine:
         self.scale, self.zero, self.grid = scale, zero, grid
         self._scale, self._zero = scale.t().contiguous(), zero.t().contiguous()  # [groups, out]
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a row is one group."""
+        return len(self._scale) == 1
+
     def _group(self, column: int) -> int:
         return column // self.grid.group_size if self.grid.group_size else 0
 
@@ -128,6 +137,8 @@ class Ternary:
 
 class FittedTernary:
     """Extremes [out] of one weight."""
+
+    whole_rows = True
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
         self.low, self.high = low, high
