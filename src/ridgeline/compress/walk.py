@@ -310,7 +310,8 @@ class Walker:
             record = {
                 "layer": layer.name, "error": site.error(layer), "tokens": site.tokens, "seconds": seconds,
                 "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
-                "numel": layer.weight.numel(), "zeros": float((layer.weight == 0).float().mean()), **layer.said,
+                "numel": layer.weight.numel(),
+                "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.said,
             }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer

@@ -18,7 +18,7 @@ from torch import Tensor
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.solve.grid import Affine, Grid, nearest
+from ridgeline.runtime.solve.grid import Affine
 from ridgeline.runtime.solve.sweep import relative_error
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -42,9 +42,9 @@ class Layer:
     said: dict[str, Any] = field(default_factory=dict)
     """For the report: what the step wants to tell of this layer (damping, fallback, chosen group size, …)."""
 
-    def store(self, stored: Stored) -> None:
-        """Take ``stored`` as the layer's weight from here on."""
-        self.stored, self.weight = stored, stored.dense()
+    def store(self, stored: Stored, weight: Tensor | None = None) -> None:
+        """Take ``stored`` as the layer's weight from here on; ``weight``: what it expands to, where that is at hand."""
+        self.stored, self.weight = stored, stored.dense() if weight is None else weight
 
 
 @dataclass
@@ -67,7 +67,8 @@ class Site:
 
     def together(self) -> Tensor:
         """The layers' weights stacked, [sum of outs, in]: they can be solved as one."""
-        return torch.cat([layer.weight for layer in self.layers])
+        weights = [layer.weight for layer in self.layers]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def keeps(self) -> Tensor | None:
         """The layers' supports stacked, bool [sum of outs, in]; None when all are dense."""
@@ -166,28 +167,18 @@ class CompressBuild:
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 
-def store(site: Site, packed: Stored, **said: Any) -> None:
-    """One record of the stacked layers becomes what each of them stores; ``said`` of all."""
-    for layer, own in zip(site.layers, packed_rows(site, packed), strict=True):
-        layer.store(own)
-        layer.said.update(said)
-
-
-def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
-    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
-    weight, keep = site.together(), site.keeps()
-    fitted = grid.fit(weight)
-    rounded = nearest(weight, fitted)
-    packed = fitted.pack(rounded if keep is None else rounded * keep)
-    assert packed is not None
-    store(site, packed, **said)
-
-
-def packed_rows(site: Site, packed: Stored) -> list[Stored]:
-    """One record of the stacked layers cut into theirs."""
-    out: list[Stored] = []
+def store(site: Site, packed: Stored, weight: Tensor | None = None, **said: Any) -> None:
+    """One record of the stacked layers becomes what each of them stores; ``weight``: what it expands to, where that is
+    at hand; ``said`` of all."""
     start = 0
     for layer in site.layers:
-        out.append(packed.rows(start, start + len(layer.weight)))
-        start += len(layer.weight)
-    return out
+        end = start + len(layer.weight)
+        layer.store(packed.rows(start, end), None if weight is None else weight[start:end])
+        layer.said.update(said)
+        start = end
+
+
+def store_nearest(site: Site, grid: Affine, **said: Any) -> None:
+    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
+    weight, keep = site.together(), site.keeps()
+    store(site, grid.fit(weight).pack(weight if keep is None else weight * keep), **said)

@@ -123,9 +123,10 @@ class QMoE(Technique):
         kind: grid.Grid = run.affine(2, 0, symmetric=False) if self.grid == "2bit" else grid.Ternary(run.scale_dtype)
         fitted = kind.fit(torch.cat(weights))
         solved = sweep_stack(torch.stack(weights), grams, fitted, support, act_order=True, damp=self.damp)
-        record = fitted.pack(torch.cat([s.weight for s in solved]))
+        found = torch.cat([s.weight for s in solved])
+        record = fitted.pack(found)
         assert record is not None
         rows = len(weights[0])
         for i, (site, s) in enumerate(zip(sites, solved, strict=True)):
             own = record.rows(i * rows, (i + 1) * rows)
-            store(site, own, **s.said, rounded=site.tokens < self.min_tokens)
+            store(site, own, found[i * rows : (i + 1) * rows], **s.said, rounded=site.tokens < self.min_tokens)

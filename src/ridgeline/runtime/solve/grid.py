@@ -112,10 +112,10 @@ class FittedAffine:
         out.round_().add_(zero).clamp_(0, 2**self.grid.bits - 1).sub_(zero).mul_(scale)
 
     def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Packed:
-        """Codes of a weight on the grid."""
+        """Codes of a weight's nearest values on the grid."""
         out, width = weight.shape
         group = self.grid.group_size or width
-        codes = torch.round(weight.view(out, -1, group) / self.scale.unsqueeze(-1)).add_(self.zero.unsqueeze(-1))
+        codes = (weight.view(out, -1, group) / self.scale.unsqueeze(-1)).round_().add_(self.zero.unsqueeze(-1))
         codes = codes.clamp_(0, 2**self.grid.bits - 1).to(torch.uint8).view(out, width)
         zero = None if self.grid.symmetric else self.zero.to(torch.uint8)
         return Packed(codes, self.scale.to(self.grid.scale_dtype), zero, self.grid.bits, group, outliers)
