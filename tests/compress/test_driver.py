@@ -148,8 +148,11 @@ def test_full_disk_leaves_what_is_done(bench, tmp_path, monkeypatch):
         bench.compress(path, tmp_path / "out", GPTQ)
     assert "run the same command again" in caught.value.fix
     assert not (tmp_path / "out").exists()
-    assert sorted(json.loads((tmp_path / "out.partial" / "journal.json").read_text())["parts"]) == ["embed", "layers.0"]
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    assert [json.loads(line).get("part") for line in journal.read_text().splitlines()] == [None, "embed", "layers.0"]
     monkeypatch.undo()
+    with journal.open("a") as cut:  # as if the process had died while it wrote
+        cut.write('{"part": "layers.1", "file": "part-')
     bench.compress(path, tmp_path / "out", GPTQ)
     bench.compress(path, tmp_path / "whole", GPTQ)
     assert same_files(tmp_path / "whole", tmp_path / "out")

@@ -8,14 +8,17 @@ from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze, text
 from ridgeline.compress import walk
 from ridgeline.nn.checkpoint import Reader, load_checkpoint
 from ridgeline.nn.generate import generate
+from ridgeline.nn.meter import Meter
 from ridgeline.nn.packed import Packed
 from ridgeline.nn.packed_model import load_packed
 from ridgeline.nn.ternary import Ternary as Code
 from ridgeline.nn.ternary import TernaryLinear
+from ridgeline.runtime.compression import Together
 from ridgeline.runtime.solve.grid import Ternary, nearest
 from ridgeline.runtime.solve.sweep import relative_error, sweep
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.model import ModelSpec
+from ridgeline.techniques.qmoe import BATCH_ELEMENTS, QMoE
 
 WIDE = {**MIXTRAL, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
 
@@ -195,3 +198,70 @@ def test_model_computes_from_words(tmp_path, dtype):
         torch.testing.assert_close(packed(ids), expanded(ids), rtol=1e-4, atol=1e-4)
         prompt = ids[:, :8]
         assert torch.equal(generate(packed, prompt, 6), generate(expanded, prompt, 6))
+
+
+def test_a_batch_of_experts_is_one_by_one(source, tmp_path):
+    """Also where the last batch is smaller. The sums' order differs, so a weight in a thousand may be rounded to the
+    other side, and what comes behind it moves with it."""
+    reports = {batch: squeeze(source, tmp_path / str(batch), f"qmoe:batch={batch}") for batch in (1, 3, 16)}
+    names = [f"layers.{i}.mlp.experts.{kind}_proj" for i in range(2) for kind in ("gate", "up", "down")]
+    readers = {b: Reader(tmp_path / str(b), ModelSpec.from_path(tmp_path / str(b))) for b in reports}
+    alone = {la["layer"]: la for la in reports[1]["layers"]}
+    for batch in (3, 16):
+        assert reports[batch]["experts"] == reports[1]["experts"]
+        for la in reports[batch]["layers"]:
+            assert la["error"] == pytest.approx(alone[la["layer"]]["error"], rel=1e-2)
+        for name in names:
+            for e in range(4):
+                differ = (readers[batch].read(name, e) != readers[1].read(name, e)).float().mean()
+                assert differ < (1e-3 if name.startswith("layers.0") else 1e-2)
+
+
+def test_steps_see_what_they_take(source, tmp_path, monkeypatch):
+    """Experts come in batches to the step that takes them so, what prunes them before sees one site at a time, and both
+    get what the other left."""
+    sizes = []
+    inner = QMoE._solve
+    monkeypatch.setattr(QMoE, "_solve", lambda self, run, sites: (sizes.append(len(sites)), inner(self, run, sites))[1])
+    report = squeeze(source, tmp_path / "out", "magnitude:sparsity=0.9", "qmoe:batch=3")
+    assert sizes == 2 * [1, 1, 3, 3, 1, 1]  # attention's two, up and down of three, of the last
+    experts = [la for la in report["layers"] if ".experts." in la["layer"]]
+    assert len(experts) == 24
+    assert all(la["zeros"] >= 0.9 and la["bits"] < 8 for la in experts)
+
+
+def test_wide_experts_make_small_batches():
+    step = Together(lambda sites: None, 16, BATCH_ELEMENTS)
+    assert step.at_once(3 * 256 * 128 + 256**2 + 128**2) == 16
+    assert step.at_once(3 * 1024 * 512 + 1024**2 + 512**2) == 5
+    assert step.at_once(3 * 4096 * 14336 + 4096**2 + 14336**2) == 0
+
+
+def test_memory_is_that_of_a_batch(tmp_path):
+    """Twice the experts take no more than their words more; a larger batch does."""
+
+    def peak(experts, batch):
+        model = tmp_path / str(experts)
+        if not model.exists():
+            checkpoint(model, {**WIDE, "num_experts": experts, "num_layers": 1})
+        with Meter(torch.nn.Module()) as meter:
+            squeeze(model, tmp_path / f"{experts}-{batch}", f"qmoe:batch={batch}", samples=2)
+        return meter.peak.total
+
+    dense = 4 * 3 * 64 * 96
+    few = peak(4, 2)
+    assert peak(8, 2) - few < 0.25 * 4 * dense
+    assert peak(8, 6) - few > 4 * dense
+
+
+def test_a_stopped_compression_goes_on_to_the_same_bytes(source, tmp_path):
+    def stop(message):
+        if message.get("layer", "").startswith("layers.1."):
+            raise KeyboardInterrupt
+
+    squeeze(source, tmp_path / "whole", "qmoe:batch=3")
+    with pytest.raises(KeyboardInterrupt):
+        squeeze(source, tmp_path / "again", "qmoe:batch=3", report=stop)
+    squeeze(source, tmp_path / "again", "qmoe:batch=3")
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()

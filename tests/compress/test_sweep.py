@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ridgeline.runtime.solve.descend import descend
-from ridgeline.runtime.solve.grid import Affine, nearest
+from ridgeline.runtime.solve.grid import Affine, Ternary, nearest
 from ridgeline.runtime.solve.support import NM, Given, Unstructured
-from ridgeline.runtime.solve.sweep import relative_error, sweep
+from ridgeline.runtime.solve.sweep import relative_error, sweep, sweep_stack
 
 
 def layer(out, width, rows=None, seed=0, dtype=torch.float32):
@@ -184,3 +184,38 @@ def test_a_grid_keeps_a_given_support():
     joint = sweep(pruned.weight, gram, Affine(4, 32).fit(pruned.weight), Given(pruned.keep), act_order=True)
     assert bool((joint.weight[~pruned.keep] == 0).all())
     assert relative_error(pruned.weight, joint.weight, gram) < 0.05
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize(
+    ("grid", "pruned"), [(Affine(2, symmetric=False), True), (Ternary(), False), (Ternary(), True)]
+)
+def test_problems_side_by_side_are_solved_as_one_by_one(grid, pruned, order):
+    """One has no use for its inputs' moments, one's H cannot be factored: that stays theirs. Products are summed in
+    another order, so a weight may fall to the other side of a threshold: one in a thousand."""
+    pairs = [layer(40, 160, seed=seed) for seed in range(5)]
+    weights, grams = torch.stack([w for w, _ in pairs]), [h for _, h in pairs]
+    grams[1] = torch.eye(160)
+    grams[2] = grams[2] - 1e6 * torch.eye(160)
+    grams[3][:, 7] = grams[3][7] = 0
+    mask = torch.rand(weights.shape, generator=torch.Generator().manual_seed(9)) > 0.5
+    support = Given(mask.flatten(0, 1)) if pruned else None
+    together = sweep_stack(weights, grams, grid.fit(weights.flatten(0, 1)), support, order, block=64)
+    alone = [sweep(w, h, grid.fit(w), Given(m) if pruned else None, order, block=64)
+             for w, h, m in zip(weights, grams, mask, strict=True)]  # fmt: skip
+    for found, expected in zip(together, alone, strict=True):
+        assert found.damp == expected.damp
+        assert (found.weight != expected.weight).float().mean() < 1e-3
+        assert (found.keep is None and expected.keep is None) or torch.equal(found.keep, expected.keep)
+    assert [s.damp for s in together] == [0.01, 0.01, float("inf"), 0.01, 0.01]
+    assert bool((together[3].weight[:, 7] == 0).all())
+
+
+def test_groups_of_columns_side_by_side():
+    """In the columns' own order; in another, each problem would be at another group."""
+    weights, grams = (torch.stack(x) for x in zip(*(layer(16, 64, seed=seed) for seed in range(3)), strict=True))
+    fitted = Affine(3, 16).fit(weights.flatten(0, 1))
+    for found, weight, gram in zip(sweep_stack(weights, grams, fitted), weights, grams, strict=True):
+        assert (found.weight != sweep(weight, gram, Affine(3, 16).fit(weight)).weight).float().mean() < 1e-3
+    with pytest.raises(AssertionError):
+        sweep_stack(weights, grams, fitted, act_order=True)

@@ -29,7 +29,8 @@ from ridgeline.spec.model import ModelSpec
 
 REPORT = "ridgeline.json"
 """The report in the finished folder."""
-_JOURNAL = "journal.json"
+_JOURNAL = "journal.jsonl"
+"""The identity, then a line for every part that is done."""
 
 
 class Output:
@@ -55,6 +56,9 @@ class Output:
             shutil.rmtree(self.partial, ignore_errors=True)
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
+            if journal and resume:  # a line that was cut off goes
+                lines = [{"identity": digest}, *({"part": p, **said} for p, said in journal["parts"].items())]
+                self._replace(self.partial / _JOURNAL, "".join(json.dumps(line) + "\n" for line in lines))
         except OSError as e:
             raise UserError(f"cannot write {self.partial}: {e.strerror}", "check path and permissions") from None
         self.journal: dict[str, Any] = journal if journal and resume else {"identity": digest, "parts": {}}
@@ -62,10 +66,17 @@ class Output:
 
     def _journal(self) -> dict[str, Any] | None:
         try:
-            found = json.loads((self.partial / _JOURNAL).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            first, *rest = (self.partial / _JOURNAL).read_text(encoding="utf-8").splitlines()
+            found: dict[str, Any] = {"identity": json.loads(first)["identity"], "parts": {}}
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found if isinstance(found, dict) and {"identity", "parts"} <= set(found) else None
+        for line in rest:
+            try:
+                said = json.loads(line)
+            except ValueError:  # it was being written when the process died
+                break
+            found["parts"][said.pop("part")] = said
+        return found
 
     def done(self, part: str) -> bool:
         """Whether a part was written, now or by an earlier process."""
@@ -86,7 +97,10 @@ class Output:
             os.replace(draft, file)
             size = sum(t.nbytes for t in tensors.values())
             self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **said}
-            self._write_json(self.partial / _JOURNAL, self.journal)
+            with open(self.partial / _JOURNAL, "a", encoding="utf-8") as journal:
+                if journal.tell() == 0:
+                    journal.write(json.dumps({"identity": self.journal["identity"]}) + "\n")
+                journal.write(json.dumps({"part": part, **self.journal["parts"][part]}) + "\n")
         except (OSError, SafetensorError) as e:
             self.journal["parts"].pop(part, None)
             draft.unlink(missing_ok=True)
@@ -95,10 +109,14 @@ class Output:
                 f"cannot write {file}: {why}", "make room and run the same command again: it goes on with this block"
             ) from None
 
+    @classmethod
+    def _write_json(cls, file: Path, value: Any) -> None:
+        cls._replace(file, json.dumps(value, indent=1))
+
     @staticmethod
-    def _write_json(file: Path, value: Any) -> None:
+    def _replace(file: Path, text: str) -> None:
         draft = file.with_name(file.name + ".draft")
-        draft.write_text(json.dumps(value, indent=1), encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
         os.replace(draft, file)
 
     def finish(

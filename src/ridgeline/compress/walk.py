@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ridgeline.nn.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.moe import MoE
 from ridgeline.nn.sparse import Sparse
 from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.compression import BlockJob, CompressBuild, Layer, Site
+from ridgeline.runtime.compression import BlockJob, CompressBuild, Layer, Site, Together
 from ridgeline.runtime.solve.statistics import Gram, Peak
 
 Report = Callable[[dict[str, Any]], None]
@@ -33,6 +34,24 @@ def _linear(weight: Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
+
+
+@dataclass
+class _Visit:
+    """A site that is to be shown."""
+
+    name: str
+    holder: nn.Module
+    names: tuple[str, ...]
+    """The linear layers that read it, within ``holder``."""
+    inputs: Iterator[Tensor]
+    prefix: str
+    """Of the layers' names."""
+    peak: Tensor | None = None
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        return [self.holder.get_submodule(n) for n in self.names]  # type: ignore[misc]
 
 
 class Walker:
@@ -198,57 +217,88 @@ class Walker:
                 x.copy_(block.mlp_norm(x))
 
     def _experts(self, prefix: str, block: Block, hidden: Hidden, expert: ReadExpert) -> None:
-        """Each expert by itself: only the tokens that the router sends it, and only its weights in memory."""
+        """Each expert sees only the tokens that the router sends it. In memory are the weights of one, or of as many as
+        the plan's steps take at once."""
         moe = block.mlp
         assert isinstance(moe, MoE)
         normed = [block.mlp_norm(x).reshape(-1, x.shape[-1]) for x in hidden.chunks()]
         routed = [moe.route(rows) for rows in normed]
-        spec = self.skeleton.spec
+        spec, act = self.skeleton.spec, self.skeleton.spec.activation
         names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
-        for e in range(moe.num_experts):
-            where = f"{prefix}.mlp.experts.{e}"
-            places = [(chosen == e).nonzero(as_tuple=True) for _, chosen in routed]
-            rows = torch.cat([torch.empty(0, spec.hidden_size),
-                              *(n[token] for n, (token, _) in zip(normed, places, strict=True))])  # fmt: skip
-            own = nn.ModuleDict({name: _linear(expert(name, e)) for name in (*names, "down_proj")})
-            self._site(f"{where}.up", own, names, {}, iter((rows,)), f"{where}.")
-            inner = own["up_proj"](rows)
-            act = gated(spec.activation, own["gate_proj"](rows), inner) if spec.gated else \
-                ACTIVATIONS[spec.activation](inner)  # fmt: skip
-            self._site(f"{where}.down", own, ("down_proj",), {}, iter((act,)), f"{where}.")
-            out, at = own["down_proj"](act), 0
-            for x, (weights, _), (token, slot) in zip(hidden.chunks(), routed, places, strict=True):
-                part = out[at : at + len(token)] * weights[token, slot].unsqueeze(1).to(out.dtype)
-                x.view(-1, x.shape[-1]).index_add_(0, token, part)
-                at += len(token)
+        count = moe.num_experts
+        size = self._at_once(spec.hidden_size, spec.intermediate_size, len(names) + 1)
+        for start in range(0, count, size):
+            several = range(start, min(start + size, count))
+            where = [f"{prefix}.mlp.experts.{e}" for e in several]
+            places = [[(chosen == e).nonzero(as_tuple=True) for _, chosen in routed] for e in several]
+            rows = [torch.cat([torch.empty(0, spec.hidden_size),
+                               *(n[token] for n, (token, _) in zip(normed, own, strict=True))])
+                    for own in places]  # fmt: skip
+            owns = [nn.ModuleDict({n: _linear(expert(n, e)) for n in (*names, "down_proj")}) for e in several]
+            self._sites([_Visit(f"{w}.up", own, names, iter((x,)), f"{w}.")
+                         for w, own, x in zip(where, owns, rows, strict=True)])  # fmt: skip
+            inner = [gated(act, own["gate_proj"](x), own["up_proj"](x)) if spec.gated else
+                     ACTIVATIONS[act](own["up_proj"](x)) for own, x in zip(owns, rows, strict=True)]  # fmt: skip
+            self._sites([_Visit(f"{w}.down", own, ("down_proj",), iter((x,)), f"{w}.")
+                         for w, own, x in zip(where, owns, inner, strict=True)])  # fmt: skip
+            for own, x, place in zip(owns, inner, places, strict=True):
+                self._add(hidden, own["down_proj"](x), routed, place)
+
+    def _at_once(self, hidden: int, inner: int, matrices: int) -> int:
+        """Experts that all steps can take together."""
+        each = matrices * hidden * inner + hidden**2 + inner**2
+        return max(1, min((s.at_once(each) for s in self.run.at_site if isinstance(s, Together)), default=1))
+
+    @staticmethod
+    def _add(hidden: Hidden, out: Tensor, routed: list[Any], places: list[Any]) -> None:
+        """Add what one expert gives, [rows, hidden], to the tokens that were sent to it, by the router's weights."""
+        at = 0
+        for x, (weights, _), (token, slot) in zip(hidden.chunks(), routed, places, strict=True):
+            part = out[at : at + len(token)] * weights[token, slot].unsqueeze(1).to(out.dtype)
+            x.view(-1, x.shape[-1]).index_add_(0, token, part)
+            at += len(token)
 
     def _site(
-        self, name: str, holder: nn.Module, names: tuple[str, ...], peaks: dict[str, Tensor], inputs: Any,
-        prefix: str = "",
-    ) -> None:  # fmt: skip
-        """Show one site to the techniques and take over what they made of its weights."""
-        run, block_name = self.run, ".".join(name.split(".")[:2])
-        prefix = prefix or f"{name.rpartition('.')[0]}."
-        linears: list[nn.Linear] = [holder.get_submodule(n) for n in names]  # type: ignore[misc]
-        width = linears[0].in_features
+        self, name: str, holder: nn.Module, names: tuple[str, ...], peaks: dict[str, Tensor], inputs: Any
+    ) -> None:
+        """Show one site of a block to the techniques."""
+        peak = peaks.get(name.removeprefix(f"{'.'.join(name.split('.')[:2])}."))
+        self._sites([_Visit(name, holder, names, inputs, f"{name.rpartition('.')[0]}.", peak)])
+
+    def _sites(self, visits: list[_Visit]) -> None:
+        """Show sites of one kind to the techniques and take over what they made of their weights."""
+        sites = [self._gathered(visit) for visit in visits]
+        start = time.perf_counter()
+        for step in self.run.at_site:
+            # What has its final code is not coded again.
+            waiting = [site for site in sites if any(layer.stored is None for layer in site.layers)]
+            if isinstance(step, Together) and waiting:
+                step.together(waiting)
+                continue
+            for site in waiting:
+                step(site)
+        seconds = (time.perf_counter() - start) / sum(len(site.layers) for site in sites)
+        for visit, site in zip(visits, sites, strict=True):
+            self._take(visit, site, seconds)
+
+    def _gathered(self, visit: _Visit) -> Site:
+        """A site with the statistics of what it reads."""
+        weights = [linear.weight.detach() for linear in visit.linears]
         gram, tokens = None, 0
-        if "gram" in run.wants:
-            moments = Gram(width)
-            for x in inputs:
+        if "gram" in self.run.wants:
+            moments = Gram(weights[0].shape[1])
+            for x in visit.inputs:
                 moments.add(x)
             gram, tokens = moments.value, moments.rows
             if tokens == 0:
-                gram = torch.eye(width)
-        weights = [linear.weight.detach() for linear in linears]
-        layers = [Layer(prefix + n, weight, weight, input=self.inputs.get(prefix + n))
-                  for n, weight in zip(names, weights, strict=True)]  # fmt: skip
-        site = Site(name, layers, gram, tokens, peaks.get(name.removeprefix(f"{block_name}.")))
-        start = time.perf_counter()
-        for step in run.at_site:
-            if any(layer.stored is None for layer in layers):  # what has its final code is not coded again
-                step(site)
-        seconds = (time.perf_counter() - start) / len(layers)
-        for layer, linear in zip(layers, linears, strict=True):
+                gram = torch.eye(len(gram))
+        layers = [Layer(visit.prefix + n, weight, weight, input=self.inputs.get(visit.prefix + n))
+                  for n, weight in zip(visit.names, weights, strict=True)]  # fmt: skip
+        return Site(visit.name, layers, gram, tokens, visit.peak)
+
+    def _take(self, visit: _Visit, site: Site, seconds: float) -> None:
+        """Take over the weights of a site; ``seconds`` were spent on each layer."""
+        for layer, linear in zip(site.layers, visit.linears, strict=True):
             if layer.stored is None or self.expands:
                 layer.weight = layer.weight.to(self.dtype).float()  # as it will be read back
                 if self.archives and layer.keep is not None:
@@ -258,9 +308,10 @@ class Walker:
                 code = layer.input
                 linear.register_forward_pre_hook(lambda _, x, code=code: (fake_quantise(x[0], code),))
             record = {
-                "layer": layer.name, "error": site.error(layer), "tokens": tokens, "seconds": seconds,
+                "layer": layer.name, "error": site.error(layer), "tokens": site.tokens, "seconds": seconds,
                 "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
-                "numel": layer.weight.numel(), "zeros": float((layer.weight == 0).float().mean()), **layer.said,
+                "numel": layer.weight.numel(),
+                "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.said,
             }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer

@@ -103,16 +103,14 @@ class Packed:
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [rows, n] → int32 [rows, ceil(n·bits / 32)]: dense, little-endian along the row, across words."""
-    rows, n = codes.shape
-    if 32 % bits == 0:
-        each = 32 // bits
-        padded = torch.nn.functional.pad(codes, (0, -n % each)).view(rows, -1, each).long()
-        words = (padded << (torch.arange(each, device=codes.device) * bits)).sum(-1)
-    else:
+    if 8 % bits:
         spread = (codes.unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8)) & 1
-        flat = torch.nn.functional.pad(spread.reshape(rows, n * bits), (0, -(n * bits) % 32)).view(rows, -1, 32)
-        words = (flat.long() << torch.arange(32, device=codes.device)).sum(-1)
-    return words.to(torch.int32)  # wraps above 2^31, which keeps the bits
+        codes, bits = spread.flatten(1), 1
+    short = -codes.shape[1] % (32 // bits)
+    parts = torch.nn.functional.pad(codes, (0, short)) if short else codes
+    while bits < 8:  # neighbours become one, of twice the bits
+        parts, bits = parts[:, 1::2].bitwise_left_shift(bits).bitwise_or_(parts[:, ::2]), 2 * bits
+    return parts.reshape(-1).view(torch.int32).view(len(codes), -1)
 
 
 def unpack_bits(words: Tensor, bits: int, n: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The builder that the compression driver hands to each technique, and what it then shows to what they registered.
 
 The driver walks the checkpoint block by block. In each block it visits sites in the order of the data: the linear
-layers that read one and the same input (query, key and value; output; gate and up; down; and likewise every expert's).
+layers that read one and the same input (query, key and value; output; gate and up; down; and likewise every expert's,
+one by one or several experts' together).
 By then everything before the site is compressed, and the site's inputs are those of the compressed model.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Stored
 from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.solve.grid import Affine, Grid, nearest
+from ridgeline.runtime.solve.grid import Affine
 from ridgeline.runtime.solve.sweep import relative_error
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -41,9 +42,9 @@ class Layer:
     said: dict[str, Any] = field(default_factory=dict)
     """For the report: what the step wants to tell of this layer (damping, fallback, chosen group size, …)."""
 
-    def store(self, stored: Stored) -> None:
-        """Take ``stored`` as the layer's weight from here on."""
-        self.stored, self.weight = stored, stored.dense()
+    def store(self, stored: Stored, weight: Tensor | None = None) -> None:
+        """Take ``stored`` as the layer's weight from here on; ``weight``: what it expands to, where that is at hand."""
+        self.stored, self.weight = stored, stored.dense() if weight is None else weight
 
 
 @dataclass
@@ -66,7 +67,8 @@ class Site:
 
     def together(self) -> Tensor:
         """The layers' weights stacked, [sum of outs, in]: they can be solved as one."""
-        return torch.cat([layer.weight for layer in self.layers])
+        weights = [layer.weight for layer in self.layers]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def keeps(self) -> Tensor | None:
         """The layers' supports stacked, bool [sum of outs, in]; None when all are dense."""
@@ -74,6 +76,26 @@ class Site:
             return None
         return torch.cat([torch.ones_like(la.weight, dtype=torch.bool) if la.keep is None else la.keep
                           for la in self.layers])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Together:
+    """A step at sites that takes those of several experts at once: all their ``up``, or all their ``down``, of one
+    shape. It is shown any other site alone. What is held at once are those experts' weights and second moments."""
+
+    together: Callable[[list[Site]], None]
+    experts: int
+    """Most of them."""
+    elements: int
+    """Most numbers in their weights and second moments, unless one has more."""
+
+    def __call__(self, site: Site) -> None:
+        """A site alone."""
+        self.together([site])
+
+    def at_once(self, each: int) -> int:
+        """Experts that are taken together where one has ``each`` numbers; 0: not even one is within the bound."""
+        return min(self.experts, self.elements // each)
 
 
 class Stream(Protocol):
@@ -89,7 +111,7 @@ class BlockJob:
 
     index: int
     block: Block
-    """Its weights in fp32, as they stand. A mixture's experts are not in it: they pass one at a time."""
+    """Its weights in fp32, as they stand. A mixture's experts are not in it: they are read when they are visited."""
     inputs: Stream
     """What the block reads in the compressed model."""
     target: Stream | None
@@ -134,7 +156,7 @@ class CompressBuild:
     before_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
     """Before the block's sites: what folds scales, keeping the function."""
     at_site: list[Callable[[Site], None]] = field(default_factory=list)
-    """Replaces weights of layers."""
+    """Replaces weights of layers; a :class:`Together` those of several experts at once."""
     after_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
     """When all weights of the block are final: what tunes the rest."""
     wants: set[str] = field(default_factory=set)
@@ -145,28 +167,18 @@ class CompressBuild:
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 
-def store(site: Site, packed: Stored, **said: Any) -> None:
-    """One record of the stacked layers becomes what each of them stores; ``said`` of all."""
-    for layer, own in zip(site.layers, packed_rows(site, packed), strict=True):
-        layer.store(own)
-        layer.said.update(said)
-
-
-def store_nearest(site: Site, grid: Grid, **said: Any) -> None:
-    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
-    weight, keep = site.together(), site.keeps()
-    fitted = grid.fit(weight)
-    rounded = nearest(weight, fitted)
-    packed = fitted.pack(rounded if keep is None else rounded * keep)
-    assert packed is not None
-    store(site, packed, **said)
-
-
-def packed_rows(site: Site, packed: Stored) -> list[Stored]:
-    """One record of the stacked layers cut into theirs."""
-    out: list[Stored] = []
+def store(site: Site, packed: Stored, weight: Tensor | None = None, **said: Any) -> None:
+    """One record of the stacked layers becomes what each of them stores; ``weight``: what it expands to, where that is
+    at hand; ``said`` of all."""
     start = 0
     for layer in site.layers:
-        out.append(packed.rows(start, start + len(layer.weight)))
-        start += len(layer.weight)
-    return out
+        end = start + len(layer.weight)
+        layer.store(packed.rows(start, end), None if weight is None else weight[start:end])
+        layer.said.update(said)
+        start = end
+
+
+def store_nearest(site: Site, grid: Affine, **said: Any) -> None:
+    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
+    weight, keep = site.together(), site.keeps()
+    store(site, grid.fit(weight).pack(weight if keep is None else weight * keep), **said)

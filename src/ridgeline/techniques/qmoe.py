@@ -13,13 +13,16 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.weight_only import QUANTISE, narrow
 
 if TYPE_CHECKING:
-    from ridgeline.nn.packed import Stored
     from ridgeline.runtime.compression import CompressBuild, Site
 
 WORD_BITS = 0.737
 """Bits of the words per weight where 88.5 % of the weights are zero, as of Gaussian rows rounded to their extremes."""
 ROW_BITS = 72
 """Bits of a row beside its words: two values, an offset, and half a word that reaches beyond its end on average."""
+
+BATCH_ELEMENTS = 1 << 24
+"""Numbers in the weights and second moments of experts that are solved side by side. Of narrow experts most of the time
+goes into calls, which a batch shares; those of about a million weights keep a CPU busy one by one."""
 
 
 class QMoE(Technique):
@@ -53,6 +56,9 @@ class QMoE(Technique):
     """Share of the mean diagonal that is added to H, which few tokens stand behind."""
     min_tokens: int = Field(default=1, ge=1)
     """Experts that fewer calibration tokens reach are rounded to nearest instead."""
+    batch: int = Field(default=16, ge=1)
+    """Experts that are solved side by side, all of them in memory; fewer where their weights and second moments are
+    more than 64 MiB together: wide ones gain nothing."""
 
     @property
     def own_format(self) -> bool:
@@ -90,31 +96,37 @@ class QMoE(Technique):
         return g.each_block(shrink, layers_only=True)
 
     def compress(self, run: CompressBuild) -> None:
-        """Each expert's projections that read one input are solved as one."""
-        run.wants.add("gram")
-        run.at_site.append(lambda site: self._solve(run, site))
+        """Each expert's projections that read one input are solved as one, and several experts' side by side."""
+        from ridgeline.runtime.compression import Together
 
-    def _solve(self, run: CompressBuild, site: Site) -> None:
+        run.wants.add("gram")
+        run.at_site.append(Together(lambda sites: self._solve(run, sites), self.batch, BATCH_ELEMENTS))
+
+    def _solve(self, run: CompressBuild, sites: list[Site]) -> None:
         import torch
 
         from ridgeline.runtime.compression import store
         from ridgeline.runtime.solve import grid
         from ridgeline.runtime.solve.support import Given
-        from ridgeline.runtime.solve.sweep import sweep
+        from ridgeline.runtime.solve.sweep import sweep_stack
 
-        if ".experts." not in site.name:
+        if ".experts." not in sites[0].name:
             return
-        assert site.gram is not None
-        weight, keep = site.together(), site.keeps()
-        plain = site.tokens < self.min_tokens
-        gram = torch.eye(len(site.gram)) if plain else site.gram
-        support = None if keep is None else Given(keep)
-        if self.grid == "2bit":
-            whole = run.affine(2, 0, symmetric=False).fit(weight)
-            solved = sweep(weight, gram, whole, support, act_order=True, damp=self.damp)
-            record: Stored = whole.pack(solved.weight)
-        else:
-            three = grid.Ternary(run.scale_dtype).fit(weight)
-            solved = sweep(weight, gram, three, support, act_order=True, damp=self.damp)
-            record = three.pack(solved.weight)
-        store(site, record, damp=solved.damp, rounded=plain)
+        weights, keeps, grams = [site.together() for site in sites], [site.keeps() for site in sites], []
+        for site in sites:
+            assert site.gram is not None
+            grams.append(site.gram if site.tokens >= self.min_tokens else torch.eye(len(site.gram)))
+        support = None
+        if any(keep is not None for keep in keeps):
+            support = Given(torch.cat([torch.ones_like(w, dtype=torch.bool) if keep is None else keep
+                                       for w, keep in zip(weights, keeps, strict=True)]))  # fmt: skip
+        kind: grid.Grid = run.affine(2, 0, symmetric=False) if self.grid == "2bit" else grid.Ternary(run.scale_dtype)
+        fitted = kind.fit(torch.cat(weights))
+        solved = sweep_stack(torch.stack(weights), grams, fitted, support, act_order=True, damp=self.damp)
+        found = torch.cat([s.weight for s in solved])
+        record = fitted.pack(found)
+        assert record is not None
+        rows = len(weights[0])
+        for i, (site, s) in enumerate(zip(sites, solved, strict=True)):
+            own = record.rows(i * rows, (i + 1) * rows)
+            store(site, own, found[i * rows : (i + 1) * rows], **s.said, rounded=site.tokens < self.min_tokens)

@@ -18,6 +18,10 @@ from ridgeline.nn.ternary import Ternary as Code
 class Fitted(Protocol):
     """A grid with parameters for one weight [out, in]."""
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a row's values are the same in all its columns."""
+
     def snap(self, x: Tensor, column: int, out: Tensor) -> None:
         """Write the nearest values of the grid to ``x`` [out] for this column of W into ``out``."""
 
@@ -92,6 +96,11 @@ class FittedAffine:
         self.scale, self.zero, self.grid = scale, zero, grid
         self._scale, self._zero = scale.t().contiguous(), zero.t().contiguous()  # [groups, out]
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a row is one group."""
+        return len(self._scale) == 1
+
     def _group(self, column: int) -> int:
         return column // self.grid.group_size if self.grid.group_size else 0
 
@@ -103,10 +112,10 @@ class FittedAffine:
         out.round_().add_(zero).clamp_(0, 2**self.grid.bits - 1).sub_(zero).mul_(scale)
 
     def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Packed:
-        """Codes of a weight on the grid."""
+        """Codes of a weight's nearest values on the grid."""
         out, width = weight.shape
         group = self.grid.group_size or width
-        codes = torch.round(weight.view(out, -1, group) / self.scale.unsqueeze(-1)).add_(self.zero.unsqueeze(-1))
+        codes = (weight.view(out, -1, group) / self.scale.unsqueeze(-1)).round_().add_(self.zero.unsqueeze(-1))
         codes = codes.clamp_(0, 2**self.grid.bits - 1).to(torch.uint8).view(out, width)
         zero = None if self.grid.symmetric else self.zero.to(torch.uint8)
         return Packed(codes, self.scale.to(self.grid.scale_dtype), zero, self.grid.bits, group, outliers)
@@ -128,6 +137,8 @@ class Ternary:
 
 class FittedTernary:
     """Extremes [out] of one weight."""
+
+    whole_rows = True
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
         self.low, self.high = low, high

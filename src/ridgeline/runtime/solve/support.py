@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,9 +62,17 @@ class Given:
         """Its own part."""
         return self._mask[columns]
 
-    def permuted(self, order: Tensor) -> Given:
-        """The same for reordered columns."""
-        return Given(self._mask[order].t())
+    def permuted(self, orders: Sequence[Tensor]) -> Given:
+        """The same for reordered columns; rows in as many equal parts as there are ``orders`` [in]."""
+        parts = self._mask.reshape(len(self._mask), len(orders), -1)
+        return Given(reordered(parts, orders).flatten(1).t())
+
+
+def reordered(x: Tensor, orders: Sequence[Tensor]) -> Tensor:
+    """``x`` [in, parts, …], each part in its own order [in]."""
+    if len(orders) == 1:
+        return x[orders[0]]
+    return torch.stack([part[order] for part, order in zip(x.unbind(1), orders, strict=True)], 1)
 
 
 def without_least(scores: Tensor, count: int) -> Tensor:

@@ -8,6 +8,7 @@ one inverse that is needed, of H over the columns still free, is read off the ro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.runtime.solve.grid import Fitted
-from ridgeline.runtime.solve.support import Given, Support
+from ridgeline.runtime.solve.support import Given, Support, reordered
 
 BLOCK = 128
 """Columns after which the rest of the weight is updated, by one matrix product."""
@@ -83,41 +84,95 @@ def sweep(
     groups"), so nothing of the order remains in the result. Not for n:m supports, whose groups are neighbours. Inputs
     that are never active (zero on the diagonal) get weight 0.
     """
-    out, width = weight.shape
-    w = weight.t().clone(memory_format=torch.contiguous_format)  # [in, out]: a column of W is contiguous
-    gram = gram.clone()
-    dead = gram.diagonal() == 0
-    gram.diagonal()[dead] = 1
-    w[dead] = 0
-    order = None
+    return sweep_stack(weight.unsqueeze(0), [gram], grid, support, act_order, damp, block)[0]
+
+
+def sweep_stack(
+    weight: Tensor,
+    grams: Sequence[Tensor],
+    grid: Fitted | None = None,
+    support: Support | None = None,
+    act_order: bool = False,
+    damp: float = 0.01,
+    block: int = BLOCK,
+) -> list[Solved]:
+    """:func:`sweep` for several problems of one shape, side by side: ``weight`` [problems, out, in] and each one's H.
+
+    ``grid`` and ``support`` are of all rows, [problems · out, in]. Every problem has its own order and its own damping,
+    and falls back by itself. Of more than one, the support can only be a given one, and in ``act_order`` a grid's
+    values must be those of whole rows. Beside its arguments it holds one [in, in] and three [out, in] for each problem.
+    """
+    count, out, width = weight.shape
+    assert count == 1 or support is None or isinstance(support, Given)
+    w = torch.empty(width, count, out, dtype=weight.dtype, device=weight.device)  # a column of W is contiguous
+    w.copy_(weight.permute(2, 0, 1))
+    upper = torch.empty(count, width, width, dtype=w.dtype, device=w.device)
+    orders, used = [], []
+    for e, gram in enumerate(grams):
+        gram = gram.clone()
+        dead = gram.diagonal() == 0
+        gram.diagonal()[dead] = 1
+        w[dead, e] = 0
+        if act_order:
+            orders.append(torch.argsort(gram.diagonal(), descending=True, stable=True))
+            gram = gram[orders[e]][:, orders[e]]
+        upper[e], damping = inverse_factor(gram, damp)
+        used.append(damping)
+    columns = list(range(width))
     if act_order:
         assert support is None or support.span == 0
-        order = torch.argsort(gram.diagonal(), descending=True, stable=True)
-        w, gram = w[order], gram[order][:, order]
+        assert count == 1 or grid is None or grid.whole_rows
+        w, columns = reordered(w, orders), orders[0].tolist()
         if isinstance(support, Given):
-            support = support.permuted(order)
-    upper, used = inverse_factor(gram, damp)
-    columns = list(range(width)) if order is None else order.tolist()
-    diagonal = upper.diagonal()
-    kept = None if support is None else torch.empty_like(w, dtype=torch.bool)
+            support = support.permuted(orders)
+    kept = _fix_columns(w, upper, grid, columns, support, block)
+    kept = None if kept is None else kept.view_as(w)
+    if act_order:
+        back = [torch.argsort(order) for order in orders]
+        w, kept = reordered(w, back), None if kept is None else reordered(kept, back)
+    found = w.permute(1, 2, 0).contiguous()
+    keeps = [None] * count if kept is None else list(kept.permute(1, 2, 0).contiguous())
+    return [Solved(q, keep, damping) for q, keep, damping in zip(found, keeps, used, strict=True)]
+
+
+def _fix_columns(
+    w: Tensor, upper: Tensor, grid: Fitted | None, columns: list[int], support: Support | None, block: int
+) -> Tensor | None:
+    """Put ``w`` [in, problems, out] on the grid, in place, by the factors U [problems, in, in] of each; the support.
+
+    ``upper`` is divided by its diagonal in place, so that what is made up for is the plain difference.
+    """
+    width = len(w)
+    flat = w.view(width, -1)
+    diagonal = upper.diagonal(dim1=1, dim2=2).t().unsqueeze(-1).clone()  # [in, problems, 1]
+    upper.div_(diagonal.transpose(0, 1))
+    across = upper.permute(1, 2, 0).unsqueeze(-1)  # [in, in, problems, 1]
+    by_problem = w.transpose(0, 1)
+    errors = torch.empty(block, *w.shape[1:], dtype=w.dtype, device=w.device)
+    q = torch.empty_like(flat[0])
+    kept = None if support is None else torch.empty_like(flat, dtype=torch.bool)
     span = support.span if support is not None else 0
     inner = INNER if span == 0 else span * max(1, INNER // span)  # whole groups
-    errors = torch.empty(block, out, dtype=w.dtype, device=w.device)
-    q = torch.empty(out, dtype=w.dtype, device=w.device)
+
+    def make_up(source: slice, target: slice, error: Tensor) -> None:
+        by_problem[:, target].baddbmm_(upper[:, source, target].mT, error.transpose(0, 1), alpha=-1)
+
+    def keep(part: slice) -> Tensor:
+        assert support is not None
+        return support.keep((w[part] / diagonal[part]).square_().view_as(flat[part]), part)
+
     for a in range(0, width, block):
         b = min(a + block, width)
-        if support is not None and kept is not None and support.span == 0:
-            kept[a:b] = support.keep((w[a:b] / diagonal[a:b, None]).square_(), slice(a, b))
-        scale = diagonal[a:b].tolist()
+        if kept is not None and span == 0:
+            kept[a:b] = keep(slice(a, b))
         start = a
         for j in range(a, b):
             if j == start + inner:  # what the last few columns left to the rest of the block, in one product
-                w[j:b].addmm_(upper[start:j, j:b].t(), errors[start - a : j - a], alpha=-1)
+                make_up(slice(start, j), slice(j, b), errors[start - a : j - a])
                 start = j
-            if support is not None and kept is not None and support.span and j % support.span == 0:
-                group = slice(j, j + support.span)
-                kept[group] = support.keep((w[group] / diagonal[group, None]).square_(), group)
-            column = w[j]
+            if kept is not None and span and j % span == 0:
+                kept[j : j + span] = keep(slice(j, j + span))
+            column = flat[j]
             if grid is None:
                 q.copy_(column)
             else:
@@ -125,15 +180,11 @@ def sweep(
             if kept is not None:
                 q.mul_(kept[j])
             error = errors[j - a]
-            torch.sub(column, q, out=error).div_(scale[j - a])
+            torch.sub(column, q, out=error.view(-1))
             column.copy_(q)
             end = min(start + inner, b)
             if j + 1 < end:
-                w[j + 1 : end].addmm_(upper[j, j + 1 : end, None], error[None], alpha=-1)
+                w[j + 1 : end].addcmul_(across[j, j + 1 : end], error, value=-1)
         if b < width:
-            w[b:].addmm_(upper[a:b, b:].t(), errors[: b - a], alpha=-1)
-    if order is not None:
-        back = torch.argsort(order)
-        w = w[back]
-        kept = None if kept is None else kept[back]
-    return Solved(w.t().contiguous(), None if kept is None else kept.t().contiguous(), used)
+            make_up(slice(a, b), slice(b, width), errors[: b - a])
+    return kept
