@@ -80,7 +80,7 @@ class Card:
 class Technique(BaseModel):
     """Base of every technique. Subclass fields are its options, with a docstring each."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     card: ClassVar[Card]
     phase: ClassVar[Phase]

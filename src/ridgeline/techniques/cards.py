@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from itertools import pairwise
 from typing import Any
 
 from ridgeline.spec.system import System
@@ -13,35 +9,16 @@ from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import registry
 
 
-def _meanings(cls: type[Technique]) -> dict[str, str]:
-    """What stands below each option in the source, inherited ones included. Read when it is shown: in every process
-    that only imports the techniques it would cost more than their import."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not issubclass(base, Technique):
-            continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, below in pairwise(body.body):
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            found.pop(field.target.id, None)
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                found[field.target.id] = str(below.value.value)
-    return found
-
-
 def card(cls: type[Technique]) -> dict[str, Any]:
     """One technique's card with its options (name, type, default, meaning)."""
     c = cls.card
     schema = cls.model_json_schema().get("properties", {})
-    meanings = _meanings(cls)
     options = [
         {
             "name": name,
             "type": _type(schema.get(name, {})),
             "default": field.get_default(call_default_factory=True),
-            "help": " ".join(meanings.get(name, "").split()),
+            "help": " ".join((field.description or "").split()),
         }
         for name, field in cls.model_fields.items()
     ]
