@@ -48,6 +48,8 @@ class Divider:
     mesh: DeviceMesh
     sequence: bool = False
     """Whether what lies between the divided layers is divided along the sequence."""
+    experts: bool = True
+    """Whether the columns of every expert are divided; if not, mixtures are left as they are."""
     _replicated: list[tuple[nn.Module, str, Partial]] = field(default_factory=list)
     _placed: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
@@ -91,6 +93,8 @@ class Divider:
         for name, child in block.named_children():
             if name not in ("attention", "mlp"):
                 self.rest(child)
+                continue
+            if isinstance(child, MoE) and not self.experts:
                 continue
             wrap = self._moe if isinstance(child, MoE) else self._inside
             child.forward = partial(wrap, child.forward)

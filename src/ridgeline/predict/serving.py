@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ridgeline.predict.arrivals import Request, requests
 from ridgeline.predict.common import assemble, metric, rank_cluster, source_of
-from ridgeline.predict.engine import OWN, Engine, find_engine
+from ridgeline.predict.engine import Engine, find_engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.kv import Room, pool_room, room
 from ridgeline.predict.packed import PackedSimulation
@@ -17,7 +17,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
-from ridgeline.spec.serving import Scheduling
+from ridgeline.spec.serving import OWN, Scheduling
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.base import Technique
 

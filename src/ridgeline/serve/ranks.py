@@ -43,7 +43,8 @@ class RankedRunner(Runner):
     def __init__(self, mesh: Mesh, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.stage, self.stages = mesh.at("pp"), mesh.size("pp")
-        self.width = mesh.size("tp")
+        self.width = mesh.size("inner", "tp")
+        """Ranks of one stage."""
         self.followers: list[subprocess.Popen[bytes]] = []
         # An idle server may wait for days; a step may not.
         self.control = dist.new_group(backend="gloo", timeout=timedelta(days=365))
