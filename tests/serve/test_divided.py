@@ -87,10 +87,11 @@ def test_ranks_serve_hold_and_send_what_is_said(plan):
         assert seen == expected(e, rows)
 
 
-def beside(divided, name):
+def beside(divided, name, options=None, model=None):
     """The two together, and the technique alone."""
-    call = str(Call(name=name, options=dict(SERVES[name].card.example)))
-    model = {**(MIXTURE if divided == EP else {}), **SERVES[name].card.needs_model}
+    card = SERVES[name].card
+    call = str(Call(name=name, options=options or dict(card.example)))
+    model = {**(MIXTURE if divided == EP else {}), **card.needs_model, **(model or {})}
     return experiment(divided, call, model=model), experiment(call, model=model)
 
 
@@ -104,23 +105,25 @@ def stands(*experiments):
     return True
 
 
-CASES = [(d, n) for d in (EP, PP) for n in SERVES if stands(*beside(d, n))]
+CASES = [(d, n, {}, {}) for d in (EP, TP, PP) for n in SERVES if stands(*beside(d, n))]
+CASES += [(TP, "rtn", {}, MIXTURE), (TP, "rtn", {"bits": 4, "group_size": 16}, {})]
 
 
-@pytest.mark.parametrize(("divided", "name"), CASES)
-def test_beside_every_technique_it_serves_the_same(divided, name):
-    e, one = beside(divided, name)
+@pytest.mark.parametrize(("divided", "name", "options", "model"), CASES)
+def test_beside_every_technique_it_serves_the_same(divided, name, options, model):
+    e, one = beside(divided, name, options, model)
     try:
-        engine = make_engine(one, CPU_DEVICE)
+        alone = make_engine(one, CPU_DEVICE)
     except Incompatible as refusal:
         pytest.skip(refusal.what)
-    alone, said = serve(engine)
     tokens, told, *_ = world(2).run(on_ranks, e)[0]
     card = SERVES[name].card
-    near = 2e-5 if card.lossless else card.tolerance
-    assert tokens == alone
-    for i in said:
-        assert told[i] == pytest.approx(said[i], abs=near)
+    if card.lossless:
+        assert tokens == serve(alone)[0]
+    asked = [ask(str(i), [*p, *tokens[str(i), 0]], 1, prompt_logprobs=0) for i, p in enumerate(PROMPTS)]
+    for ev in run(alone, *asked)[1]:
+        said = [p.logprob for p in ev.prompt_logprobs[-6:]]
+        assert told[ev.request] == pytest.approx(said, abs=2e-5 if card.lossless else card.tolerance)
 
 
 def test_stages_of_ranks_that_share_experts():

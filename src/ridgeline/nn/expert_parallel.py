@@ -1,7 +1,5 @@
 """The real side of expert parallelism: tokens travel to the ranks that hold their experts, and back (arXiv:2006.16668).
 
-When serving, the ranks all have the same tokens: each computes its experts' share of them, and the shares are summed.
-
 Shapes: N tokens of this rank, k experts per token, E experts, d ranks, h hidden.
 """
 
@@ -9,18 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ridgeline.nn.collectives import leave
-from ridgeline.nn.moe import Experts, MoE
-from ridgeline.nn.packed_model import PackedExperts
+from ridgeline.nn.moe import Experts
 
 
 class _AllToAll(torch.autograd.Function):
@@ -92,42 +87,3 @@ class Exchange:
         by_rank = out.view(held, d, room, -1).transpose(0, 1).reshape(out.shape)
         back = _AllToAll.apply(by_rank, block, block, self.group)  # type: ignore[no-untyped-call]
         return rows.new_zeros(rows.shape).index_copy(0, kept.nonzero().flatten(), back[slots].to(rows.dtype))
-
-
-@dataclass
-class Held:
-    """Runs the experts that this rank holds, from number ``first`` on, over rows that every rank has."""
-
-    first: int
-    count: int
-
-    def __call__(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """``rows`` [N·k, h] sorted by expert, ``counts`` [E] of them for each → what the experts here return in its
-        place, and zeros: over all ranks it adds up to the whole."""
-        start, mine = sum(counts[: self.first]), counts[self.first : self.first + self.count]
-        stop = start + sum(mine)
-        out = torch.zeros_like(rows)
-        if stop > start:
-            out[start:stop] = experts(rows[start:stop], mine)
-        return out
-
-
-def hold_part(moe: MoE, group: ProcessGroup) -> None:
-    """Keep of a layer's experts those of this rank, for use without training; one all-reduce of the layer's output
-    [N, h] completes it. Ranks route alike: they have the same rows and the same router."""
-    count = moe.num_experts // group.size()
-    first = count * group.rank()
-    experts: nn.Module = moe.experts
-    if isinstance(experts, PackedExperts):
-        for name, each in list(experts.named_children()):
-            setattr(experts, name, each[first : first + count])  # type: ignore[index]
-    else:
-        for name, p in list(experts.named_parameters()):
-            part = p.detach()[first : first + count].clone(memory_format=torch.contiguous_format)
-            experts.register_parameter(name, nn.Parameter(part, requires_grad=False))
-    moe.run = Held(first, count)
-    moe.forward = partial(_summed, moe.forward, group)  # type: ignore[method-assign]
-
-
-def _summed(inner: Any, group: ProcessGroup, x: Tensor) -> Tensor:
-    return leave(inner(x), group, False)

@@ -48,8 +48,6 @@ class Divider:
     mesh: DeviceMesh
     sequence: bool = False
     """Whether what lies between the divided layers is divided along the sequence."""
-    experts: bool = True
-    """Whether the columns of every expert are divided; if not, mixtures are left as they are."""
     _replicated: list[tuple[nn.Module, str, Partial]] = field(default_factory=list)
     _placed: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
@@ -93,8 +91,6 @@ class Divider:
         for name, child in block.named_children():
             if name not in ("attention", "mlp"):
                 self.rest(child)
-                continue
-            if isinstance(child, MoE) and not self.experts:
                 continue
             wrap = self._moe if isinstance(child, MoE) else self._inside
             child.forward = partial(wrap, child.forward)
@@ -199,14 +195,6 @@ class Divider:
         flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         total = _CrossEntropy.apply(flat, labels, self.group, size)  # type: ignore[no-untyped-call]
         return total, (labels != IGNORE).sum()
-
-
-def keep_parts(module: nn.Module) -> None:
-    """Leave plain tensors, this rank's parts, in the place of divided parameters, for use without training."""
-    for child in module.modules():
-        for name, p in list(child.named_parameters(recurse=False)):
-            if isinstance(p, DTensor):
-                child.register_parameter(name, nn.Parameter(p.to_local(), requires_grad=False))
 
 
 def vocabulary_part(size: int, group: ProcessGroup) -> tuple[int, int]:

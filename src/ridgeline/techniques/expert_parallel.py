@@ -147,13 +147,13 @@ class ExpertParallel(Technique):
 
     def serve(self, run: ServeBuild) -> None:
         """Keep this rank's experts; the ranks' outputs are summed."""
-        from ridgeline.nn.expert_parallel import hold_part
+        from ridgeline.nn.divided import hold_experts
         from ridgeline.nn.moe import MoE
 
         assert run.mesh is not None
         group = run.mesh.group("inner", "tp")
         for moe in [m for m in run.model.modules() if isinstance(m, MoE)]:
-            hold_part(moe, group)
+            hold_experts(moe, group)
 
     def build(self, run: TrainBuild) -> None:
         """Keep this rank's experts; send sorted tokens to theirs by all-to-all."""

@@ -126,20 +126,13 @@ class TensorParallel(Technique):
                    " heads would have to be held several times", f"use a degree that divides {kv}")  # fmt: skip
 
     def serve(self, run: ServeBuild) -> None:
-        """Divide the layers, and with them the cache; embedding and head stay whole."""
-        from torch import nn
-
-        from ridgeline.nn.tensor_parallel import Divider, keep_parts
+        """Divide the layers, dense or in codes, and with them the cache; embedding and head stay whole."""
+        from ridgeline.nn.divided import divide
 
         assert run.mesh is not None
         self._whole_heads(run.experiment)
-        plain = all(isinstance(m, nn.Linear) for n, m in run.model.named_modules() if n.endswith("_proj"))
-        self.needs(plain or bool(run.experiment.model.num_experts), "weights in codes are not divided over ranks",
-                   "serve the dense checkpoint, or use one process")  # fmt: skip
-        divider = Divider(run.mesh.sub("tp"), experts=not run.experiment.plan.has("expert_parallel"))
         for block in run.model.layers.values():
-            divider.block(block)
-        keep_parts(run.model.layers)
+            divide(block, run.mesh.group("tp"), experts=not run.experiment.plan.has("expert_parallel"))
         run.kv_heads //= self.degree
 
 
