@@ -7,6 +7,8 @@ from tests.serve.test_pairs import PROMPTS, SERVES
 from tests.serving import ask, collect, run
 from tests.world import world
 
+from ridgeline import catalog
+from ridgeline.experiments import plan_of
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
 from ridgeline.measure.wire import Wire
@@ -131,6 +133,17 @@ def test_stages_of_ranks_that_share_experts():
     assert e.parallel == {"ep": 2, "pp": 2}
     tokens = world(4).run(on_ranks, e)[0][0]
     assert tokens == serve(make_engine(experiment(*SERVED), CPU_DEVICE))[0]
+
+
+SYSTEMS = [n for n in catalog.systems() if catalog.system(n).reported.workload.get("kind") == "serve"]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_serves_a_mixture_with_its_small_plan(name):
+    e = experiment(*plan_of([f"{name}:ranks=4"], mixture=True).strings())
+    assert e.plan.has("expert_parallel")
+    assert not experiment(*plan_of([f"{name}:ranks=4"]).strings()).plan.has("expert_parallel")
+    assert world(4).run(on_ranks, e)[0][0] == serve(make_engine(experiment(), CPU_DEVICE))[0]
 
 
 @pytest.mark.parametrize(
