@@ -111,6 +111,20 @@ CASES = [(d, n, {}, {}) for d in (EP, TP, PP) for n in SERVES if stands(*beside(
 CASES += [(TP, "rtn", {}, MIXTURE), (TP, "rtn", {"bits": 4, "group_size": 16}, {})]
 
 
+@pytest.mark.parametrize("rows", [1, 3, 400])
+def test_all_wait_for_the_rank_with_most_experts_to_compute(rows):
+    def products(e):
+        g = rewritten(tokens_graph(e.model, rows, 1, 1, e.dtype), e, check(e))
+        return [op for b in g.blocks for op in b.forward if ".experts." in op.param]
+
+    part, whole = products(experiment(EP)), products(experiment())
+    assert part
+    for mine, all_ in zip(part, whole, strict=True):
+        share = max(1 / 2, 1 / all_.experts)
+        assert mine.experts == pytest.approx(max(1, all_.experts / 2))
+        assert (mine.flops, mine.bytes) == pytest.approx((share * all_.flops, share * all_.bytes))
+
+
 @pytest.mark.parametrize(("divided", "name", "options", "model"), CASES)
 def test_beside_every_technique_it_serves_the_same(divided, name, options, model):
     e, one = beside(divided, name, options, model)

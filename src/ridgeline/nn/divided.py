@@ -79,14 +79,20 @@ def cut(module: nn.Module, dim: int, group: ProcessGroup) -> nn.Module:
     if isinstance(module, Dense):
         return Dense(_part(module.weight, dim, group))
     if type(module) is not nn.Linear:
-        raise Incompatible(f"weights in the form of {type(module).__name__} are not divided over ranks",
-                           "serve the dense checkpoint, or use one process")  # fmt: skip
+        raise _whole(module)
+    if type(module.weight.detach()) is not Tensor:  # for sparse cores
+        raise _whole(module.weight.detach())
     weight = _part(module.weight, dim, group)
     bias = None if module.bias is None or dim == IN else nn.Parameter(_part(module.bias, 0, group), False)
     small = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     small.weight = nn.Parameter(weight, False)
     small.register_parameter("bias", bias)
     return small
+
+
+def _whole(what: object) -> Incompatible:
+    return Incompatible(f"weights in the form of {type(what).__name__} are not divided over ranks",
+                        "serve the dense checkpoint, or use one process")  # fmt: skip
 
 
 def _part(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:

@@ -24,7 +24,7 @@ class ExpertParallel(Technique):
     to their experts and back (GShard). When serving they are the ranks of tensor_parallel, or without it ranks that
     hold all else whole: every rank has every token, and the outputs of the ranks' experts are summed.
 
-    Routing is taken as balanced: the experts of every rank get as many tokens.
+    Routing is taken as balanced: every rank gets as many tokens, or when serving few, the busiest those of one expert.
     """
 
     card: ClassVar[Card] = Card(
@@ -131,13 +131,15 @@ class ExpertParallel(Technique):
                 return
             for p in b.params:
                 p.numel /= d if p.name in experts else 1
+            touched = next(op.experts for op in b.forward if op.kind == "gemm" and op.param in experts)
+            by = min(d, touched)  # all wait for the rank with most, and that has an expert at least
             out: list[Op] = []
             for op in b.forward:
                 if op.kind == "gemm" and op.param in experts:
                     rows, n, k = op.shape
-                    op = changed(split_bytes(op, d), shape=(max(1, rows // d), n, k), experts=op.experts / d)
+                    op = changed(split_bytes(op, by), shape=(max(1, round(rows / by)), n, k), experts=op.experts / by)
                 elif op.param in experts or op.name == "mlp.act":
-                    op = split_bytes(op, d)
+                    op = split_bytes(op, by)
                 out.append(op)
                 if op.name == "mlp.combine" and not summed:
                     out.append(reduce)
