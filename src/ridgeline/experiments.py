@@ -104,8 +104,11 @@ def make(
         raise UserError(f"{where}: plan = {plan!r} is not a list of techniques", f'write plan = ["{plan}"]')
     parsed = plan_of(plan, where)
     techniques(parsed)  # misspelt names come before anything that depends on the machine
+    spec = _model(model, where)
+    if spec.num_experts:
+        parsed = plan_of(plan, where, mixture=True)
     e = Experiment(
-        model=_model(model, where),
+        model=spec,
         workload=_workload(workload, where),
         cluster=catalog.cluster(on),
         plan=parsed,
@@ -116,8 +119,9 @@ def make(
     return e
 
 
-def plan_of(items: list[Any] | tuple[Any, ...], where: str = "plan") -> Plan:
-    """The plan of technique calls and of names of systems, which stand for their techniques.
+def plan_of(items: list[Any] | tuple[Any, ...], where: str = "plan", mixture: bool = False) -> Plan:
+    """The plan of technique calls and of names of systems, which stand for their techniques; some have more of them for
+    a ``mixture`` of experts.
 
     A technique that is named beside a system overrides that system's options of it, one by one. Raises
     :class:`UserError` for a name that is neither (with the nearest ones), and for systems that disagree.
@@ -130,7 +134,7 @@ def plan_of(items: list[Any] | tuple[Any, ...], where: str = "plan") -> Plan:
     named = [call for call in own.calls if call.name not in known]
     if not named:
         return own
-    return merged(own, [(call, catalog.system(call.name).expand(call.options)) for call in named])
+    return merged(own, [(call, catalog.system(call.name).expand(call.options, mixture)) for call in named])
 
 
 def reported_workload(model: str, on: str, task: str, plan: list[str]) -> dict[str, Any]:

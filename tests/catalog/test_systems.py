@@ -65,6 +65,13 @@ def test_a_system_stands_for_its_techniques(system):
     assert predict(whole).metrics == predict(spelt).metrics
 
 
+def test_a_mixture_of_experts_has_techniques_of_its_own():
+    serve = {"kind": "serve"}
+    plan = experiments.make("mixtral-8x7b", "2x8xa100", serve, ["deepspeed_inference"]).plan
+    assert plan.option("expert_parallel", "degree") == 8
+    assert not experiments.make("llama2-70b", "2x8xa100", serve, ["deepspeed_inference"]).plan.has("expert_parallel")
+
+
 def test_a_technique_overrides_option_by_option_in_any_order():
     for items in (["megatron_ptdp", "pipeline:degree=8", "sequence_parallel"],
                   ["sequence_parallel", "pipeline:degree=8", "megatron_ptdp"]):  # fmt: skip

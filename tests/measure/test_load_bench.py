@@ -60,6 +60,22 @@ def test_server_and_client_in_one_go_name_what_the_prediction_names():
     assert merged.metrics["ttft_s"].value == m["ttft_s"]
 
 
+def test_a_server_on_several_ranks_holds_and_sends_what_is_predicted():
+    divided = ("tensor_parallel:degree=2", "expert_parallel:degree=2", "pipeline:degree=2")
+    e = Experiment(model=spec("mixtral-tiny"), cluster=catalog.cluster("4xlocal"), workload=Serve(**WORK, rate=20.0),
+                   plan=Plan.parse([*DEFAULT_PLAN, *divided]))  # fmt: skip
+    foretold, result = predict(e), measure_plan(e)
+    assert result.status == "ok", result.reason
+    m = {k: v.value for k, v in result.metrics.items()}
+    assert (m["errors"], m["requests"]) == (0, 20)
+    assert m["tokens_per_s_per_device"] == pytest.approx(m["tokens_per_s"] / 4)
+    assert m["kv_cache_tokens"] == foretold.metrics["kv_cache_tokens"].value
+    memory = {x.category: x.bytes for x in result.memory}
+    assert memory == {x.category: pytest.approx(x.bytes) for x in foretold.memory if x.category in memory}
+    assert result.traffic
+    assert result.traffic == foretold.traffic
+
+
 @pytest.mark.parametrize("how", [{"rate": 50.0}, {"concurrency": 4}], ids=["open", "closed"])
 def test_the_baseline_serves_the_same_requests(how):
     e = experiment(**how, max_num_seqs=8)

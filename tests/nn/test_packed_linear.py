@@ -8,6 +8,7 @@ from ridgeline.nn import packed_linear
 from ridgeline.nn.input_code import InputCode, code_input
 from ridgeline.nn.packed import Outliers, Packed
 from ridgeline.nn.packed_linear import PackedLinear
+from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.lowbit import FEW_NIBBLES, held, held_bytes
 
 SHAPES = [(96, 128, 32), (112, 256, 256), (64, 64, 64), (24, 96, 32), (16, 96, 8), (7, 10, 10)]
@@ -126,3 +127,35 @@ def test_forms_are_chosen_by_what_kernels_take():
     assert held(60, 128, 4, 128).form == "words"  # rows that are no multiple of 16
     assert held(64, 96, 4, 96).group == 32  # a whole row's scale, repeated
     assert held(64, 128, 4, 128, "cuda").form == "words"
+
+
+# ---- parts, for several ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("out", "width", "group"), [(96, 128, 32), (112, 256, 256), (64, 64, 64), (24, 96, 32)])
+def test_parts_hold_the_very_weight(bits, symmetric, out, width, group):
+    layer = PackedLinear(record(out, width, bits, group, symmetric, outliers=9), rows(1, out)[0])
+    whole = layer.dense()
+    for dim in (0, 1):
+        for of in (2, 4):
+            size = (out, width)[dim] // of
+            if isinstance(layer.codes, packed_linear.Nibbles) and size % (16, 32)[dim]:
+                with pytest.raises(Incompatible, match=f"{size} of {(out, width)[dim]} {('outputs', 'inputs')[dim]}"):
+                    layer.part(dim, 0, of)
+                continue
+            parts = [layer.part(dim, i, of) for i in range(of)]
+            assert torch.equal(torch.cat([p.dense() for p in parts], dim), whole)
+            bytes_of = [sum(p.nbytes for p in m.parameters()) for m in (layer, *parts)]
+            # Whole rows' scales belong to every part of the inputs; a group's to the parts that it falls into.
+            assert sum(bytes_of[1:]) <= bytes_of[0] + (of * (8 * out + 4 * out * width // 32) if dim else 0)
+            for m in (1, 3, FEW_NIBBLES + 1):
+                x = rows(m, width)
+                if dim == 0:
+                    y = torch.cat([p(x) for p in parts], 1)
+                else:
+                    assert all(p.bias is None for p in parts)
+                    y = sum(p(part) for p, part in zip(parts, x.chunk(of, 1), strict=True)) + layer.bias
+                want = layer(x)
+                assert float((y - want).norm() / want.norm()) < 1.2e-2

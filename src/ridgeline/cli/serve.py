@@ -187,11 +187,13 @@ def _engine(
     from ridgeline.experiments import plan_of
     from ridgeline.serve.build import DEFAULT_PLAN, load_engine
     from ridgeline.spec.errors import unknown
+    from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.plan import Call
 
     _require_checkpoint(checkpoint)
     default, given = (*DEFAULT_PLAN, *more), with_ or []
-    asked = plan_of([item for item in given if not item.startswith("-")], "--with").strings()
+    mixture = ModelSpec.from_path(checkpoint).num_experts > 0
+    asked = plan_of([item for item in given if not item.startswith("-")], "--with", mixture).strings()
     off = [item[1:] for item in given if item.startswith("-")]
     for name in off:
         if name not in default:

@@ -21,13 +21,13 @@ from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
 from ridgeline.measure.utilisation import add_utilisation
 from ridgeline.predict import predict
-from ridgeline.predict.engine import OWN
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
+from ridgeline.spec.serving import OWN
 from ridgeline.spec.workload import Compress, Pretrain, Serve, Training
 from ridgeline.techniques.registry import require_runnable
 from ridgeline.train.launch import Job, JobFailed, run_job

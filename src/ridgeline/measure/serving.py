@@ -13,24 +13,27 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import Tensor
 
 from ridgeline.measure.backends import NATIVE, engine_versions
 from ridgeline.measure.environment import spare_core
 from ridgeline.measure.load.run import Settings
+from ridgeline.measure.wire import Wire
 from ridgeline.nn.meter import process_memory
 from ridgeline.nn.paged import PagedCache
 from ridgeline.predict.arrivals import requests
 from ridgeline.serve.app import create_app
-from ridgeline.serve.build import make_engine
+from ridgeline.serve.build import make_engine, make_follower
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.loop import EngineLoop, Limits
 from ridgeline.serve.metrics import Metrics
+from ridgeline.serve.runner import Step
 from ridgeline.serve.server import Server
 from ridgeline.serve.service import Service
 from ridgeline.serve.text import Vocabulary
-from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Memory, Metric, Result, Sample
+from ridgeline.spec.result import Memory, Metric, Result, Sample, Traffic
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import normalise
 
@@ -43,11 +46,13 @@ def serving_cell(
 ) -> dict[str, Any]:
     """Serve the workload's requests and return a measured Result (as plain data), with the engine's own counts in it.
 
-    Raises :class:`Incompatible` for several ranks, :class:`UserError` when the workload's requests cannot be served.
+    Rank 0 is server and client; the other ranks do their part of its steps, and return nothing. Raises
+    :class:`UserError` when the workload's requests cannot be served.
     """
-    if ranks > 1:
-        raise Incompatible(f"{ranks} processes of one server are not measured yet", 'use on = "local"')
     e = normalise(e)
+    if rank:
+        make_follower(e, device).follow()
+        return {}
     if options.get("backend", NATIVE) != NATIVE:
         from ridgeline.measure.backends.hf_serving import hf_serving
 
@@ -76,6 +81,7 @@ def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
     begun = time.perf_counter()
     report({"stage": "loading"})
     engine = make_engine(e, device)
+    sent = _count(engine) if e.world > 1 else {}
     loop = EngineLoop(engine, Limits(None, None, None, 600.0), Metrics())  # nothing is turned away: it is to be timed
     server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
     client = threading.Thread(target=_ask, args=(server, e, report), name="client", daemon=True)
@@ -84,12 +90,31 @@ def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
     with spare_core():
         server.run()
     client.join(30)
+    engine.close()
     if server.refused:
         raise UserError(*server.refused)
     if server.result is None:
         raise RuntimeError(loop.failure or "the client of the server ended without a result")
     _add(server.result, engine, server.ready_after)
+    server.result.traffic = [Traffic(kind=k, ranks=n, calls=v[0], bytes=v[1]) for (k, n), v in sorted(sent.items())]
     return server.result
+
+
+def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
+    """What rank 0 sends in collectives in a step of one token, known when there was one; the warm-up has some."""
+    plain, sent = engine.runner.execute, {}
+
+    def counted(step: Step) -> Tensor:
+        if len(step.ids) > 1:
+            return plain(step)
+        with Wire() as wire:
+            out = plain(step)
+        sent.update({key: value for key, value in wire.seen.items() if key[0] != "p2p"})
+        engine.runner.execute = plain  # type: ignore[method-assign]
+        return out
+
+    engine.runner.execute = counted  # type: ignore[method-assign]  # for one step: counting takes time
+    return sent
 
 
 class _Served(Server):

@@ -7,7 +7,10 @@ are quantised to integers only where an :class:`InputCode` says so, in both ways
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
+from math import gcd
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +18,23 @@ from torch import Tensor, nn
 
 from ridgeline.nn.input_code import InputCode, code_input, fake_quantise
 from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
-from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, held
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, NIBBLE_GROUPS, held
 
 _BLOCK = 2**20
 """Weights that are expanded at a time."""
 _NIBBLE_ROWS = 64
 """Rows that the AVX512 kernel for nibbles interleaves; a rest of them is stored pairwise."""
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def _bare(module: M) -> M:
+    """Another of the same kind with the same settings, and no tensors yet."""
+    new = copy.copy(module)
+    new._parameters, new._modules = {}, {}
+    return new
 
 
 def _cpu_has(feature: str) -> bool:
@@ -87,6 +101,17 @@ class Codes(nn.Module):
         """Rows of the weight, [stop - start, in], expanded to ``dtype``."""
         raise NotImplementedError
 
+    def part(self, dim: int, start: int, stop: int) -> Codes:
+        """Some of the outputs (``dim`` 0) or inputs (1), in the same codes. Raises :class:`Incompatible` where the
+        kernel that reads them cannot."""
+        new = _bare(self)
+        new.out, new.width = (stop - start, self.width) if dim == 0 else (self.out, stop - start)
+        self._fill(new, dim, start, stop)
+        return new
+
+    def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
+        raise NotImplementedError
+
     def columns(self, index: Tensor) -> Tensor:
         """Some inputs' columns of the weight, [out, k] fp32."""
         step = max(_NIBBLE_ROWS, _BLOCK // self.width // _NIBBLE_ROWS * _NIBBLE_ROWS)
@@ -130,6 +155,17 @@ class Words(Codes):
         codes = unpack_bits(self.words[start:stop], self.bits, self.width)
         return Packed(codes, self.scale[start:stop], zero, self.bits, self.group).dense(dtype)
 
+    def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
+        assert isinstance(new, Words)
+        if dim == 0:
+            zero = None if self.zero is None else self.zero[start:stop].clone()
+            new.hold(words=self.words[start:stop].clone(), scale=self.scale[start:stop].clone(), zero=zero)
+            return
+        codes = unpack_bits(self.words, self.bits, self.width)[:, start:stop]
+        new.group, groups = _groups(self.group, start, stop, self.scale.device)
+        zero = None if self.zero is None else self.zero[:, groups]
+        new.hold(words=pack_bits(codes.contiguous(), self.bits), scale=self.scale[:, groups], zero=zero)
+
     def product(self, x: Tensor) -> Tensor:
         """On CUDA a Triton kernel that expands in registers; elsewhere there is none."""
         from ridgeline.nn.kernels.dispatch import has_triton
@@ -140,6 +176,12 @@ class Words(Codes):
             y: Tensor = lowbit_product(x, self.words, self.scale, self.zero, self.bits, self.group)
             return y
         return self.expanded(x, torch.float32)
+
+
+def _groups(group: int, start: int, stop: int, device: torch.device) -> tuple[int, Tensor]:
+    """(group size, the old groups as the new ones' sources) of inputs ``start`` to ``stop``: as large as fits both."""
+    size = gcd(group, start, stop - start)
+    return size, torch.arange(start, stop, size, device=device) // group
 
 
 @lru_cache(maxsize=64)
@@ -169,6 +211,12 @@ class Bytes(Codes):
         if self.shift is not None:
             codes -= self.shift[start:stop, None]
         return codes.mul_(self.scale[start:stop, None]).to(dtype)
+
+    def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
+        own = slice(start, stop) if dim == 0 else slice(None)
+        codes = self.codes[start:stop] if dim == 0 else self.codes[:, start:stop]
+        shift = None if self.shift is None else self.shift[own].clone()
+        new.hold(codes=codes.clone(memory_format=torch.contiguous_format), scale=self.scale[own].clone(), shift=shift)
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:
         """(Σ x·code - shift · Σ x) · scale."""
@@ -240,6 +288,26 @@ class Nibbles(Codes):
         assert total is not None
         return total.view(stop - start, self.width)
 
+    def _fill(self, new: Codes, dim: int, start: int, stop: int) -> None:
+        assert isinstance(new, Nibbles)
+        n = stop - start
+        group, groups = (self.group, None) if dim == 0 else _groups(self.group, start, stop, self.planes[0].device)
+        if new.out % 16 or group not in NIBBLE_GROUPS:
+            raise Incompatible(
+                f"{n} of {self.out if dim == 0 else self.width} {'outputs' if dim == 0 else 'inputs'} in groups of"
+                f" {self.group} are no part that the kernel for 4-bit weights reads",
+                "divide over fewer ranks, or use 8 bits",
+            )
+        new.group, new.planes, new.affine = group, nn.ParameterList(), nn.ParameterList()
+        for plane, affine in self._pairs:
+            codes = unpack_nibbles(plane, 0, self.out)
+            codes = codes[start:stop] if dim == 0 else codes[:, start:stop]
+            table = affine[:, start:stop] if groups is None else affine[groups]
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int().contiguous(), 1)
+            new.planes.append(nn.Parameter(packed, requires_grad=False))
+            new.affine.append(nn.Parameter(table.clone(memory_format=torch.contiguous_format), requires_grad=False))
+        new._pairs = list(zip(new.planes, new.affine, strict=True))
+
     def product(self, x: Tensor) -> Tensor:
         """Few rows by PyTorch's kernel for 4-bit weights, many with the weight expanded."""
         if len(x) > FEW_NIBBLES:
@@ -282,11 +350,37 @@ class PackedLinear(nn.Module):
         """Values of the entries that are kept aside, which ``_aside`` has in rows."""
         if packed.outliers is not None and packed.outliers.index.numel():
             index, values = packed.outliers.index.long(), packed.outliers.values.float()
-            at = torch.stack((index // self.in_features, index % self.in_features))
-            self._aside = torch.sparse_coo_tensor(at, values, packed.shape, device=device, check_invariants=False)
-            self._aside = self._aside.coalesce()
-            self.aside = nn.Parameter(self._aside.values(), requires_grad=False)
-            self.places = nn.Parameter(self._aside.indices(), requires_grad=False)
+            self._keep_aside(torch.stack((index // self.in_features, index % self.in_features)), values, device)
+
+    def _keep_aside(self, at: Tensor, values: Tensor, device: torch.device) -> None:
+        """Keep entries ``at`` [2, k] (rows, columns) in full precision."""
+        shape = (self.out_features, self.in_features)
+        self._aside = torch.sparse_coo_tensor(at, values, shape, device=device, check_invariants=False).coalesce()
+        self.aside = nn.Parameter(self._aside.values(), requires_grad=False)
+        self.places = nn.Parameter(self._aside.indices(), requires_grad=False)
+
+    def part(self, dim: int, at: int, of: int) -> PackedLinear:
+        """Part ``at`` of ``of`` equal ones: of the outputs (``dim`` 0), with their biases, or of the inputs (1),
+        without the bias; nothing is rounded again. A part of the inputs is quantised by its own largest magnitude.
+
+        Raises :class:`Incompatible` where the kernel that reads the codes cannot read such a part.
+        """
+        size = (self.out_features, self.in_features)[dim] // of
+        start, stop = at * size, (at + 1) * size
+        new = _bare(self)
+        new.codes = self.codes.part(dim, start, stop)
+        new.out_features, new.in_features = new.codes.out, new.codes.width
+        own = self.bias if dim == 0 else None
+        new.bias = None if own is None else nn.Parameter(own[start:stop].clone(), requires_grad=False)
+        new.aside = None
+        if self.aside is not None:
+            places = self._aside.indices()
+            inside = (places[dim] >= start) & (places[dim] < stop)
+            if inside.any():
+                moved = places[:, inside].clone()
+                moved[dim] -= start
+                new._keep_aside(moved, self._aside.values()[inside], places.device)
+        return new
 
     def dense(self) -> Tensor:
         """The weight [out, in] in fp32, as it is computed with."""

@@ -197,14 +197,6 @@ class Divider:
         return total, (labels != IGNORE).sum()
 
 
-def keep_parts(module: nn.Module) -> None:
-    """Leave plain tensors, this rank's parts, in the place of divided parameters, for use without training."""
-    for child in module.modules():
-        for name, p in list(child.named_parameters(recurse=False)):
-            if isinstance(p, DTensor):
-                child.register_parameter(name, nn.Parameter(p.to_local(), requires_grad=False))
-
-
 def vocabulary_part(size: int, group: ProcessGroup) -> tuple[int, int]:
     """First and one past the last token that this rank holds; DTensor's cut: equal parts, the last ones short."""
     each = -(-size // group.size())

@@ -14,6 +14,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.serving import OWN, engine_name
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,10 @@ Assumptions from the hosts' single-thread speeds; only Hopper's enters the fits,
 fitted on Hopper anyway, so that no open row tests these ratios."""
 
 
-OWN = "ridgeline"
-
-
 def find_engine(name: str, device: Device) -> Engine:
     """The engine called ``name``, with its host seconds as measured, or scaled to the device's usual host. Without a
     name: Ridgeline's own on this machine, vLLM elsewhere."""
-    key = name.strip().lower() or (OWN if device.name == "local" else "vllm")
+    key = engine_name(name, device.name)
     key = ALIASES.get(key, key)
     if key not in ENGINES:
         raise unknown("engine", name, [*ENGINES, *ALIASES])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ridgeline.graph import Graph
+from ridgeline.graph.graph import even
 from ridgeline.predict.engine import Engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.memory import Peak
@@ -73,7 +74,8 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     weights = sum(p.stored_bytes * n for p, n in surface.graph(1, 1, 1).params)
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
     m, heads = e.model, max(1.0, e.model.num_kv_heads / e.parallel.get("tp", 1))
-    each = s.block_bytes(m.num_layers, heads, m.head_dim, DTYPE_BYTES[e.dtype])
+    stages = e.plan.option("pipeline", "layers") or even(m.num_layers, e.parallel.get("pp", 1))
+    each = s.block_bytes(stages[0], heads, m.head_dim, DTYPE_BYTES[e.dtype])
     blocks, longest = s.pool(m, w, each, device.memory_bytes - weights)
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
     said = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ridgeline.graph.traffic import traffic
 from ridgeline.predict.arrivals import Request, requests
 from ridgeline.predict.common import assemble, metric, rank_cluster, source_of
-from ridgeline.predict.engine import OWN, Engine, find_engine
+from ridgeline.predict.engine import Engine, find_engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.kv import Room, pool_room, room
 from ridgeline.predict.packed import PackedSimulation
@@ -16,8 +17,8 @@ from ridgeline.predict.step import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Metric, Result
-from ridgeline.spec.serving import Scheduling
+from ridgeline.spec.result import Metric, Result, Traffic
+from ridgeline.spec.serving import OWN, Scheduling
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.base import Technique
 
@@ -58,6 +59,8 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
         result.notes.append(
             f"{outcome.rejected} of {len(asked)} requests are longer than the cache or the context and were rejected"
         )
+    sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
+    result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
     mean = max(1, round(metrics["batch_mean"].value))
     g = surface.graph(mean, 1, max(1, w.prompt_len + w.output_len // 2))
     result.breakdown = breakdown(g, cluster)

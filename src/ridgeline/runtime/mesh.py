@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "outer", "inner", "cp", "tp")
 """Mesh axes, outermost first. Data parallelism is ``outer`` × ``inner``: inner is the group that shares one sharded
-copy (hybrid ZeRO) or one set of experts."""
+copy (hybrid ZeRO) or one set of experts. When serving, ranks that share experts alone have ``inner`` to themselves."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class Mesh:
 
     @classmethod
     def make(cls, e: Experiment, device_type: str, inner: int = 1) -> Mesh:
-        """Over all ranks of the process group. ``inner``: data-parallel ranks of an inner group."""
+        """Over all ranks of the process group. ``inner``: ranks of an inner group, among data-parallel ones or those
+        that an axis ``ep`` has taken."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = {a: e.parallel.get(a, 1) for a in ("pp", "cp", "tp")}
-        shape = (sizes["pp"], e.data_parallel // inner, inner, sizes["cp"], sizes["tp"])
+        sizes = {a: e.parallel.get(a, 1) for a in ("pp", "ep", "cp", "tp")}
+        outer = e.data_parallel * sizes["ep"] // inner
+        shape = (sizes["pp"], outer, inner, sizes["cp"], sizes["tp"])
         # Process groups are never given back, and each of gloo's has a thread that wakes a hundred times a second: a
         # process that trains several models must not make them anew for each.
         key = (id(dist.group.WORLD), device_type, shape)

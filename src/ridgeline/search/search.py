@@ -36,7 +36,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Technique
-from ridgeline.techniques.registry import check_made
+from ridgeline.techniques.registry import check_made, mesh_axes
 
 KEPT = 5
 """Answers."""
@@ -249,7 +249,7 @@ def _nodes(
     """Every mesh × shape × micro-batch with its bound. What ``check`` refuses takes its whole subtree along."""
     for index, mesh, shape in shapes:
         base, space = bases[index], spaces[index]
-        degree = math.prod(n for t in mesh for n in t.axes().values())
+        degree = math.prod(mesh_axes(base.task, mesh).values())
         refused = "" if base.cluster.size % degree == 0 else f"mesh: {degree} ranks do not divide {base.cluster.size}"
         refused = refused or _refusal(candidate(base, mesh + shape))
         if refused:

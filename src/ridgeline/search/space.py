@@ -20,7 +20,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
 from ridgeline.techniques.base import PHASES, Technique
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import check, mesh_axes
 
 GROUPS = ("mesh", "shape", "split", "placement")
 _GROUP = {"tensor": "mesh", "sequence": "mesh", "adapt": "shape", "recompute": "shape", "compile": "shape",
@@ -108,10 +108,8 @@ def splits_batch(placement: Set) -> bool:
 def candidate(base: Experiment, chosen: Set, micro_batch: int | None = None) -> tuple[Experiment, list[Technique]]:
     """The experiment of one point of the space, and its techniques in canonical order. Not checked yet."""
     made = sorted(chosen, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
-    axes: dict[str, int] = {}
-    for t in made:
-        axes.update(t.axes())
-    update: dict[str, object] = {"plan": Plan.model_construct(calls=tuple(map(_call, made))), "parallel": axes}
+    plan = Plan.model_construct(calls=tuple(map(_call, made)))
+    update: dict[str, object] = {"plan": plan, "parallel": mesh_axes(base.task, made)}
     if micro_batch is not None:
         update["workload"] = base.workload.model_copy(update={"micro_batch_size": micro_batch})
     return base.model_copy(update=update), made

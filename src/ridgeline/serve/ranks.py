@@ -7,8 +7,10 @@ numbers; a rank that dies takes the engine with it, and says so.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,7 +45,8 @@ class RankedRunner(Runner):
     def __init__(self, mesh: Mesh, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.stage, self.stages = mesh.at("pp"), mesh.size("pp")
-        self.width = mesh.size("tp")
+        self.width = mesh.size("inner", "tp")
+        """Ranks of one stage."""
         self.followers: list[subprocess.Popen[bytes]] = []
         # An idle server may wait for days; a step may not.
         self.control = dist.new_group(backend="gloo", timeout=timedelta(days=365))
@@ -104,6 +107,7 @@ def start(e: Experiment) -> list[subprocess.Popen[bytes]]:
     """Start the other ranks of a divided engine, and meet them; returns their processes."""
     ranks = e.world
     folder = tempfile.mkdtemp(prefix="ridgeline-ranks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # groups made later still meet there
     job, meet = Path(folder) / "job.json", Path(folder) / "meet"
     job.write_text(e.model_dump_json(), encoding="utf-8")
     port = free_port()

@@ -62,7 +62,7 @@ class Experiment(BaseModel):
         """Distance, in ranks, between neighbours along a mesh axis; inside out: tp, cp, dp (with ep), pp."""
         inside = {"tp": [], "cp": ["tp"]}.get(axis, ["tp", "cp"])
         n = math.prod(self.parallel.get(name, 1) for name in inside)
-        return n * self.data_parallel if axis == "pp" else n
+        return n * self.data_parallel * self.parallel.get("ep", 1) if axis == "pp" else n
 
     @property
     def training(self) -> Training:

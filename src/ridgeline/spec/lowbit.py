@@ -15,7 +15,7 @@ FEW_NIBBLES, FEW_BYTES = 48, 16
 GEMM_ROWS = (1, 4, 8, FEW_BYTES, FEW_NIBBLES, 128)
 """Numbers of rows at which ``ridgeline probe`` times products that wait for their weights, as far as each kind's
 kernel for few rows goes."""
-_GROUPS = (256, 128, 64, 32)
+NIBBLE_GROUPS = (256, 128, 64, 32)
 """Group sizes of PyTorch's kernel for 4-bit weights."""
 SHAPE_BYTES = 16
 """Of ``weight_shape``, two int64 beside every packed weight of a checkpoint."""
@@ -40,7 +40,7 @@ def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", 
     if fast and device == "cpu":
         if bits > 4 and group == width:
             return Held("bytes")
-        fitting = next((g for g in _GROUPS if group % g == 0), 0)
+        fitting = next((g for g in NIBBLE_GROUPS if group % g == 0), 0)
         if out % 16 == 0 and fitting:
             return Held("nibbles", 1 if bits <= 4 else 2, fitting)
     return Held("words")

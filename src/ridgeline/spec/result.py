@@ -74,7 +74,10 @@ class Memory(_Record):
 
 
 class Traffic(_Record):
-    """What one rank sends in a step (with a pipeline: the mean rank) by one kind of collective among ``ranks``."""
+    """What one rank sends in a step (with a pipeline: the mean rank) by one kind of collective among ``ranks``.
+
+    Of a server: in a step of one token, without the messages between stages.
+    """
 
     kind: str
     """all_reduce, all_gather, reduce_scatter, alltoall or p2p."""

@@ -9,6 +9,8 @@ from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Serve
 
+OWN = "ridgeline"
+"""The name of Ridgeline's own serving engine."""
 CACHE_SHARE = 0.25
 """Of the memory that is free, what the key/value pool takes at most where nothing is said."""
 
@@ -72,6 +74,11 @@ class Scheduling:
                 "give it more memory, or use kv_quant",
             )
         return found, min(longest, found * self.block_size)
+
+
+def engine_name(said: str, device: str) -> str:
+    """The engine that a workload means by ``said``: without a name Ridgeline's own on this machine, vLLM elsewhere."""
+    return said.strip().lower() or (OWN if device == "local" else "vllm")
 
 
 def context(m: ModelSpec, w: Serve) -> int:

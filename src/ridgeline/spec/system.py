@@ -48,6 +48,8 @@ class Shrunk(_Data):
     ranks: int = Field(ge=1)
     plan: list[str]
     """Technique calls."""
+    mixture: list[str] = []
+    """Those that join them for a mixture of experts."""
     note: str = ""
     """What had to go, and why."""
 
@@ -65,11 +67,14 @@ class System(_Data):
     summary: str
     plan: list[str]
     """Technique calls, with the degrees of the paper's cluster."""
+    mixture: list[str] = []
+    """Those that join them for a mixture of experts."""
     reported: Reported
     shrunk: Shrunk
 
-    def expand(self, options: dict[str, Any]) -> Plan:
-        """Its techniques: the paper's, or with ``ranks=N`` those of the shrunk plan.
+    def expand(self, options: dict[str, Any], mixture: bool = False) -> Plan:
+        """Its techniques: the paper's, or with ``ranks=N`` those of the shrunk plan; for a ``mixture`` of experts with
+        those that it has for such.
 
         Raises :class:`UserError` for another option or another number of ranks.
         """
@@ -86,7 +91,8 @@ class System(_Data):
                 f"system {self.name!r} has a small plan for {self.shrunk.ranks} ranks, not for {ranks}",
                 f"use {self.name}:ranks={self.shrunk.ranks}, or {self.name} with degrees of your own",
             )
-        return Plan.parse(self.plan if ranks is None else self.shrunk.plan, f"system {self.name}")
+        said = self if ranks is None else self.shrunk
+        return Plan.parse([*said.plan, *(said.mixture if mixture else [])], f"system {self.name}")
 
 
 def merged(own: Plan, expanded: list[tuple[Call, Plan]]) -> Plan:

@@ -6,7 +6,7 @@ A technique is one file in this package. It touches both twins: ``rewrite`` is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
@@ -112,6 +112,11 @@ class Technique(BaseModel):
     def axes(self) -> dict[str, int]:
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
         return {}
+
+    def serving_axes(self, beside: Collection[str]) -> dict[str, int]:
+        """Axes that it takes in task serve, where techniques of the names ``beside`` are on too; by default
+        :meth:`axes`."""
+        return self.axes()
 
     def inner(self) -> int:
         """Data-parallel ranks of an inner group that it forms (ranks that share one sharded copy, or one set of

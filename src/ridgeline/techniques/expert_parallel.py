@@ -1,7 +1,8 @@
-"""Expert parallelism: the experts of a mixture divided over data-parallel ranks."""
+"""Expert parallelism: the experts of a mixture divided over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,15 +12,19 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique, degrees
+from ridgeline.techniques.mesh import split_bytes
 
 if TYPE_CHECKING:
     from ridgeline.runtime.build import TrainBuild
+    from ridgeline.runtime.serving import ServeBuild
 
 
 class ExpertParallel(Technique):
-    """Each of ``degree`` data-parallel ranks holds part of the experts; tokens travel to them and back (GShard).
+    """Each of ``degree`` ranks holds part of the experts. In training these are data-parallel ranks, and tokens travel
+    to their experts and back (GShard). When serving they are the ranks of tensor_parallel, or without it ranks that
+    hold all else whole: every rank has every token, and the outputs of the ranks' experts are summed.
 
-    Routing is taken as balanced: every rank receives as many tokens as it sends.
+    Routing is taken as balanced: every rank gets as many tokens, or when serving few, the busiest those of one expert.
     """
 
     card: ClassVar[Card] = Card(
@@ -27,7 +32,7 @@ class ExpertParallel(Technique):
         title="Expert parallelism",
         paper="arXiv:2006.16668",
         taxonomy="training/distributed/expert_parallel",
-        tasks=frozenset({"pretrain", "finetune"}),
+        tasks=frozenset({"pretrain", "finetune", "serve"}),
         lossless=True,
         claim="600B parameters trained on 2048 TPU v3 cores in 4 days",
         min_ranks=2,
@@ -38,13 +43,18 @@ class ExpertParallel(Technique):
     order: ClassVar[int] = 2
 
     degree: int = Field(default=2, ge=2)
-    """Data-parallel ranks that share the experts."""
+    """Ranks that share the experts."""
     capacity: float | None = Field(default=None, gt=0)
-    """Room of an expert, in fair shares of a rank's tokens; what does not fit is dropped. None: every token arrives."""
+    """Room of an expert, in fair shares of a rank's tokens; what does not fit is dropped. None: every token arrives.
+    In training only."""
 
     def inner(self) -> int:
         """The ranks that share the experts."""
         return self.degree
+
+    def serving_axes(self, beside: Collection[str]) -> dict[str, int]:
+        """None beside tensor_parallel, whose ranks it shares."""
+        return {} if "tensor_parallel" in beside else {"ep": self.degree}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -56,16 +66,22 @@ class ExpertParallel(Technique):
         return True
 
     def check(self, e: Experiment) -> None:
-        """Needs experts that divide, and data-parallel ranks."""
+        """Needs experts that divide, and in training data-parallel ranks."""
         d, experts = self.degree, e.model.num_experts
         self.needs(experts > 0, f"{e.model.name} has no experts", "use a mixture such as mixtral-8x7b")
         self.needs(experts % d == 0, f"{experts} experts do not divide over {d} ranks", f"use a divisor of {experts}")
+        if e.task == "serve":
+            tp = e.plan.option("tensor_parallel", "degree")
+            self.needs(tp in (None, d), f"{d} ranks share the experts and {tp} all else; when serving these are one",
+                       f"use degree={tp}, or drop tensor_parallel")  # fmt: skip
+            self.needs(self.capacity is None, "a capacity would drop tokens of whoever is served",
+                       "leave out capacity")  # fmt: skip
+            return
         self.needs(
             e.data_parallel % d == 0,
             f"{e.data_parallel} data-parallel ranks do not form groups of {d}",
             f"use a degree that divides {e.data_parallel}, or more devices",
         )
-
         self.needs(
             e.plan.option("zero", "degree") is None,
             "hybrid sharding (zero:degree) forms other groups of the same ranks",
@@ -73,7 +89,10 @@ class ExpertParallel(Technique):
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Divide the experts' parameters; send tokens to them and back, forward and backward."""
+        """Divide the experts' parameters; send tokens to them and back, forward and backward. When serving, each rank
+        computes its share of the rows, and an all-reduce sums the outputs."""
+        if e.task == "serve":
+            return self._shared(g, e)
         d, stride = self.degree, e.stride("dp")
 
         def divide(b: Block) -> None:
@@ -99,6 +118,44 @@ class ExpertParallel(Technique):
                 b.forward.insert(first, tell)
 
         return g.each_block(divide, layers_only=True)
+
+    def _shared(self, g: Graph, e: Experiment) -> Graph:
+        d, summed = self.degree, e.plan.has("tensor_parallel")  # which sums every layer's output already
+        size = g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype]
+        reduce = Op("mlp.reduce", "communication", "all_reduce", bytes=size, link_bytes=size, ranks=d,
+                    axis="tp" if summed else "ep")  # fmt: skip
+
+        def divide(b: Block) -> None:
+            experts = {p.name for p in b.params if ".experts." in p.name}
+            if not experts:
+                return
+            for p in b.params:
+                p.numel /= d if p.name in experts else 1
+            touched = next(op.experts for op in b.forward if op.kind == "gemm" and op.param in experts)
+            by = min(d, touched)  # all wait for the rank with most, and that has an expert at least
+            out: list[Op] = []
+            for op in b.forward:
+                if op.kind == "gemm" and op.param in experts:
+                    rows, n, k = op.shape
+                    op = changed(split_bytes(op, by), shape=(max(1, round(rows / by)), n, k), experts=op.experts / by)
+                elif op.param in experts or op.name == "mlp.act":
+                    op = split_bytes(op, by)
+                out.append(op)
+                if op.name == "mlp.combine" and not summed:
+                    out.append(reduce)
+            b.forward = out
+
+        return g.each_block(divide, layers_only=True)
+
+    def serve(self, run: ServeBuild) -> None:
+        """Keep this rank's experts; the ranks' outputs are summed."""
+        from ridgeline.nn.divided import hold_experts
+        from ridgeline.nn.moe import MoE
+
+        assert run.mesh is not None
+        group = run.mesh.group("inner", "tp")
+        for moe in [m for m in run.model.modules() if isinstance(m, MoE)]:
+            hold_experts(moe, group)
 
     def build(self, run: TrainBuild) -> None:
         """Keep this rank's experts; send sorted tokens to theirs by all-to-all."""

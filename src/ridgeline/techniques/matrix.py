@@ -15,7 +15,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
 from ridgeline.techniques.base import Technique
-from ridgeline.techniques.registry import check, make, normalise, registry, techniques
+from ridgeline.techniques.registry import check, make, mesh_axes, normalise, registry, techniques
 
 TINY = ModelSpec(
     name="matrix-tiny",
@@ -59,8 +59,8 @@ def pair_experiment(*names: str) -> Experiment:
     beside = {other: options for n in wanted for other, options in registry()[n].card.beside.items()}
     calls = tuple(Call(name=n, options={**registry()[n].card.example, **beside.get(n, {})}) for n in wanted)
     made = [make(call) for call in calls]
-    degree = math.prod(d for t in made for d in t.axes().values())
-    ranks = degree * max((t.card.min_ranks for t in made if not t.axes()), default=1)
+    degree = math.prod(mesh_axes(task, made).values())
+    ranks = degree * max((t.card.min_ranks for t in made if not mesh_axes(task, [t])), default=1)
     model = TINY
     for t in chosen:
         model = model.model_copy(update=dict(t.card.needs_model))

@@ -40,7 +40,9 @@ class MultiAdapter(Technique):
         return [cls()]
 
     def check(self, e: Experiment) -> None:
-        """Stages need pads, and the queue for themselves."""
+        """Needs the model in one piece; stages need pads, and the queue for themselves."""
+        self.needs(not e.parallel, "adapters are loaded into one process, and the model is divided over several",
+                   "use one process, or merge the adapter into the model")  # fmt: skip
         if self.two_stage:
             self.needs(
                 not e.plan.has("padding_free"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -79,15 +80,23 @@ def in_order(made: list[Technique]) -> list[Technique]:
     return sorted(made, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 
+def mesh_axes(task: str, made: Iterable[Technique]) -> dict[str, int]:
+    """The model-parallel axes that techniques take together in a task, and their degrees."""
+    made = list(made)
+    names = {t.card.name for t in made}
+    axes: dict[str, int] = {}
+    for t in made:
+        axes.update(t.serving_axes(names) if task == "serve" else t.axes())
+    return axes
+
+
 def normalise(e: Experiment) -> Experiment:
     """The same experiment with every option filled in and the mesh worked out.
 
     Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
     """
     made = techniques(e.plan)
-    axes: dict[str, int] = {}
-    for t in made:
-        axes.update(t.axes())
+    axes = mesh_axes(e.task, made)
     split = e.model_copy(update={"parallel": axes})
     if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in made):
         made.append(make(Call(name="data_parallel")))

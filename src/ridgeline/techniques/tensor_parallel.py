@@ -10,6 +10,8 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.serving import OWN, engine_name
+from ridgeline.spec.workload import Serve
 from ridgeline.techniques.base import Card, Phase, Technique, degrees, nearest_divisor
 from ridgeline.techniques.mesh import ATTENTION_CORE, COLUMN, ROW, split_bytes, split_gemm, split_saved
 
@@ -79,15 +81,25 @@ class TensorParallel(Technique):
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Divide shapes, parameters and saved activations; insert all-reduces where partial sums arise."""
+        """Divide shapes, parameters and saved activations; insert all-reduces where partial sums arise.
+
+        Our own serving engine keeps the embedding and the head whole; experts that expert_parallel divides then are
+        left to it.
+        """
         t = self.degree
+        whole = isinstance(e.workload, Serve) and engine_name(e.workload.engine, e.cluster.device.name) == OWN
+        apart = e.task == "serve" and e.plan.has("expert_parallel")
         kv = min(t, e.model.num_kv_heads)
         g.kv_cache /= kv
         for b in g.blocks:
-            b.forward = [_divide(op, t, kv) for op in b.forward]
+            if whole and b.name in ("embed", "head"):
+                continue
+            mixed = apart and any(".experts." in p.name for p in b.params)
+            b.forward = [op if mixed and op.module == "mlp" else _divide(op, t, kv) for op in b.forward]
             b.backward = [_divide(op, t, kv) for op in b.backward]
             for p in b.params:
-                _divide_param(p, t, kv)
+                if not (mixed and ".experts." in p.name):
+                    _divide_param(p, t, kv)
             b.forward, b.backward = _reduced(b, t, g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype])
             _divide_saved(b, t, kv)
             b.workspace /= t
@@ -114,22 +126,13 @@ class TensorParallel(Technique):
                    " heads would have to be held several times", f"use a degree that divides {kv}")  # fmt: skip
 
     def serve(self, run: ServeBuild) -> None:
-        """Divide the layers, and with them the cache; embedding and head stay whole."""
-        from torch import nn
-
-        from ridgeline.nn.tensor_parallel import Divider, keep_parts
+        """Divide the layers, dense or in codes, and with them the cache; embedding and head stay whole."""
+        from ridgeline.nn.divided import divide
 
         assert run.mesh is not None
         self._whole_heads(run.experiment)
-        plain = all(isinstance(m, nn.Linear) for n, m in run.model.named_modules() if n.endswith("_proj"))
-        self.needs(plain or bool(run.experiment.model.num_experts), "weights in codes are not divided over ranks",
-                   "serve the dense checkpoint, or use one process")  # fmt: skip
-        self.needs(not run.adapters and not run.experiment.plan.has("multi_adapter"), "adapters are not divided over"
-                   " ranks when served", "merge the adapter, or use one process")  # fmt: skip
-        divider = Divider(run.mesh.sub("tp"))
         for block in run.model.layers.values():
-            divider.block(block)
-        keep_parts(run.model.layers)
+            divide(block, run.mesh.group("tp"), experts=not run.experiment.plan.has("expert_parallel"))
         run.kv_heads //= self.degree
 
 
