@@ -34,11 +34,12 @@ def make_service(
 ) -> Service:  # fmt: skip
     """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
     from ridgeline.train.data import load_tokenizer
-    from ridgeline.train.examples import find_template
+    from ridgeline.train.examples import find_template, special_tokens
 
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
     loop = EngineLoop(engine, limits or Limits(), Metrics())
-    return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)))
+    return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)),
+                   special_tokens(str(checkpoint)))  # fmt: skip
 
 
 class Server(uvicorn.Server):
