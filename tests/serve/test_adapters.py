@@ -104,13 +104,23 @@ def test_a_name_loaded_again_shares_nothing_of_the_old(folders):
 
 
 def test_memory_comes_out_of_the_pool(folders):
-    eng = engine(model(), "multi_adapter", kv_cache_bytes=1 << 16)
+    eng = engine(model(), "multi_adapter", kv_cache_bytes=10 << 13)
     free = eng.blocks.free
     eng.load_adapter("a", folders["lora"])
     assert 0 < free - eng.blocks.free == eng.blocks.borrowed
-    with pytest.raises(Invalid, match="the pool has"):
+    with pytest.raises(Invalid, match="can be spared"):
         eng.load_adapter("b", folders["mask_tuning"])
     assert "b" not in eng.adapters
+
+
+def test_the_longest_request_fits_beside_any_adapters(folders):
+    eng = engine(model(), "multi_adapter", "paged_kv:block_size=4", kv_cache_bytes=33 * 2048)
+    with pytest.raises(Invalid, match="1 can be spared beside a request of 128 tokens"):
+        eng.load_adapter("a", folders["lora"])
+    eng = engine(model(), "multi_adapter", "paged_kv:block_size=4", kv_cache_bytes=40 * 2048)
+    eng.load_adapter("a", folders["lora"])
+    got, _ = run(eng, ask("longest", [1, 2, 3], 125, ignore_eos=True))
+    assert len(got["longest", 0]) == 125
 
 
 def test_refusals(folders, tmp_path):
