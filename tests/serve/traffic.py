@@ -20,6 +20,8 @@ LEFT = 0
 BROKEN = 599
 """That of a stream which did not come to its end, or told of an error."""
 PREFIXES = [f"You are assistant {c * 3}, and you answer in {c} words or so. " for c in string.ascii_lowercase[:6]]
+WORDS = [c * n for c in string.ascii_lowercase[:8] for n in range(1, 9)]
+"""As few as a text's: a tokenizer remembers the words it has met, up to some thousands."""
 KINDS = {
     "plain": 6, "stream": 5, "cut": 3, "left": 2, "outputs": 2, "beams": 1, "stops": 2, "structured": 2, "chat": 2,
     "embedding": 1, "adapter": 3, "switch": 1, "long": 2, "malformed": 2,
@@ -151,7 +153,7 @@ class Traffic:
 
 
 def _prompt(rng: random.Random) -> str:
-    return rng.choice(PREFIXES) + "".join(rng.choices(string.ascii_lowercase, k=rng.randint(0, 24)))
+    return rng.choice(PREFIXES) + " ".join(rng.choices(WORDS, k=rng.randint(0, 5)))
 
 
 def hammer(
