@@ -144,19 +144,13 @@ def guidellm(program: str, url: str, rate: float, seconds: float, out: Path) -> 
     folder.mkdir(parents=True, exist_ok=True)
     text = [p.read_text() for p in sorted(Path(json.__file__).parent.glob("*.py"))]
     train_tokenizer(text, 500).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    command = [program, "run", "--backend", f"kind=openai_http,target={url},model=mock,request_format=/v1/completions",
-               "--profile", f"kind=constant,rate={rate:g}", "--constraint", f"kind=max_duration,seconds={seconds:g}",
-               "--tokenizer", f"kind=huggingface_auto,model={folder}",
-               "--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={TOKENS}",
-               "--output", f"kind=json,path={out / 'guidellm.json'}", "--disable-console"]  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)  # fmt: skip
+    until = f"kind=max_duration,seconds={seconds:g}"
+    try:
+        found = run_guidellm(program, url, "mock", folder, rate, until, PROMPT, TOKENS, out / "guidellm.json")
+    except RuntimeError as e:
+        return {"failed": str(e)}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        return {"failed": (done.stderr or done.stdout)[-800:]}
-    found = json.loads((out / "guidellm.json").read_text())["benchmarks"][0]["metrics"]
 
     def mean(name: str) -> float:
         return float(found[name]["successful"]["mean"])
@@ -165,6 +159,25 @@ def guidellm(program: str, url: str, rate: float, seconds: float, out: Path) -> 
     return {"ttft_s": ttft, "itl_s": itl, "tpot_s": mean("time_per_output_token_ms") / 1e3,
             "e2e_s": mean("request_latency"), "ttft_error": ttft / TTFT - 1, "itl_error": itl / GAP - 1,
             "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}  # fmt: skip
+
+
+def run_guidellm(
+    program: str, url: str, model: str, tokenizer: Path, rate: float, until: str, prompt: int, tokens: int, out: Path,
+    route: str = "/v1/completions",
+) -> dict[str, Any]:  # fmt: skip
+    """The metrics of a run of guidellm at a constant rate, ``until`` its constraint. Raises RuntimeError."""
+    if not (tokenizer / "tokenizer_config.json").is_file():
+        (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    command = [program, "run", "--backend", f"kind=openai_http,target={url},model={model},request_format={route}",
+               "--profile", f"kind=constant,rate={rate:g}", "--constraint", until,
+               "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
+               "--data", f"kind=synthetic_text,prompt_tokens={prompt},output_tokens={tokens}",
+               "--output", f"kind=json,path={out}", "--disable-console"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)  # fmt: skip
+    if done.returncode:
+        raise RuntimeError((done.stderr or done.stdout)[-800:])
+    return dict(json.loads(out.read_text())["benchmarks"][0]["metrics"])
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.serve import malformed
 from tests.serve.running import running, tiny
+from tests.serve.traffic import hammer
 
 from ridgeline.measure.environment import fingerprint
 
@@ -54,31 +55,23 @@ def main() -> None:
     statuses: Counter[int] = Counter()
     memory: list[int] = []
     lock = threading.Lock()
-    seeds = iter(range(args.requests))
+
+    def sample(_: int) -> None:
+        gc.collect()
+        memory.append(psutil.Process().memory_info().rss)
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.checkpoint or tiny(Path(scratch) / "tiny")
         with running(folder) as server:
             netloc = urlsplit(server.url).netloc
 
-            def client() -> None:
-                while True:
-                    with lock:
-                        seed = next(seeds, None)
-                        if seed is None:
-                            return
-                        if seed % max(1, args.requests // 20) == 0:
-                            gc.collect()
-                            memory.append(psutil.Process().memory_info().rss)
-                    status = ask(netloc, seed)
-                    with lock:
-                        statuses[status] += 1
+            def send(seed: int) -> None:
+                status = ask(netloc, seed)
+                with lock:
+                    statuses[status] += 1
 
             began = time.perf_counter()
-            threads = [threading.Thread(target=client) for _ in range(4)]
-            for t in threads:
-                t.start()
-            for t in threads:
-                t.join()
+            hammer(args.requests, 4, send, max(1, args.requests // 20), sample)
             seconds = time.perf_counter() - began
             server.assert_idle()
     half = memory[len(memory) // 2]

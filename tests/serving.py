@@ -6,12 +6,15 @@ import torch
 
 from ridgeline import catalog
 from ridgeline.nn.init import build
+from ridgeline.nn.peft import save_lora, save_own, state_of
 from ridgeline.serve.build import DEFAULT_PLAN, make_engine
 from ridgeline.serve.request import Request, Sampling
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
-from ridgeline.spec.plan import Plan
+from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import make
+from ridgeline.train.adapters import attach, load_adapter
 
 FIELDS = {"vocab_size": 300, "max_positions": 128, "num_layers": 2, "tie_embeddings": False}
 
@@ -30,6 +33,48 @@ def model(base="llama-mini", dtype=torch.float64, seed=0, **fields):
         for p in made.parameters():
             if p.dim() > 1:
                 p.mul_(4)
+    return made
+
+
+ADAPTERS = {
+    "lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]},
+    "dora": {"rank": 2, "targets": ["q_proj", "up_proj"], "dora": True},
+    "bitfit": {},
+    "bottleneck_adapter": {"size": 4},
+    "diff_pruning": {"density": 0.05},
+    "mask_tuning": {},
+}
+"""Every kind of adapter, with options."""
+
+
+def adapters_in(folder):
+    """A trained-looking adapter of each kind for :func:`model`, saved as training saves them: folders by kind."""
+    made, out = model(), {}
+    for i, (name, options) in enumerate(ADAPTERS.items()):
+        kind = "lora" if name == "dora" else name
+        technique = make(Call(name=kind, options=options))
+        generator, state = torch.Generator().manual_seed(i), {}
+        for at, layer in list(made.named_modules()):
+            everywhere = kind not in ("lora", "bottleneck_adapter")
+            if not at.endswith("_proj") or not (everywhere or at.rpartition(".")[2] in technique.targets):
+                continue
+            for leaf, t in technique.around(layer).state().items():
+                spread = torch.randn(t.shape, generator=generator, dtype=t.dtype)
+                state[f"{at}.{leaf}"] = t.detach() + spread * (0.5 if leaf != "adapter_scores" else 0.02)
+        out[name] = folder / name
+        out[name].mkdir()
+        plain = technique.model_dump(mode="json")
+        if kind == "lora":
+            save_lora(out[name], made.spec, plain, state_of(state, (*technique.leaves, "lora_m")), "")
+        else:
+            save_own(out[name], made.spec, kind, plain, technique.compact(state), "")
+    return out
+
+
+def adapted(folder):
+    """:func:`model` with the adapter in ``folder``."""
+    made = model()
+    attach(made, load_adapter(folder, made.spec))
     return made
 
 

@@ -1,19 +1,26 @@
-"""A small model with a byte-level tokenizer, served over real sockets by a thread of this process."""
+"""A small model with a byte-level tokenizer, served over real sockets: by a thread of this process, or by its own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 from tests.compressing import LLAMA, checkpoint
 
+from ridgeline.nn.peft import save_lora, state_of
 from ridgeline.serve.app import create_app
 from ridgeline.serve.build import DEFAULT_PLAN, load_engine
 from ridgeline.serve.loop import Limits
 from ridgeline.serve.server import Server, make_service
+from ridgeline.spec.plan import Call
+from ridgeline.techniques.registry import make
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -30,6 +37,42 @@ def tiny(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def lora(folder: Path, model, seed: int = 1) -> Path:
+    """A LoRA of random weights for ``model``, as ``peft`` writes them."""
+    technique = make(Call(name="lora", options={"rank": 4, "targets": ["q_proj", "down_proj"]}))
+    generator, state = torch.Generator().manual_seed(seed), {}
+    for at, layer in list(model.named_modules()):
+        if at.rpartition(".")[2] in technique.targets:
+            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            for leaf, t in technique.around(plain).state().items():
+                state[f"{at}.{leaf}"] = torch.randn(t.shape, generator=generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_lora(folder, model.spec, technique.model_dump(mode="json"), state_of(state, technique.leaves), "")
+    return folder
+
+
+@contextmanager
+def process(folder: Path, *options: str):
+    """``ridgeline serve`` in a process of its own: the process, its URL, and the lines that it says."""
+    command = [sys.executable, "-m", "ridgeline", "serve", str(folder), "--port", "0", *options]
+    p = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    try:
+        for line in p.stderr:
+            lines.append(line)
+            if "serving on" in line:
+                break
+        else:
+            raise AssertionError(f"exit code {p.wait()}: {''.join(lines)}")
+        url = lines[-1].split()[-1]
+        reader = threading.Thread(target=lambda: lines.extend(p.stderr), daemon=True)  # a full pipe would stop it
+        reader.start()
+        yield SimpleNamespace(process=p, url=url, lines=lines)
+    finally:
+        p.kill()
+        p.wait()
 
 
 class Running:

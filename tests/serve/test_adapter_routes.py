@@ -3,13 +3,8 @@
 import json
 
 import pytest
-import torch
-from tests.serve.running import running
+from tests.serve.running import lora, running
 from tests.serve.test_reliability import LONG, Slow, call, error, opened
-
-from ridgeline.nn.peft import save_lora, state_of
-from ridgeline.spec.plan import Call
-from ridgeline.techniques.registry import make
 
 BODY = {"prompt": "one prompt for all of them", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0, "logprobs": 0}
 
@@ -22,18 +17,7 @@ def server(folder):
 
 @pytest.fixture(scope="module")
 def adapter(server, tmp_path_factory):
-    """A LoRA of random weights, as ``peft`` writes them."""
-    technique = make(Call(name="lora", options={"rank": 4, "targets": ["q_proj", "down_proj"]}))
-    generator, state = torch.Generator().manual_seed(1), {}
-    model = server.engine.model
-    for at, layer in list(model.named_modules()):
-        if at.rpartition(".")[2] in technique.targets:
-            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
-            for leaf, t in technique.around(plain).state().items():
-                state[f"{at}.{leaf}"] = torch.randn(t.shape, generator=generator)
-    out = tmp_path_factory.mktemp("lora")
-    save_lora(out, model.spec, technique.model_dump(mode="json"), state_of(state, technique.leaves), "")
-    return out
+    return lora(tmp_path_factory.mktemp("lora"), server.engine.model)
 
 
 def admin(server, verb, **body):

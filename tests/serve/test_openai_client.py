@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import urllib.request
 
 import openai
 import pytest
+from tests.serve.running import TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +201,13 @@ def test_models(client):
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
+
+
+def test_clients_may_do_without_the_tokenizers_files(server):
+    with urllib.request.urlopen(server.url + "/tokenizer_info") as reply:
+        said = json.load(reply)
+    assert said == {"bos_token": None, "eos_token": "<|endoftext|>", "pad_token": None, "chat_template": TEMPLATE}
+    assert server.service.vocabulary.encode(said["eos_token"], special=False) == [0]
 
 
 def test_mistakes_come_as_the_clients_own_errors(client):

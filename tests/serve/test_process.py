@@ -6,34 +6,18 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 from tests.serve.running import CONTEXT
+from tests.serve.running import process as start
 from tests.serve.test_reliability import LONG, call, error, opened
 
 from ridgeline.cli import app
 from ridgeline.spec.errors import UserError
 
 
-@contextmanager
 def process(folder, *options):
-    """A server in a process of its own, and its URL."""
-    command = [sys.executable, "-m", "ridgeline", "serve", str(folder), "--port", "0", "--kv-cache", "1MB", *options]
-    p = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    lines: list[str] = []
-    try:
-        for line in p.stderr:
-            lines.append(line)
-            if "serving on" in line:
-                break
-        assert lines, p.wait()
-        assert "serving on" in lines[-1], lines
-        yield SimpleNamespace(process=p, url=lines[-1].split()[-1])
-    finally:
-        p.kill()
-        p.wait()
+    return start(folder, "--kv-cache", "1MB", *options)
 
 
 def test_sigterm_lets_requests_finish_and_takes_no_more(folder):

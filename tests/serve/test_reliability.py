@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.serve import malformed
-from tests.serve.running import running
+from tests.serve.running import lora, running
+from tests.serve.traffic import KINDS, LEFT, Traffic, hammer
 
 from ridgeline.serve.loop import Limits
 
@@ -319,3 +320,17 @@ def test_tokenize_and_back(server):
     assert json.loads(call(server, "/detokenize", {"tokens": tokens})[2])["prompt"] == text
     chat = json.loads(call(server, "/tokenize", {"messages": [{"role": "user", "content": "hi"}]})[2])
     assert json.loads(call(server, "/detokenize", {"tokens": chat["tokens"]})[2])["prompt"] == "<user>hi\n<assistant>"
+
+
+def test_mixed_traffic_leaves_nothing(folder, tmp_path):
+    """What ``benchmarks/serve_soak.py`` sends for an hour, for a moment."""
+    with running(folder, plan=["multi_adapter"], admin=["boss"], kv_cache_bytes=40 * 4096, max_num_seqs=16) as server:
+        adapters = [lora(tmp_path / str(seed), server.engine.model, seed) for seed in range(2)]
+        traffic = Traffic(server.url, adapters, "boss")
+        hammer(150, 6, traffic.send)
+        assert set(traffic.statuses) <= {LEFT, 200, 400, 401, 404, 405}, traffic.statuses
+        assert set(traffic.kinds) == set(KINDS)
+        server.wait(lambda: not server.engine.has_work() and not server.loop.open_streams)
+        traffic.unload_all()
+        server.assert_idle()
+        assert server.engine.blocks.free == server.engine.blocks.count

@@ -30,13 +30,15 @@ PROBED = 8
 class AdapterTable:
     """The adapters that can be asked for, by name."""
 
-    def __init__(self, model: Transformer, blocks: Blocks, block_bytes: float) -> None:
-        """``block_bytes``: memory of a block of the pool."""
-        self.model, self.blocks, self.block_bytes = model, blocks, block_bytes
+    def __init__(self, model: Transformer, blocks: Blocks, block_bytes: float, longest: int) -> None:
+        """``block_bytes``: memory of a block of the pool. ``longest``: tokens of the longest request, which must always
+        fit, or it would never end."""
+        self.model, self.blocks, self.block_bytes, self.longest = model, blocks, block_bytes, longest
         self.tasks = Tasks(model)
         self.held: dict[str, list[int]] = {}
+        self.loads = 0
         self.version: dict[str, int] = {}
-        """How often each name was loaded: what the cache holds of an older one must not be taken for the new one's."""
+        """The how-manieth load each is: what the cache holds of an older one of that name is not the new one's."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.held
@@ -50,16 +52,20 @@ class AdapterTable:
         self.tasks.activate(None)
         made = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
         size = sum(_bytes(adapter) for adapter in made.values())
-        blocks = self.blocks.borrow(math.ceil(size / self.block_bytes))
+        wanted = math.ceil(size / self.block_bytes)
+        spare = self.blocks.count - self.blocks.borrowed - self.blocks.needed(self.longest)
+        blocks = self.blocks.borrow(wanted) if wanted <= spare else None
         if blocks is None:
             raise Invalid(
                 "lora_path",
-                f"takes {size} bytes, and the pool has {self.blocks.free} free blocks of {self.block_bytes:.0f}",
-                "unload another adapter, or give the pool more memory",
+                f"takes {size} bytes, {wanted} blocks, of which {self.blocks.free} are free now, and {max(0, spare)}"
+                f" can be spared beside a request of {self.longest} tokens",
+                "unload another adapter, give the pool more memory, or set a shorter max_model_len",
             )
         self.tasks.add(name, made)
         self.held[name] = blocks
-        self.version[name] = self.version.get(name, 0) + 1
+        self.loads += 1
+        self.version[name] = self.loads
 
     def unload(self, name: str) -> None:
         """Forget an adapter that nobody is using. Raises :class:`Invalid` for an unknown one."""
@@ -67,6 +73,7 @@ class AdapterTable:
             raise Invalid("lora_name", f"{name!r} is not loaded", f"loaded: {', '.join(self.held) or 'none'}")
         self.tasks.remove(name)
         self.blocks.give_back(self.held.pop(name))
+        del self.version[name]
 
     @contextmanager
     def probe(self) -> Iterator[None]:

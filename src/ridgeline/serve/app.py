@@ -157,6 +157,11 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         service.known(body.tokens, "tokens")
         return Json({"prompt": service.vocabulary.decode(body.tokens, skip_special=False)})
 
+    @app.get("/tokenizer_info", responses=_REFUSALS)
+    async def tokenizer_info() -> Response:
+        """Special tokens and the chat template, for clients without the tokenizer's files."""
+        return Json(service.tokenizer_info())
+
     @app.post(_LOAD, responses=_REFUSALS)
     async def load_adapter(body: LoadAdapter) -> Response:
         """Serve an adapter from a folder of the server, under a name."""

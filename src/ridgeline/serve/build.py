@@ -59,7 +59,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
-        engine.adapters = AdapterTable(run.model, table, each)
+        engine.adapters = AdapterTable(run.model, table, each, longest)
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
     if run.cut is not None:

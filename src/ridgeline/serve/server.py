@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import ipaddress
 import os
 import signal
@@ -24,6 +26,7 @@ from ridgeline.spec.errors import UserError
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
 
+_M_ARENA_MAX = -8  # malloc.h
 _LAST_BYTES = 5
 """Seconds for the last answers to leave once everything has ended."""
 
@@ -34,11 +37,12 @@ def make_service(
 ) -> Service:  # fmt: skip
     """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
     from ridgeline.train.data import load_tokenizer
-    from ridgeline.train.examples import find_template
+    from ridgeline.train.examples import find_template, special_tokens
 
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
     loop = EngineLoop(engine, limits or Limits(), Metrics())
-    return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)))
+    return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)),
+                   special_tokens(str(checkpoint)))  # fmt: skip
 
 
 class Server(uvicorn.Server):
@@ -92,11 +96,19 @@ def serve(app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, sa
             pass
     except OSError as e:
         raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
+    _one_heap()
     Server(app, loop, host, port, drain, say).run()
     if not loop.stop():
         say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
         os._exit(1)  # nothing else ends its thread
     return loop.failure is None
+
+
+def _one_heap() -> None:
+    """Have all threads share one malloc arena. A request goes through several threads, and with an arena for each the
+    holes that glibc leaves add up, by some 0.4 KB a request."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -51,6 +51,8 @@ class Service:
     vocabulary: Vocabulary
     name: str
     template: Template | None
+    special: dict[str, str] = field(default_factory=dict)
+    """Texts of special tokens, as the checkpoint's ``tokenizer_config.json`` names them."""
     max_prompts: int = 256
     """Prompts in one body."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -78,6 +80,14 @@ class Service:
                     "parent": parent, "max_model_len": self.max_model_len}  # fmt: skip
 
         return [entry(self.name, self.name, None), *(entry(n, p, self.name) for n, p in self.adapters.items())]
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What clients have to know to write prompts without the tokenizer's files; None: there is none of it."""
+        named = {name: self.special.get(name) or None for name in ("bos_token", "eos_token", "pad_token")}
+        ends = sorted(self.loop.engine.eos)
+        if named["eos_token"] is None and ends:
+            named["eos_token"] = self.vocabulary.name(ends[0])
+        return {**named, "chat_template": self.template.source if self.template is not None else None}
 
     def load_all(self, folder: Path) -> None:
         """Serve every adapter in ``folder``, by the names of its folders; before the loop has started."""
