@@ -2,7 +2,16 @@
 
 import pytest
 
-from ridgeline.measure.probe import DECODE_REFERENCE, NARROW_STEPS, SERVED, narrow, serving_experiment, with_serving
+from ridgeline.measure.probe import (
+    DECODE_REFERENCE,
+    NARROW_STEPS,
+    SERVED,
+    STEP_DEPTHS,
+    deep,
+    narrow,
+    serving_experiment,
+    with_serving,
+)  # fmt: skip
 from ridgeline.predict import predict
 from ridgeline.predict.engine import find_engine
 from ridgeline.predict.iteration import Iterations
@@ -42,34 +51,40 @@ def found():
     both = TRUE["serve.token"] + TRUE["serve.admission"]
     http = {"clients": 16, "alone_s": one + TRUE["serve.request"] + both, "crowd_s": sixteen / 16 + both,
             "token_s": sixteen + 16 * TRUE["serve.token"]}  # fmt: skip
-    return {"steps": steps, "reference_s": step(DECODE_REFERENCE, 1), "attention": POOLS, "http": http}
+    return {"steps": steps, "deep": {str(n): step(deep(n), 1) for n in STEP_DEPTHS}, "attention": POOLS, "http": http}
 
 
 def test_known_costs_are_found_again():
     d = with_serving(bare(), found())
     for name, value in TRUE.items():
-        if name != "layer":
+        if name.startswith("serve."):
             assert d.host_latency[name] == pytest.approx(value, rel=0.02), name
+    assert [seconds for _, seconds in d.step_latency] == pytest.approx([TRUE["serve"]] * 3, rel=0.02)
     assert d.host_latency["1"] == 3e-5
     assert d.rates["attention_pool"].latency == pytest.approx(18e-6 + TRUE["layer"], rel=0.02)
     assert d.rates["attention_pool.int8"].latency == pytest.approx(50e-6 + TRUE["layer"], rel=0.02)
 
 
-def test_a_slower_operator_is_found_only_where_caches_are_emptied():
+def test_operators_are_slower_where_weights_outgrow_the_caches():
     costs = found()
-    costs["reference_s"] += 4e-3
-    slower, plain = with_serving(bare(), costs), with_serving(bare(), found())
-    assert slower.host_latency["serve"] > 2 * plain.host_latency["serve"]
-    assert slower.host_latency["serve.iteration"] == plain.host_latency["serve.iteration"]
+    costs["deep"]["20"] += 4e-3
+    d = with_serving(bare(), costs)
+    (few, warm), (some, _), (many, cold) = d.step_latency
+    assert cold == pytest.approx(TRUE["serve"] + 4e-3 / 283, rel=0.02)
+    at = {size: d.serving(size).extra_latency for size in (0, few, (some + many) / 2, many, 9 * many)}
+    assert list(at.values()) == pytest.approx([warm, warm, (warm + cold) / 2, cold, cold])
+    assert bare().serving(1e9).extra_latency == 0, "nothing was measured"
 
 
 def test_noise_gives_no_negative_seconds():
     costs = found()
     costs["http"] = {"clients": 16, "alone_s": 0.0, "crowd_s": 0.0, "token_s": 0.0}
     costs["steps"] = dict.fromkeys(costs["steps"], costs["steps"]["2,1"])
+    costs["deep"] = dict.fromkeys(costs["deep"], 0.0)
     d = with_serving(bare(), costs)
     assert all(v >= 0 for k, v in d.host_latency.items() if k.startswith("serve."))
     assert all(r.latency >= 0 for r in d.rates.values())
+    assert all(seconds >= 0 for _, seconds in d.step_latency)
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,16 @@ def decode_latency(device: Device, seconds: float) -> float:
     return max(0.0, seconds - alone.metrics["tpot_s"].value) / operators
 
 
+STEP_DEPTHS = (6, 12, 20)
+"""Layers of the model, otherwise :data:`DECODE_REFERENCE`, whose steps in the serving engine ``probe`` times: weights
+that caches hold, and that they do not."""
+
+
+def deep(layers: int) -> ModelSpec:
+    """The decode reference with so many layers."""
+    return DECODE_REFERENCE.model_copy(update={"name": f"decode-{layers}", "num_layers": layers})
+
+
 NARROW_STEPS = ((2, 1), (2, 24), (8, 1), (8, 24))
 """(layers, sequences) of the decode steps of :func:`narrow` models that ``probe`` times."""
 SERVED = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
@@ -134,16 +144,15 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
     alone = {x: seconds[x, one] - x * layer - sequence for x in (few, many)}
     each = (alone[many] - alone[few]) / (operators[many] - operators[few])
     iteration = max(0.0, alone[few] - each * operators[few])
-    # In a model whose weights are no longer in the caches, operators start later than in a narrow one.
-    beside, count = _beside(DECODE_REFERENCE, 1, found["reference_s"], bare)
-    known = {
-        "serve": max(0.0, each, (beside - iteration - sequence - DECODE_REFERENCE.num_layers * layer) / count),
-        "serve.sequence": sequence,
-        "serve.iteration": iteration,
-    }
+    step_latency = []
+    for layers, took in found["deep"].items():
+        beside, count = _beside(deep(int(layers)), 1, took, bare)
+        cold = (beside - iteration - sequence - int(layers) * layer) / count
+        step_latency.append([4.0 * deep(int(layers)).num_parameters, max(0.0, each, cold)])
+    known = {"serve.sequence": sequence, "serve.iteration": iteration} | http_latency(found)
     pools = {k: r.model_copy(update={"latency": r.latency + layer}) for k, r in pools.items()}
     return device.model_copy(update={
-        "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known | http_latency(found),
+        "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known, "step_latency": step_latency,
     })  # fmt: skip
 
 

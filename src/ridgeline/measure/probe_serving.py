@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.measure.probe import DECODE_REFERENCE, NARROW_STEPS, narrow, serving_experiment
+from ridgeline.measure.probe import NARROW_STEPS, STEP_DEPTHS, deep, narrow, serving_experiment
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.kv_codes import KINDS
 from ridgeline.nn.paged import Layout, PagedCache, Piece
@@ -27,13 +27,13 @@ CLIENTS = 16
 
 
 def serving_costs(device: torch.device, quick: bool = False) -> dict[str, Any]:
-    """``steps``: seconds of a decode step of narrow models by (layers, sequences); ``reference_s``: of one sequence of
-    the reference model; ``attention``: rates of attention over the pool, by the kind of its codes; ``http``: seconds
-    that requests take at the real server."""
+    """``steps``: seconds of a decode step of narrow models by (layers, sequences); ``deep``: of one sequence of the
+    reference model by its layers; ``attention``: rates of attention over the pool, by the kind of its codes; ``http``:
+    seconds that requests take at the real server."""
     steps = {f"{layers},{n}": _step(device, narrow(layers), n, quick) for layers, n in NARROW_STEPS}
     attention = {kind: _attention(device, kind) for kind in ("", *KINDS)}
-    reference = _step(device, DECODE_REFERENCE, 1, quick)
-    return {"steps": steps, "reference_s": reference, "attention": attention, "http": _http(device, quick)}
+    reference = {str(layers): _step(device, deep(layers), 1, quick) for layers in STEP_DEPTHS}
+    return {"steps": steps, "deep": reference, "attention": attention, "http": _http(device, quick)}
 
 
 def _step(device: torch.device, model: ModelSpec, n: int, quick: bool) -> float:

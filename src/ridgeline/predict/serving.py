@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
 from ridgeline.predict.arrivals import Request, requests
-from ridgeline.predict.common import assemble, metric, rank_cluster, source_of
+from ridgeline.predict.common import assemble, metric, rank_cluster, rewritten, source_of
 from ridgeline.predict.engine import Engine, find_engine
 from ridgeline.predict.iteration import Iterations
 from ridgeline.predict.kv import Room, pool_room, room
@@ -37,7 +38,8 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
     cluster = rank_cluster(e)
     engine = find_engine(w.engine, cluster.device)
     if engine.name == OWN:
-        cluster = cluster.model_copy(update={"device": cluster.device.serving()})
+        weights = sum(p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, made).params)
+        cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
     asked = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in asked]
     surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), max(lengths)))

@@ -6,6 +6,7 @@ Units are SI throughout: FLOP/s, bytes, bytes/s, seconds, watts, dollars per hou
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -93,10 +94,13 @@ class Device(BaseModel):
     one of its cores is left to a server's HTTP."""
     host_latency: dict[str, float] = Field(default_factory=dict)
     """Seconds that an operator costs in a real training step beyond what it costs timed alone (the autograd engine,
-    Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step; "serve": in a step of the
-    serving engine, and seconds of its own: "serve.iteration", "serve.sequence" and "serve.token" (of a sequence in an
+    Python, emptied caches), by number of processes ("1", "2"); "decode": in a decode step; seconds of the
+    serving engine's own: "serve.iteration", "serve.sequence" and "serve.token" (of a sequence in an
     iteration: to schedule it, to send its token), "serve.request" (before and after the engine), "serve.admission" (of
     that, what its first iteration waits for). Measured on small reference models."""
+    step_latency: list[list[float]] = Field(default_factory=list)
+    """What an operator costs in a step of the serving engine beyond what it costs timed alone: (bytes of the model's
+    weights, seconds), by rising bytes. Weights that outgrow the caches leave every operator to start in cold ones."""
     efficiency: Efficiency | None = None
     """Constants fitted on this very device (see ``predict/calibrate.py``); None: those of its architecture."""
     source: str = ""
@@ -109,15 +113,22 @@ class Device(BaseModel):
 
     def generating(self) -> Device:
         """This device in generation, where no autograd engine runs beside the operators."""
-        return self._inside("decode")
+        return self._inside(self.host_latency.get("decode"))
 
-    def serving(self) -> Device:
-        """This device in a step of the serving engine."""
-        return self._inside("serve").model_copy(update={"rates": {**self.rates, **self.ranks.get("serve", {})}})
+    def serving(self, weights: float = 0.0) -> Device:
+        """This device in a step of the serving engine with a model of so many bytes."""
+        rates = {**self.rates, **self.ranks.get("serve", {})}
+        return self._inside(self._step_latency(weights)).model_copy(update={"rates": rates})
 
-    def _inside(self, what: str) -> Device:
-        known = {"1": self.host_latency[what]} if what in self.host_latency else {}
-        return self.model_copy(update={"host_latency": known})
+    def _inside(self, latency: float | None) -> Device:
+        return self.model_copy(update={"host_latency": {} if latency is None else {"1": latency}})
+
+    def _step_latency(self, weights: float) -> float | None:
+        """Linear between the measured models, constant beyond them; None: nothing was measured."""
+        for (few, low), (many, high) in pairwise(self.step_latency):
+            if weights <= many:
+                return low + (high - low) * max(0.0, weights - few) / (many - few)
+        return self.step_latency[-1][1] if self.step_latency else None
 
     def shared_by(self, ranks: int) -> Device:
         """This device as one of ``ranks`` processes sees it (a CPU's cores and bandwidth are divided among them)."""

@@ -12,7 +12,7 @@ from ridgeline.spec.device import DTYPE_BYTES
 FEW_NIBBLES, FEW_BYTES = 48, 16
 """Rows up to which the kernels that read codes win over expanding the weight first. Measured on one core with AVX512 at
 2048 × 2048: nibbles take 0.3 ms + 0.16 ms per row against 6 ms of expansion, bytes 0.6 ms + 0.16 ms against 2.5 ms."""
-GEMM_ROWS = (1, 4, 8, FEW_BYTES, FEW_NIBBLES, 128)
+GEMM_ROWS = (1, 2, 3, 4, 8, FEW_BYTES, FEW_NIBBLES, 128)
 """Numbers of rows at which ``ridgeline probe`` times products that wait for their weights, as far as each kind's
 kernel for few rows goes."""
 NIBBLE_GROUPS = (256, 128, 64, 32)
