@@ -15,7 +15,7 @@ from ridgeline.measure.probe import (
 from ridgeline.predict import predict
 from ridgeline.predict.engine import find_engine
 from ridgeline.predict.iteration import Iterations
-from ridgeline.spec.device import Device, Rate
+from ridgeline.spec.device import STEP_ROWS, Device, Rate
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import check, normalise
 
@@ -47,11 +47,12 @@ def step(model, n):
 
 def found():
     steps = {f"{layers},{n}": step(narrow(layers), n) for layers, n in NARROW_STEPS}
+    large = {f"{layers},{n}": step(deep(layers), n) for layers in STEP_DEPTHS for n in STEP_ROWS}
     one, sixteen = step(narrow(2), 1), step(narrow(2), 16)
     both = TRUE["serve.token"] + TRUE["serve.admission"]
     http = {"clients": 16, "alone_s": one + TRUE["serve.request"] + both, "crowd_s": sixteen / 16 + both,
             "token_s": sixteen + 16 * TRUE["serve.token"]}  # fmt: skip
-    return {"steps": steps, "deep": {str(n): step(deep(n), 1) for n in STEP_DEPTHS}, "attention": POOLS, "http": http}
+    return {"steps": steps, "deep": large, "attention": POOLS, "http": http}
 
 
 def test_known_costs_are_found_again():
@@ -59,32 +60,35 @@ def test_known_costs_are_found_again():
     for name, value in TRUE.items():
         if name.startswith("serve."):
             assert d.host_latency[name] == pytest.approx(value, rel=0.02), name
-    assert [seconds for _, seconds in d.step_latency] == pytest.approx([TRUE["serve"]] * 3, rel=0.02)
+    for _, *seconds in d.step_latency:
+        assert seconds == pytest.approx([TRUE["serve"]] * len(STEP_ROWS), rel=0.02)
     assert d.host_latency["1"] == 3e-5
     assert d.rates["attention_pool"].latency == pytest.approx(18e-6 + TRUE["layer"], rel=0.02)
     assert d.rates["attention_pool.int8"].latency == pytest.approx(50e-6 + TRUE["layer"], rel=0.02)
 
 
-def test_operators_are_slower_where_weights_outgrow_the_caches():
+def test_operators_are_slower_where_weights_outgrow_the_caches_and_faster_where_these_hold_them():
     costs = found()
-    costs["deep"]["20"] += 4e-3
+    costs["deep"]["20,1"] += 4e-3
+    costs["deep"]["6,8"] -= 1e-3
     d = with_serving(bare(), costs)
-    (few, warm), (some, _), (many, cold) = d.step_latency
-    assert cold == pytest.approx(TRUE["serve"] + 4e-3 / 283, rel=0.02)
-    at = {size: d.serving(size).extra_latency for size in (0, few, (some + many) / 2, many, 9 * many)}
-    assert list(at.values()) == pytest.approx([warm, warm, (warm + cold) / 2, cold, cold])
-    assert bare().serving(1e9).extra_latency == 0, "nothing was measured"
+    (least, *_), (few, *_), (some, *_), (many, *_) = d.step_latency
+    true, cold, warm = TRUE["serve"], TRUE["serve"] + 4e-3 / 283, TRUE["serve"] - 1e-3 / 87
+    sizes = (0, least, few, some, (some + many) / 2, many, 9 * many)
+    expected = [true, true, true, true, (true + cold) / 2, cold, cold]
+    assert [d.serving(size).in_step(1) for size in sizes] == pytest.approx(expected, rel=0.02)
+    expected = [true, (true + warm) / 2, warm, (true + warm) / 2, true, true]
+    assert [d.serving(few).in_step(rows) for rows in (1, 4.5, 8, 20, 32, 99)] == pytest.approx(expected, rel=0.02)
+    assert bare().serving(1e9).in_step(4) == 0, "nothing was measured"
 
 
 def test_noise_gives_no_negative_seconds():
     costs = found()
     costs["http"] = {"clients": 16, "alone_s": 0.0, "crowd_s": 0.0, "token_s": 0.0}
     costs["steps"] = dict.fromkeys(costs["steps"], costs["steps"]["2,1"])
-    costs["deep"] = dict.fromkeys(costs["deep"], 0.0)
     d = with_serving(bare(), costs)
     assert all(v >= 0 for k, v in d.host_latency.items() if k.startswith("serve."))
     assert all(r.latency >= 0 for r in d.rates.values())
-    assert all(seconds >= 0 for _, seconds in d.step_latency)
 
 
 @pytest.fixture(scope="module")

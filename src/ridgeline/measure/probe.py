@@ -14,7 +14,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.calibrate import calibrate
 from ridgeline.predict.engine import own_engine
 from ridgeline.predict.iteration import Iterations
-from ridgeline.spec.device import Cluster, Device, Rate
+from ridgeline.spec.device import STEP_ROWS, Cluster, Device, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -132,7 +132,7 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
     seconds: dict[tuple[int, int], float] = {}
     operators: dict[int, int] = {}
     bare = device.serving()
-    bare = bare.model_copy(update={"host_latency": {}, "rates": {**bare.rates, **pools}})
+    bare = bare.model_copy(update={"step_latency": [], "rates": {**bare.rates, **pools}})
     for key, took in found["steps"].items():
         layers, n = (int(x) for x in key.split(","))
         seconds[layers, n], operators[layers] = _beside(narrow(layers), n, took, bare)
@@ -144,11 +144,13 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
     alone = {x: seconds[x, one] - x * layer - sequence for x in (few, many)}
     each = (alone[many] - alone[few]) / (operators[many] - operators[few])
     iteration = max(0.0, alone[few] - each * operators[few])
-    step_latency = []
-    for layers, took in found["deep"].items():
-        beside, count = _beside(deep(int(layers)), 1, took, bare)
-        cold = (beside - iteration - sequence - int(layers) * layer) / count
-        step_latency.append([4.0 * deep(int(layers)).num_parameters, max(0.0, each, cold)])
+    step_latency = [[4.0 * narrow(many).num_parameters, *(max(0.0, each) for _ in STEP_ROWS)]]
+    for layers in STEP_DEPTHS:
+        line = [4.0 * deep(layers).num_parameters]
+        for n in STEP_ROWS:
+            beside, count = _beside(deep(layers), n, found["deep"][f"{layers},{n}"], bare)
+            line.append((beside - iteration - n * (sequence + layers * layer)) / count)
+        step_latency.append(line)
     known = {"serve.sequence": sequence, "serve.iteration": iteration} | http_latency(found)
     pools = {k: r.model_copy(update={"latency": r.latency + layer}) for k, r in pools.items()}
     return device.model_copy(update={

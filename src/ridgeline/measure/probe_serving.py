@@ -16,6 +16,7 @@ from ridgeline.nn.kv_codes import KINDS
 from ridgeline.nn.paged import Layout, PagedCache, Piece
 from ridgeline.serve.build import make_engine
 from ridgeline.serve.request import Request, Sampling
+from ridgeline.spec.device import STEP_ROWS
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
 
@@ -27,13 +28,13 @@ CLIENTS = 16
 
 
 def serving_costs(device: torch.device, quick: bool = False) -> dict[str, Any]:
-    """``steps``: seconds of a decode step of narrow models by (layers, sequences); ``deep``: of one sequence of the
-    reference model by its layers; ``attention``: rates of attention over the pool, by the kind of its codes; ``http``:
+    """``steps``: seconds of a decode step of narrow models by (layers, sequences); ``deep``: of the
+    reference model likewise; ``attention``: rates of attention over the pool, by the kind of its codes; ``http``:
     seconds that requests take at the real server."""
     steps = {f"{layers},{n}": _step(device, narrow(layers), n, quick) for layers, n in NARROW_STEPS}
     attention = {kind: _attention(device, kind) for kind in ("", *KINDS)}
-    reference = {str(layers): _step(device, deep(layers), 1, quick) for layers in STEP_DEPTHS}
-    return {"steps": steps, "deep": reference, "attention": attention, "http": _http(device, quick)}
+    large = {f"{layers},{n}": _step(device, deep(layers), n, True) for layers in STEP_DEPTHS for n in STEP_ROWS}
+    return {"steps": steps, "deep": large, "attention": attention, "http": _http(device, quick)}
 
 
 def _step(device: torch.device, model: ModelSpec, n: int, quick: bool) -> float:

@@ -105,8 +105,9 @@ class Parts:
         total = 0.0
         for b in g.blocks:
             if head is None or (b.name == "head") == head:
-                chosen = (o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention)
-                total += b.repeat * sum(self.seconds(o) for o in chosen)
+                chosen = [o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention]
+                more = 0.0 if attention else len(chosen) * self.cluster.device.in_step(g.tokens)
+                total += b.repeat * (sum(self.seconds(o) for o in chosen) + more)
         return total
 
     def _links(self, g: Graph) -> float:

@@ -65,7 +65,9 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
     mean = max(1, round(metrics["batch_mean"].value))
     g = surface.graph(mean, 1, max(1, w.prompt_len + w.output_len // 2))
-    result.breakdown = breakdown(g, cluster)
+    inside = {"1": max(0.0, cluster.device.in_step(mean))} if cluster.device.step_latency else {}
+    device = cluster.device.model_copy(update={"host_latency": {**cluster.device.host_latency, **inside}})
+    result.breakdown = breakdown(g, cluster.model_copy(update={"device": device}))
     for row in result.breakdown:
         row.phase = "decode" if row.phase == "forward" else row.phase
     return result

@@ -21,6 +21,18 @@ DTYPE_BYTES: dict[str, float] = {
 """Bytes of one element."""
 
 
+STEP_ROWS = (1, 8, 32)
+"""Rows (sequences that decode) of the steps that a probe times."""
+
+
+def between(points: list[tuple[float, float]], x: float) -> float:
+    """Linear between points by rising first number, constant beyond them."""
+    for (low, a), (high, b) in pairwise(points):
+        if x <= high:
+            return a + (b - a) * max(0.0, x - low) / (high - low)
+    return points[-1][1]
+
+
 class Rate(BaseModel):
     """Cost of one kind of operator: ``seconds = latency + max(flops / flop_rate, bytes / byte_rate)``.
 
@@ -99,8 +111,9 @@ class Device(BaseModel):
     iteration: to schedule it, to send its token), "serve.request" (before and after the engine), "serve.admission" (of
     that, what its first iteration waits for). Measured on small reference models."""
     step_latency: list[list[float]] = Field(default_factory=list)
-    """What an operator costs in a step of the serving engine beyond what it costs timed alone: (bytes of the model's
-    weights, seconds), by rising bytes. Weights that outgrow the caches leave every operator to start in cold ones."""
+    """What an operator costs in a step of the serving engine beyond what it costs timed alone, by rising size of the
+    model: [bytes of weights, seconds with 1 row, …] for each of ``STEP_ROWS``. Weights that caches hold are read faster
+    than alone (negative seconds); where they outgrow them, every operator starts in cold ones."""
     efficiency: Efficiency | None = None
     """Constants fitted on this very device (see ``predict/calibrate.py``); None: those of its architecture."""
     source: str = ""
@@ -113,22 +126,22 @@ class Device(BaseModel):
 
     def generating(self) -> Device:
         """This device in generation, where no autograd engine runs beside the operators."""
-        return self._inside(self.host_latency.get("decode"))
-
-    def serving(self, weights: float = 0.0) -> Device:
-        """This device in a step of the serving engine with a model of so many bytes."""
-        rates = {**self.rates, **self.ranks.get("serve", {})}
-        return self._inside(self._step_latency(weights)).model_copy(update={"rates": rates})
-
-    def _inside(self, latency: float | None) -> Device:
+        latency = self.host_latency.get("decode")
         return self.model_copy(update={"host_latency": {} if latency is None else {"1": latency}})
 
-    def _step_latency(self, weights: float) -> float | None:
-        """Linear between the measured models, constant beyond them; None: nothing was measured."""
-        for (few, low), (many, high) in pairwise(self.step_latency):
-            if weights <= many:
-                return low + (high - low) * max(0.0, weights - few) / (many - few)
-        return self.step_latency[-1][1] if self.step_latency else None
+    def serving(self, weights: float = 0.0) -> Device:
+        """This device in a step of the serving engine with a model of so many bytes: one line of ``step_latency``."""
+        rates, line = {**self.rates, **self.ranks.get("serve", {})}, []
+        if self.step_latency:
+            sizes, *columns = zip(*self.step_latency, strict=True)
+            line = [[weights, *(between(list(zip(sizes, c, strict=True)), weights) for c in columns)]]
+        return self.model_copy(update={"rates": rates, "host_latency": {}, "step_latency": line})
+
+    def in_step(self, rows: float) -> float:
+        """Seconds to add to each operator but attention in a step of so many rows; only of :meth:`serving`."""
+        if not self.step_latency:
+            return 0.0
+        return between(list(zip(STEP_ROWS, self.step_latency[0][1:], strict=True)), rows)
 
     def shared_by(self, ranks: int) -> Device:
         """This device as one of ``ranks`` processes sees it (a CPU's cores and bandwidth are divided among them)."""
