@@ -45,7 +45,7 @@ def test_rates_are_plausible(profile):
 
 def test_serving_is_probed_on_the_real_engine_and_server(profile):
     seconds = {k: v for k, v in profile.host_latency.items() if k.startswith("serve")}
-    assert set(seconds) == {f"serve.{k}" for k in ("iteration", "sequence", "token", "request", "admission")}
+    assert set(seconds) == {f"serve.{k}" for k in ("iteration", "sequence", "token", "reply", "request", "admission")}
     sizes = [line[0] for line in profile.step_latency]
     assert sizes == sorted(sizes)
     assert all(abs(seconds) < 1e-3 for line in profile.step_latency for seconds in line[1:])

@@ -25,7 +25,7 @@ RATES |= {"gemm.forward.fp32": Rate(latency=6e-6, flop_rate=3e10)}
 RATES |= {"attention.forward.fp32": Rate(latency=8e-6, flop_rate=2e10)}
 POOLS = {"": {"latency": 18e-6, "byte_rate": 6e9}, "int8": {"latency": 50e-6, "byte_rate": 1.4e9}}
 TRUE = {"serve": 9e-6, "layer": 12e-6, "serve.sequence": 15e-6, "serve.iteration": 2e-4, "serve.token": 1e-4,
-        "serve.request": 5e-3, "serve.admission": 1.5e-3}  # fmt: skip
+        "serve.reply": 3e-4, "serve.request": 5e-3, "serve.admission": 1.5e-3}  # fmt: skip
 
 
 def bare():
@@ -49,9 +49,11 @@ def found():
     steps = {f"{layers},{n}": step(narrow(layers), n) for layers, n in NARROW_STEPS}
     large = {f"{layers},{n}": step(deep(layers), n) for layers in STEP_DEPTHS for n in STEP_ROWS}
     one, sixteen = step(narrow(2), 1), step(narrow(2), 16)
-    both = TRUE["serve.token"] + TRUE["serve.admission"]
-    http = {"clients": 16, "alone_s": one + TRUE["serve.request"] + both, "crowd_s": sixteen / 16 + both,
-            "token_s": sixteen + 16 * TRUE["serve.token"]}  # fmt: skip
+    both, reply = TRUE["serve.token"] + TRUE["serve.admission"], TRUE["serve.reply"]
+    token = TRUE["serve.token"] + reply
+    http = {"clients": 16, "alone_s": one + TRUE["serve.request"] + both + reply,
+            "crowd_s": (sixteen + reply) / 16 + both, "token_s": sixteen + 15 * TRUE["serve.token"] + token,
+            "lone_token_s": one + token}  # fmt: skip
     return {"steps": steps, "deep": large, "attention": POOLS, "http": http}
 
 
@@ -84,7 +86,7 @@ def test_operators_are_slower_where_weights_outgrow_the_caches_and_faster_where_
 
 def test_noise_gives_no_negative_seconds():
     costs = found()
-    costs["http"] = {"clients": 16, "alone_s": 0.0, "crowd_s": 0.0, "token_s": 0.0}
+    costs["http"] = {"clients": 16, "alone_s": 0.0, "crowd_s": 0.0, "token_s": 0.0, "lone_token_s": 0.0}
     costs["steps"] = dict.fromkeys(costs["steps"], costs["steps"]["2,1"])
     d = with_serving(bare(), costs)
     assert all(v >= 0 for k, v in d.host_latency.items() if k.startswith("serve."))
@@ -107,7 +109,7 @@ def test_one_client_waits_for_what_is_known(machine):
     """A lone request with one token: HTTP, its reading, and one iteration."""
     e = serving_experiment(narrow(2), 1, machine, requests=5, prompt_len=1, output_len=2)
     m = {k: v.value for k, v in predict(e).metrics.items()}
-    want = step(narrow(2), 1) + TRUE["serve.token"]
+    want = step(narrow(2), 1) + TRUE["serve.token"] + TRUE["serve.reply"]
     assert m["tpot_s"] == pytest.approx(want, rel=0.02)
     assert m["ttft_s"] == pytest.approx(want + TRUE["serve.request"] + TRUE["serve.admission"], rel=0.02)
 

@@ -172,12 +172,15 @@ def http_latency(found: dict[str, Any]) -> dict[str, float]:
     http, (layers, crowd) = found["http"], NARROW_STEPS[1]
     one, many = (found["steps"][f"{layers},{n}"] for n in (1, crowd))
     step = one + (many - one) / (crowd - 1) * (http["clients"] - 1)
-    token = max(0.0, http["token_s"] - step) / http["clients"]
-    admission = max(0.0, http["crowd_s"] - step / http["clients"] - token)
+    lone = max(0.0, http["lone_token_s"] - one)
+    token = max(0.0, http["token_s"] - step - lone) / (http["clients"] - 1)
+    reply = max(0.0, lone - token)
+    admission = max(0.0, http["crowd_s"] - (step + reply) / http["clients"] - token)
     return {
         "serve.token": token,
+        "serve.reply": reply,
         "serve.admission": admission,
-        "serve.request": max(0.0, http["alone_s"] - one - token - admission),
+        "serve.request": max(0.0, http["alone_s"] - one - reply - token - admission),
     }
 
 

@@ -79,7 +79,8 @@ def _attention(device: torch.device, kind: str) -> dict[str, float]:
 
 def _http(device: torch.device, quick: bool) -> dict[str, float]:
     """Seconds at the server of the narrow model: ``alone_s`` of one request for one token, ``crowd_s`` per request
-    when several clients ask for one token each, ``token_s`` per further token of ``clients`` at once."""
+    when several clients ask for one token each, ``token_s`` per further token of ``clients`` at once, ``lone_token_s``
+    of one client."""
     from ridgeline.measure.serving import serve_and_ask
 
     def ask(clients: int, requests: int, output: int) -> dict[str, float]:
@@ -88,6 +89,7 @@ def _http(device: torch.device, quick: bool) -> dict[str, float]:
         return {name: m.value for name, m in found.metrics.items()}
 
     n = 40 if quick else 120
-    alone, crowd, tokens = ask(1, n // 2, 1), ask(CLIENTS, 2 * n, 1), ask(CLIENTS, n, 40)
+    alone, crowd = ask(1, n // 2, 1), ask(CLIENTS, 2 * n, 1)
+    lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
     return {"clients": CLIENTS, "alone_s": alone["e2e_p50_s"], "crowd_s": 1 / crowd["requests_per_s"],
-            "token_s": tokens["tpot_p50_s"]}  # fmt: skip
+            "token_s": tokens["tpot_p50_s"], "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip

@@ -135,11 +135,11 @@ def find_engine(name: str, device: Device) -> Engine:
 def own_engine(device: Device) -> Engine:
     """Ridgeline's own engine on a CPU, where operators run when they are called."""
     engine, known = replace(ENGINES[OWN], dispatch_s=0.0, kernel="packed"), device.host_latency
-    if "serve.iteration" not in known:
+    if "serve.reply" not in known:  # not probed, or by an older version
         return engine
     return replace(
         engine,
-        iteration_s=known["serve.iteration"],
+        iteration_s=known["serve.iteration"] + known["serve.reply"],
         sequence_s=known["serve.sequence"] + known["serve.token"],
         request_s=known["serve.request"],
         admission_s=known["serve.admission"],
