@@ -84,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--length-cv", type=float, default=0.5)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--clients", type=int, default=32, help="of the load that takes all the server gives")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9], help="shares of that")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.8], help="shares of that")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--keep-profile", action="store_true", help="do not probe again")
     parser.add_argument("--json", type=Path, help="where to write the results")
