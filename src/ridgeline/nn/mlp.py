@@ -41,10 +41,11 @@ class _SwiGLU(torch.autograd.Function):
 
 def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
     """activation(gate) · up, all three [..., width]."""
-    if activation == "silu":
+    if activation == "silu" and torch.is_grad_enabled():
         y: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
         return y
-    return ACTIVATIONS[activation](gate) * up
+    acted = ACTIVATIONS[activation](gate)
+    return acted * up if torch.is_grad_enabled() else acted.mul_(up)
 
 
 def expand(mlp: MLP, x: Tensor) -> Tensor:

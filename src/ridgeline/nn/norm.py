@@ -32,11 +32,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
-        wide = _wide(x)
-        # vector_norm reads x once; square().mean() would write and re-read a tensor of the size of x.
-        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, rstd = _normalised(x, weight, eps, out_dtype)
         ctx.save_for_backward(x, weight, rstd)
-        y: Tensor = (wide * rstd).mul_(weight).to(out_dtype)
         return y
 
     @staticmethod
@@ -50,6 +47,14 @@ class _RMSNorm(torch.autograd.Function):
         share = torch.matmul(p, w).unsqueeze_(-1).mul_(rstd.pow(3)).div_(-x.shape[-1])
         dx = torch.mul(dy, w, out=p).mul_(rstd).addcmul_(wide, share)
         return dx.to(x.dtype), dw, None, None
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(y, r)."""
+    wide = _wide(x)
+    # vector_norm reads x once; square().mean() would write and re-read a tensor of the size of x.
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * rstd).mul_(weight).to(out_dtype), rstd
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -75,6 +80,8 @@ class RMSNorm(nn.Module):
         if x.is_cuda and x.dtype == weight.dtype:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
             return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
+        if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping
+            return _normalised(x, weight, self.eps, out_dtype)[0]
         y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype)  # type: ignore[no-untyped-call]
         return y
 

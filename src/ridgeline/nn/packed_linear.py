@@ -245,6 +245,9 @@ class Bytes(Codes):
         return self._finish(y, q)
 
 
+_int4_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
 class Nibbles(Codes):
     """4-bit codes as PyTorch's CPU kernel reads them, one plane for up to 4 bits, two for more: 16 · high + low.
 
@@ -313,10 +316,9 @@ class Nibbles(Codes):
         if len(x) > FEW_NIBBLES:
             return self.expanded(x, wide_dtype())
         low = x.to(torch.bfloat16)
-        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
         y: Tensor | None = None
         for plane, affine in self._pairs:
-            part = kernel(low, plane, self.group, affine)
+            part = _int4_product(low, plane, self.group, affine)
             y = part.float() if y is None else y.add_(part)
         assert y is not None
         return y

@@ -92,5 +92,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotate ``x`` [B, S, heads, D] by the angles of ``rope``."""
+    if not torch.is_grad_enabled():  # fewer operators than _turn, for a little more memory
+        cos, sin = rope
+        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
     y: Tensor = _Rotate.apply(x, *rope)  # type: ignore[no-untyped-call]
     return y

@@ -25,6 +25,8 @@ PAIRS = 14
 WORDS = 1 << 16
 EXPANDED = 1 << 20
 """Weights that are expanded at once in a product."""
+VECTOR_LINES = 16
+"""Most rows of inputs for which a GPU decodes words while it multiplies, four rows for each decoding."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,14 @@ class Ternary:
             yield self.rows(start, min(start + step, len(self.low)))
 
     def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ for ``x`` [..., in], decoded on the way: never more than a block of rows is expanded."""
+        """x Wᵀ for ``x`` [..., in], decoded on the way: on CUDA few rows in registers, else by blocks of expanded rows."""
+        from ridgeline.nn.kernels.dispatch import has_triton
+
+        lines = x.numel() // self.width
+        if x.is_cuda and has_triton() and 0 < lines <= VECTOR_LINES:
+            from ridgeline.nn.kernels.ternary import ternary_product
+
+            return ternary_product(x.reshape(lines, -1), self).to(x.dtype).view(*x.shape[:-1], -1)
         return torch.cat([F.linear(x, block.dense(x.dtype)) for block in self.blocks()], -1)
 
 
