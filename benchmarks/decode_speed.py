@@ -74,7 +74,9 @@ def main() -> None:
     args.add_argument("--out", default="benchmarks/results/decode_speed.json")
     given = args.parse_args()
     keep_freed_memory()
-    device = device_of({1: probe_rank(torch.device("cpu"), 0, 1, {"quick": True}, lambda _: None)})
+    cpu = torch.device("cpu")
+    parts = [probe_rank(cpu, 0, 1, {"quick": True, "serving": s}, lambda _: None) for s in (False, True)]
+    device = device_of({1: parts[0] | parts[1]})
     result: dict = {
         "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "rounds": given.rounds,
         "parameters": MODEL.num_parameters, "prompt": PROMPT, "tokens": given.tokens,
