@@ -145,7 +145,7 @@ class Ternary:
             yield self.rows(start, min(start + step, len(self.low)))
 
     def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ for ``x`` [..., in], decoded on the way: on CUDA few rows in registers, else by blocks of expanded rows."""
+        """x Wᵀ for ``x`` [..., in], decoded on the way: in registers (CUDA, few rows) or by blocks of expanded rows."""
         from ridgeline.nn.kernels.dispatch import has_triton
 
         lines = x.numel() // self.width

@@ -1,8 +1,8 @@
 """Products with ternary weights in words of QMoE's dictionary (arXiv:2310.16795, section 3.3) in Triton, for CUDA
 devices: words are decoded in registers, and the weight is never in memory.
 
-A program takes one row of the weight. It reads its words some at a time, looks their symbols up (64 bits a word, 512 KiB
-in all, which stays in the second-level cache), and finds the columns where they begin from a running sum of their
+A program takes one row of the weight. It reads its words some at a time, looks their symbols up (64 bits a word, 512
+KiB in all, which stays in the second-level cache), and finds the columns where they begin from a running sum of their
 lengths. Sums are fp32. Imported only where Triton is installed.
 """
 
