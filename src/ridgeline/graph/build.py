@@ -160,6 +160,11 @@ def _head(b: Builder, last_only: bool) -> Block:
         b.norm("encoder_norm", "encoder_sum", h)
     if s.final_norm:
         b.norm("norm", "final_sum", h)
+    if s.head == "classify":  # of each sequence's first token
+        b.linear("head.dense", "head", b.batch, h, h, "head.input", bias=True)
+        b.pointwise("head.act", "head", "activation", b.batch * h, b.batch * h, 2 * b.batch * h, b.batch * h)
+        b.linear("head.out", "head", b.batch, s.num_labels, h, "head.acted", bias=True)
+        return b.block
     if s.head == "mlm":
         b.linear("head.dense", "head", rows, h, h, "head.input", bias=True)
         b.pointwise("head.act", "head", "activation", rows * h, rows * h, 2 * rows * h, rows * h)

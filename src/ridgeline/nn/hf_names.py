@@ -89,6 +89,7 @@ _BERT = {
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head.out": "cls.predictions.decoder",
 }
+_CLASSIFIER = {"head.dense": "bert.pooler.dense", "head.out": "classifier"}
 
 # family → (prefix of its blocks, names in a block, names outside of blocks)
 _TABLES = {
@@ -104,10 +105,13 @@ _EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 def links(spec: ModelSpec) -> Iterator[Link]:
     """Every piece of the model, in the layout that the hub's files have (Mixtral: one tensor per expert)."""
     stack, block_names, names = _TABLES[spec.family]
+    if spec.head == "classify":
+        names = {**names, **_CLASSIFIER}
     for ours, _, block in spec.parameters():
         if not block.startswith("layers."):
             module, kind = ours.rsplit(".", 1)
-            theirs = "cls.predictions.bias" if ours == "head.out.bias" else f"{names[module]}.{kind}"
+            lone = ours == "head.out.bias" and spec.head == "mlm"
+            theirs = "cls.predictions.bias" if lone else f"{names[module]}.{kind}"
             yield Link(ours, theirs)
             continue
         inner = ours.removeprefix(f"{block}.")

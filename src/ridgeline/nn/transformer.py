@@ -119,6 +119,23 @@ class MLMHead(nn.Module):
         return logits
 
 
+class ClassifyHead(nn.Module):
+    """BERT's pooler and classifier: dense, tanh, then logits: [..., H] → [..., labels]. A text's class is what it says
+    of the first token."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.dense = nn.Linear(spec.hidden_size, spec.hidden_size)
+        self.out = nn.Linear(spec.hidden_size, spec.num_labels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of ``x`` [..., H]."""
+        logits: Tensor = self.out(torch.tanh(self.dense(x)))
+        return logits
+
+
+HEADS: dict[str, type[LMHead | MLMHead | ClassifyHead]] = {"lm": LMHead, "mlm": MLMHead, "classify": ClassifyHead}
+
 SPEC_ONLY = frozenset({"t5", "qwen3_moe", "gpt_oss", "bloom"})
 """Families that are predicted, not run."""
 
@@ -147,7 +164,7 @@ class Transformer(nn.Module):
         self.embed: Embedding | None = Embedding(spec)
         self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.num_layers)})
         self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
-        self.head: LMHead | MLMHead | None = (MLMHead if spec.head == "mlm" else LMHead)(spec)
+        self.head: LMHead | MLMHead | ClassifyHead | None = HEADS[spec.head](spec)
         self.rotary = Rotary(spec) if spec.position == "rope" else None
         self.sequence_parts = 1
         """Ranks over which the hidden states that come in (in a model without ``embed``) divide the sequence."""

@@ -20,6 +20,7 @@ from ridgeline.serve.http import EventStream, Gate, Gone, Json, Keys, bearer, er
 from ridgeline.serve.loop import Failed, Stream
 from ridgeline.serve.openai import (
     ChatCompletion,
+    Classification,
     Completion,
     Detokenize,
     Embedding,
@@ -129,6 +130,11 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         """Vectors of texts."""
         as_base64 = body.encoding_format == "base64"
         return await answer(request, service.embedding, body, lambda a, s: replies.embeddings(a, s, as_base64))
+
+    @app.post("/classify", responses=_REFUSALS)
+    async def classify(body: Classification, request: Request) -> Response:
+        """Classes of texts, of a model for sequence classification."""
+        return await answer(request, service.classification, body, lambda a, s: replies.classes(a, s, service))
 
     # ---- texts and models --------------------------------------------------------------------------------------------
 
@@ -248,4 +254,4 @@ def _worst(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
     return f"{path[0]}: {'; or '.join(list(said)[:4])}", path[0]
 
 
-_FIELDS = {name for model in (Completion, ChatCompletion, Embedding) for name in model.model_fields}
+_FIELDS = {name for model in (Completion, ChatCompletion, Embedding, Classification) for name in model.model_fields}

@@ -83,6 +83,8 @@ class Engine:
             raise Invalid("prompt", f"holds token {bad} of a vocabulary of {self.spec.vocab_size}", "use its ids")
         if n > self.max_model_len or (not request.embed and n == self.max_model_len):
             raise Invalid("prompt", f"has {n} tokens, and the context is {self.max_model_len}", "send a shorter prompt")
+        if request.classify and not (request.embed and self.spec.head == "classify"):
+            raise Invalid("model", f"{self.spec.name} has no classes", "serve a checkpoint for sequence classification")
         if request.embed:
             return
         if not self.spec.causal:
@@ -200,7 +202,10 @@ class Engine:
         for seq, row, n in rows:
             group, prompt = seq.group, seq.group.request.prompt
             start, known = seq.n_computed, len(group.prompt_logprobs)
-            if group.request.embed:
+            if group.request.classify:
+                if start == 0:
+                    group.hidden = self.runner.logits(hidden[row : row + 1])[0].tolist()
+            elif group.request.embed:
                 total = hidden[row : row + n].double().sum(0)
                 before = group.hidden
                 group.hidden = (total if before is None else total + torch.tensor(before)).tolist()
@@ -434,10 +439,10 @@ class Engine:
     def _embedded(self, seq: Sequence) -> None:
         hidden = seq.group.hidden
         assert hidden is not None
-        mean = [v / len(seq.tokens) for v in hidden]
-        if all(map(math.isfinite, mean)):
+        found = hidden if seq.group.request.classify else [v / len(seq.tokens) for v in hidden]
+        if all(map(math.isfinite, found)):
             cached = seq.group.cached_tokens
-            self._events.append(Event(seq.group.request.id, 0, finish="stop", embedding=mean, cached_tokens=cached))
+            self._events.append(Event(seq.group.request.id, 0, finish="stop", embedding=found, cached_tokens=cached))
             seq.finish = "stop"
             self._leave(seq)
         else:

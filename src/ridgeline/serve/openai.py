@@ -230,6 +230,15 @@ class Embedding(Body):
     priority: Number = 0
 
 
+class Classification(Body):
+    """``POST /classify``, as vLLM has it."""
+
+    model: Text | None = None
+    input: Prompt
+    user: Text | None = None
+    priority: Number = 0
+
+
 class Tokenize(Body):
     """``POST /tokenize``: of a text, or of a conversation."""
 

@@ -12,7 +12,7 @@ from ridgeline.serve.http import error_body
 from ridgeline.serve.loop import Failed, Stream
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Busy, TokenLogprob
-from ridgeline.serve.service import Asked
+from ridgeline.serve.service import Asked, Service
 from ridgeline.serve.text import Delta, Detokenizer, Entry, Vocabulary
 
 Choice = dict[str, Any]
@@ -193,17 +193,38 @@ def _end(delta: Delta, silent: bool = False) -> dict[str, Any]:
 
 async def embeddings(asked: Asked, stream: Stream, as_base64: bool) -> dict[str, Any]:
     """The answer of ``/v1/embeddings``: vectors of length 1, as floats or as the base64 of little-endian fp32."""
-    vectors: dict[int, list[float]] = {}
-    async for delta in stream:
-        if delta.finish == "error" or (delta.finish and delta.embedding is None):
-            raise Failed(delta.error or "the embedding failed")
-        if delta.embedding is not None:
-            norm = math.sqrt(sum(x * x for x in delta.embedding)) or 1.0
-            vectors[delta.job] = [x / norm for x in delta.embedding]
 
     def written(vector: list[float]) -> Any:
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector
+        norm = math.sqrt(sum(x * x for x in vector)) or 1.0
+        scaled = [x / norm for x in vector]
+        return base64.b64encode(struct.pack(f"<{len(scaled)}f", *scaled)).decode() if as_base64 else scaled
 
-    data = [{"object": "embedding", "index": i, "embedding": written(vectors[i])} for i in sorted(vectors)]
-    tokens = {"prompt_tokens": asked.prompt_tokens, "total_tokens": asked.prompt_tokens}
-    return {"object": "list", "model": asked.model, "data": data, "usage": tokens}
+    data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in await _vectors(stream)]
+    return {"object": "list", "model": asked.model, "data": data, "usage": _read(asked)}
+
+
+async def classes(asked: Asked, stream: Stream, service: Service) -> dict[str, Any]:
+    """The answer of ``/classify``, as vLLM writes it: the likeliest label of each input, and all probabilities."""
+    data = []
+    for i, logits in await _vectors(stream):
+        assert service.labels is not None
+        probs = service.labels.probabilities(logits)
+        label = service.labels.names[probs.index(max(probs))]
+        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
+    return {"id": asked.id, "object": "list", "created": asked.created, "model": asked.model, "data": data,
+            "usage": _read(asked)}  # fmt: skip
+
+
+async def _vectors(stream: Stream) -> list[tuple[int, list[float]]]:
+    """What was read off each input, in order. Raises :class:`Failed`."""
+    found: dict[int, list[float]] = {}
+    async for delta in stream:
+        if delta.finish == "error" or (delta.finish and delta.embedding is None):
+            raise Failed(delta.error or "an input could not be read")
+        if delta.embedding is not None:
+            found[delta.job] = delta.embedding
+    return sorted(found.items())
+
+
+def _read(asked: Asked) -> dict[str, int]:
+    return {"prompt_tokens": asked.prompt_tokens, "total_tokens": asked.prompt_tokens}

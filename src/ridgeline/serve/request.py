@@ -135,6 +135,8 @@ class Request:
     """Lower goes first, where the policy looks at it."""
     embed: bool = False
     """Return the prompt's mean hidden state instead of generating."""
+    classify: bool = False
+    """With ``embed``: return the logits of the model's classes instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class Event:
     prompt_logprobs: list[TokenLogprob] | None = None
     """On the first event of output 0, where they were asked for."""
     embedding: list[float] | None = None
-    """With ``embed``."""
+    """With ``embed``: the mean hidden state [H], or with ``classify`` the logits [labels]."""
     score: float | None = None
     """Of a beam: its penalised log-probability."""
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 
 from ridgeline.serve.loop import EngineLoop, Limits
 from ridgeline.serve.metrics import Metrics
-from ridgeline.serve.service import Service
+from ridgeline.serve.service import Labels, Service
 from ridgeline.serve.text import Vocabulary
 from ridgeline.spec.errors import UserError
 
@@ -41,8 +42,11 @@ def make_service(
 
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
     loop = EngineLoop(engine, limits or Limits(), Metrics())
+    labels = None
+    if engine.spec.head == "classify":
+        labels = Labels.of(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")), engine.spec.num_labels)
     return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)),
-                   special_tokens(str(checkpoint)))  # fmt: skip
+                   special_tokens(str(checkpoint)), labels)  # fmt: skip
 
 
 class Server(uvicorn.Server):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.loop import EngineLoop
-from ridgeline.serve.openai import ChatCompletion, Completion, Embedding, Message, Sampled, Tokenize, prompts_of
+from ridgeline.serve.openai import (
+    ChatCompletion,
+    Classification,
+    Completion,
+    Embedding,
+    Message,
+    Sampled,
+    Tokenize,
+    prompts_of,
+)  # fmt: skip
 from ridgeline.serve.request import Invalid, Request, Sampling
 from ridgeline.serve.text import Job, Vocabulary
 from ridgeline.spec.errors import UserError
@@ -43,6 +53,30 @@ class Asked:
         return sum(len(job.request.prompt) for job in self.jobs)
 
 
+@dataclass(frozen=True)
+class Labels:
+    """What a classifier's logits stand for."""
+
+    names: tuple[str, ...]
+    apart: bool
+    """Whether each class is a yes or no by itself (sigmoid); otherwise one of them is true (softmax)."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], count: int) -> Labels:
+        """As a checkpoint's ``config.json`` names ``count`` classes."""
+        named = {str(k): str(v) for k, v in (config.get("id2label") or {}).items()}
+        apart = count == 1 or config.get("problem_type") == "multi_label_classification"
+        return cls(tuple(named.get(str(i), f"LABEL_{i}") for i in range(count)), apart)
+
+    def probabilities(self, logits: Sequence[float]) -> list[float]:
+        """Of each class."""
+        if self.apart:
+            return [1 / (1 + math.exp(-x)) if x > -700 else 0.0 for x in logits]
+        largest = max(logits)
+        shares = [math.exp(x - largest) for x in logits]
+        return [s / sum(shares) for s in shares]
+
+
 @dataclass
 class Service:
     """One model, its adapters and its texts."""
@@ -53,6 +87,8 @@ class Service:
     template: Template | None
     special: dict[str, str] = field(default_factory=dict)
     """Texts of special tokens, as the checkpoint's ``tokenizer_config.json`` names them."""
+    labels: Labels | None = None
+    """Of a model for sequence classification."""
     max_prompts: int = 256
     """Prompts in one body."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -150,12 +186,20 @@ class Service:
 
     def embedding(self, body: Embedding, key: bytes) -> Asked:
         """The jobs of embeddings. Raises :class:`Invalid`."""
+        return self._read("embd", body, _salt(key, body.cache_salt), False)
+
+    def classification(self, body: Classification, key: bytes) -> Asked:
+        """The jobs of classifications. Raises :class:`Invalid`."""
+        return self._read("classify", body, _salt(key, None), True)
+
+    def _read(self, kind: str, body: Embedding | Classification, salt: bytes, classify: bool) -> Asked:
+        """The jobs of prompts that are read, and not continued."""
         prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
-        adapter, base = self.adapter(body.model), f"embd-{uuid.uuid4().hex}"
+        adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
         jobs = [
             Job(
-                Request(f"{base}-{i}", prompt, adapter=adapter, salt=_salt(key, body.cache_salt),
-                        priority=body.priority, embed=True),
+                Request(f"{base}-{i}", prompt, adapter=adapter, salt=salt, priority=body.priority, embed=True,
+                        classify=classify),
                 self.vocabulary, i,
             )
             for i, prompt in enumerate(prompts)

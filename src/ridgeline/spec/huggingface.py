@@ -207,6 +207,7 @@ def _opt(c: Config) -> Config:
 
 def _bert(c: Config) -> Config:
     h, heads = c["hidden_size"], c["num_attention_heads"]
+    classifier = any(a.endswith("ForSequenceClassification") for a in c.get("architectures") or [])
     return {
         "family": "bert",
         "vocab_size": c["vocab_size"],
@@ -225,13 +226,14 @@ def _bert(c: Config) -> Config:
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,
-        "tie_embeddings": bool(c.get("tie_word_embeddings", True)),
+        "tie_embeddings": not classifier and bool(c.get("tie_word_embeddings", True)),
         "causal": False,
         "post_norm": True,
         "token_types": c.get("type_vocab_size", 2),
         "embedding_norm": True,
         "final_norm": False,
-        "head": "mlm",
+        "head": "classify" if classifier else "mlm",
+        "num_labels": len(c.get("id2label") or "ab") if classifier else 0,  # transformers' default is two
     }
 
 
@@ -414,8 +416,12 @@ def _write_opt(s: ModelSpec) -> Config:
 
 
 def _write_bert(s: ModelSpec) -> Config:
+    labels = {str(i): f"LABEL_{i}" for i in range(s.num_labels)}
+    numbers = {name: int(i) for i, name in labels.items()}
+    classifier: Config = {"id2label": labels, "label2id": numbers} if labels else {}
     return {
-        "architectures": ["BertForMaskedLM"],
+        **classifier,
+        "architectures": ["BertForSequenceClassification" if labels else "BertForMaskedLM"],
         "vocab_size": s.vocab_size,
         "hidden_size": s.hidden_size,
         "num_hidden_layers": s.num_layers,

@@ -19,7 +19,7 @@ from ridgeline.spec.errors import UserError, unknown
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative", "alibi"]
-Head = Literal["lm", "mlm"]
+Head = Literal["lm", "mlm", "classify"]
 
 
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
@@ -99,6 +99,10 @@ class ModelSpec(BaseModel):
     embedding_norm: bool = False
     final_norm: bool = True
     head: Head = "lm"
+    """What reads the last hidden states: "lm", "mlm" (BERT's masked tokens), or "classify" (BERT's pooler and a
+    classifier over the first token's)."""
+    num_labels: int = 0
+    """Classes of a "classify" head."""
     sliding_window: int | None = None
     window_every: int = 1
     """Every how many-th layer has the sliding window (1: all; 2: layers 0, 2, 4, … as in gpt-oss)."""
@@ -125,6 +129,10 @@ class ModelSpec(BaseModel):
                 raise ValueError(f"{field} {getattr(self, field)} is not at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if (self.head == "classify") != (self.num_labels > 0):
+            raise ValueError(f"head {self.head!r} does not go with {self.num_labels} labels")
+        if self.head == "classify" and self.tie_embeddings:
+            raise ValueError("a classifier has nothing to tie to the embeddings")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is not in [0, 1)")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
@@ -207,7 +215,12 @@ class ModelSpec(BaseModel):
             yield Parameter("head.dense.weight", (h, h), "head")
             yield Parameter("head.dense.bias", (h,), "head")
             yield from self._norm("head.norm", h, "head")
-        if not self.tie_embeddings:
+        if self.head == "classify":
+            yield Parameter("head.dense.weight", (h, h), "head")
+            yield Parameter("head.dense.bias", (h,), "head")
+            yield Parameter("head.out.weight", (self.num_labels, h), "head")
+            yield Parameter("head.out.bias", (self.num_labels,), "head")
+        elif not self.tie_embeddings:
             yield Parameter("head.out.weight", (self.vocab_size, h), "head")
         if self.head == "mlm":
             yield Parameter("head.out.bias", (self.vocab_size,), "head")
