@@ -20,9 +20,12 @@ from ridgeline import catalog
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.packed import Packed
 from ridgeline.nn.packed_linear import PackedLinear
+from ridgeline.nn.ternary import VECTOR_LINES, ZEROS, Ternary, TernaryLinear
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))
 ROWS = (1, 2, 4, 8, 16, 64, 256)
+TERNARY = 0
+"""In the place of bits: words of QMoE's dictionary, less than one."""
 CACHE = 2**28
 """Bytes of weights that are cycled through at least: more than any cache holds."""
 
@@ -31,6 +34,13 @@ def codes(out: int, width: int, bits: int, group: int) -> Packed:
     """Random codes."""
     kept = torch.randint(1 << bits, (out, width), dtype=torch.uint8)
     return Packed(kept, torch.rand(out, width // group).half() * 0.01, None, bits, group)
+
+
+def ternary(out: int, width: int) -> Ternary:
+    """Random rows with QMoE's share of zeros, in words of the dictionary."""
+    drawn = torch.rand(out, width)
+    symbols = torch.where(drawn < ZEROS, 0, torch.where(drawn < (1 + ZEROS) / 2, 1, 2)).to(torch.uint8)
+    return Ternary.encode(symbols, -torch.rand(out).half(), torch.rand(out).half())
 
 
 def seconds(layers: list, x: torch.Tensor, repeats: int = 20) -> float:
@@ -67,12 +77,12 @@ def main() -> None:
     for out, width in SHAPES:
         plain = [torch.randn(out, width, dtype=torch.bfloat16, device="cuda")]
         plain += [plain[0].clone() for _ in range(CACHE // plain[0].nbytes)]
-        for bits in (8, 4, 3, 2):
-            record = codes(out, width, bits, given.group)
-            size = PackedLinear(record, device="cuda").codes
-            held = sum(p.nbytes for p in size.parameters())
-            layers = [PackedLinear(record, device="cuda") for _ in range(1 + CACHE // held)]
-            for m in ROWS:
+        for bits in (8, 4, 3, 2, TERNARY):
+            record = ternary(out, width) if bits == TERNARY else codes(out, width, bits, given.group)
+            kind = TernaryLinear if isinstance(record, Ternary) else PackedLinear
+            held = sum(p.nbytes for p in kind(record, device=torch.device("cuda")).parameters())
+            layers = [kind(record, device=torch.device("cuda")) for _ in range(1 + CACHE // held)]
+            for m in (m for m in ROWS if bits != TERNARY or m <= VECTOR_LINES):
                 x = torch.randn(m, width, dtype=torch.bfloat16, device="cuda")
                 want = F.linear(x.float(), record.dense().cuda())
                 error = float((layers[0](x).float() - want).norm() / want.norm())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -277,6 +278,11 @@ def _meta(scheme: dict[str, Any]) -> Stored:
 
 
 def peak_rss() -> int:
-    """Largest resident memory of this process so far, in bytes."""
+    """Largest resident memory of this program so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would start from what the process that started this one had
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))
+        if found:
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
