@@ -123,6 +123,7 @@ def refused(where: str, status: int, message: str) -> UserError:
         404: "check the address and --model; `--api chat` posts to /v1/chat/completions",
         400: "`--no-ignore-eos` leaves out fields that OpenAI's own API lacks; --vocab-size bounds token ids",
         422: "`--no-ignore-eos` leaves out fields that OpenAI's own API lacks; --data sends text instead of token ids",
+        500: "see the server's log; if it takes no token ids (llama-cpp-python), --data stdlib sends text",
         503: "the server is not ready or full: try again later",
     }
     return UserError(f"{where} answers {status}: {message or 'no reason given'}", fixes.get(status, ""))
