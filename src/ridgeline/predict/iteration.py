@@ -106,8 +106,9 @@ class Parts:
         for b in g.blocks:
             if head is None or (b.name == "head") == head:
                 chosen = [o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention]
+                seconds = sum(self.seconds(o) for o in chosen)
                 more = 0.0 if attention else len(chosen) * self.cluster.device.in_step(g.tokens)
-                total += b.repeat * (sum(self.seconds(o) for o in chosen) + more)
+                total += b.repeat * max(seconds / 2, seconds + more)  # what caches save has its limits
         return total
 
     def _links(self, g: Graph) -> float:
