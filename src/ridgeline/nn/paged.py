@@ -39,6 +39,10 @@ class PlainStore:
         return self.rows[:, :, at]
 
 
+GATHERED = 256
+"""Slots below which an extent is read together with others as short."""
+
+
 @dataclass(slots=True)
 class Piece:
     """One sequence's part of a step: rows ``start`` to ``stop`` are its newest tokens; ``extents`` (first slot, slots)
@@ -53,6 +57,19 @@ class Piece:
     """Tokens of the sequence after the step."""
     blocks: list[int] = field(default_factory=list)
     """Its table, for kernels that read it."""
+    _split: tuple[list[tuple[int, int]], Tensor | None] | None = field(default=None, init=False, repr=False)
+
+    def split(self, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None]:
+        """Extents that are read where they lie, and the slots of the others, if several are short: a call for each
+        would take longer than to gather them. The same in all layers of a step."""
+        if self._split is None:
+            short = [extent for extent in self.extents if extent[1] < GATHERED]
+            if len(short) < 2:
+                self._split = (self.extents, None)
+            else:
+                slots = torch.cat([torch.arange(first, first + n, device=device) for first, n in short])
+                self._split = ([extent for extent in self.extents if extent[1] >= GATHERED], slots)
+        return self._split
 
 
 @dataclass(slots=True)
@@ -175,15 +192,22 @@ class PagedCache(LayerCache):
         at = slice(extent[0], extent[0] + extent[1])
         return self.stores[0].read(at, dtype), self.stores[1].read(at, dtype)
 
+    def _past(self, piece: Piece, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Cached keys and values of a sequence: long extents where they lie, short ones gathered into one."""
+        long, slots = piece.split(self.layout.slots.device)
+        parts = [self._read(extent, dtype) for extent in long]
+        if slots is not None:
+            parts.append((self.stores[0].read(slots, dtype), self.stores[1].read(slots, dtype)))
+        return parts
+
     def _decode(self, q: Tensor, piece: Piece) -> Tensor:
         """One new token, [1, H, 1, D] → [1, H, D]: heads that share a key head are the queries of one head."""
         heads, width = q.shape[1], q.shape[3]
         q = q.reshape(1, self._groups, heads // self._groups, width)
-        if len(piece.extents) == 1:
-            k, v = self._read(piece.extents[0], q.dtype)
-            return F.scaled_dot_product_attention(q, k, v).reshape(1, heads, width)
-        parts = [attend(q, *self._read(extent, q.dtype)) for extent in piece.extents]
-        return merge(parts).reshape(1, heads, width)
+        past = self._past(piece, q.dtype)
+        if len(past) == 1:
+            return F.scaled_dot_product_attention(q, *past[0]).reshape(1, heads, width)
+        return merge([attend(q, *pair) for pair in past]).reshape(1, heads, width)
 
     @property
     def _groups(self) -> int:
@@ -198,7 +222,7 @@ class PagedCache(LayerCache):
             return self._windowed(q, k, v, piece)
         if not piece.extents:
             return F.scaled_dot_product_attention(q, k, v, is_causal=layout.causal, enable_gqa=k.shape[1] < q.shape[1])
-        parts = [attend(q, *self._read(extent, q.dtype)) for extent in piece.extents]
+        parts = [attend(q, *pair) for pair in self._past(piece, q.dtype)]
         return merge([*parts, attend(q, k, v, causal=True)])
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
