@@ -1,22 +1,15 @@
 """Thread block folding: rows that are walked in tiles give what whole rows give, at widths beyond one block."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
+from tests.nn.interpreter import INTERPRETED
 from tests.nn.test_kernels import chunks_of, gradients, pair
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from ridgeline.nn import fused
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.loss import token_loss
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if not INTERPRETED:
     pytest.skip("the interpreter is off", allow_module_level=True)
 
 COLUMNS = 1024

@@ -1,24 +1,13 @@
 """Products with low-bit codes in Triton (its interpreter, where there is no GPU), against the expanded weight."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.nn.interpreter import DEVICE
 from tests.nn.test_packed_linear import record, rows
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from ridgeline.nn.kernels.lowbit import lowbit_product
 from ridgeline.nn.packed import pack_bits
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("the interpreter is off", allow_module_level=True)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])

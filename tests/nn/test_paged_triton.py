@@ -1,23 +1,12 @@
 """Paged attention in Triton (its interpreter, where there is no GPU), against attention over gathered keys."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.nn.interpreter import DEVICE
 from tests.serving import ask, engine, greedy, model, run
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from ridgeline.nn.kernels.paged import paged_decode
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("the interpreter is off", allow_module_level=True)
 
 
 @pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 16), (6, 2, 24), (8, 1, 64)])

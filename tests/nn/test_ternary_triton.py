@@ -1,24 +1,13 @@
 """Products with words of the ternary dictionary in Triton (its interpreter, where there is no GPU)."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.nn.interpreter import DEVICE
 from tests.nn.test_ternary import coded, drawn
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from ridgeline.nn.kernels.ternary import ternary_product
 from ridgeline.nn.ternary import Ternary
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("the interpreter is off", allow_module_level=True)
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.6, 0.885, 1.0])
