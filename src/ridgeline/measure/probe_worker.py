@@ -11,8 +11,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ridgeline.measure.environment import spare_core
 from ridgeline.measure.operators import operator_rows
 from ridgeline.measure.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.measure.probe_serving import serving_costs
+from ridgeline.measure.probe_timer import CACHE_BYTES, Timer, Work, rate, steady
 from ridgeline.nn import bcq, nf4
 from ridgeline.nn.attention import BACKENDS, Mask
 from ridgeline.nn.loss import token_loss
@@ -37,33 +37,14 @@ from ridgeline.nn.rotary import rotate
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 
-CACHE_BYTES = 96 * 2**20
-"""Inputs rotate through at least this much memory."""
 SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
-
-
-@dataclass
-class Work:
-    """One timed operator: its function of the inputs, and what the graph counts for it forward and backward."""
-
-    kind: str
-    dtype: str
-    make: Callable[[], tuple[Tensor, ...]]
-    """Fresh inputs; those that require grad get gradients."""
-    fn: Callable[..., Tensor]
-    flops: float = 0.0
-    bytes: float = 0.0
-    back_flops: float = 0.0
-    back_bytes: float = 0.0
-    back_calls: int = 1
-    """Graph operators that the backward stands for."""
 
 
 def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any) -> dict[str, Any]:
     """Measure everything on this rank while the other ranks do the same; returns plain data."""
     budget = 0.04 if options.get("quick") else 0.08
-    timer = _Timer(device, budget, ranks)
+    timer = Timer(device, budget, ranks)
     if options.get("serving"):
         return {"serving": _serving(timer, device, bool(options.get("quick")), report)}
     peaks: dict[str, float] = {}
@@ -95,7 +76,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     }
 
 
-def _serving(timer: _Timer, device: torch.device, quick: bool, report: Any) -> dict[str, Any]:
+def _serving(timer: Timer, device: torch.device, quick: bool, report: Any) -> dict[str, Any]:
     """What serving costs in a process that leaves a core to HTTP."""
     with spare_core():
         rates = _operators(timer, device, {}, report)
@@ -103,7 +84,7 @@ def _serving(timer: _Timer, device: torch.device, quick: bool, report: Any) -> d
         return {"rates": rates, **serving_costs(device, quick)}
 
 
-def _operators(timer: _Timer, device: torch.device, peaks: dict[str, float], report: Any) -> dict[str, dict[str, Any]]:
+def _operators(timer: Timer, device: torch.device, peaks: dict[str, float], report: Any) -> dict[str, dict[str, Any]]:
     """Rates of all operators; ``peaks`` gets the fastest product of each dtype."""
     rates: dict[str, dict[str, Any]] = {}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -121,87 +102,8 @@ def _operators(timer: _Timer, device: torch.device, peaks: dict[str, float], rep
     return rates
 
 
-class _Timer:
-    def __init__(self, device: torch.device, budget: float, ranks: int) -> None:
-        self.device, self.budget, self.ranks = device, budget, ranks
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def together(self) -> None:
-        """Ranks start each measurement together, so that they disturb each other as in a real step."""
-        if self.ranks > 1:
-            dist.barrier()
-
-    def median(self, fns: Iterable[Callable[[], object]]) -> float:
-        """Median seconds of calling the functions in turn, at least 5 and about ``budget`` seconds in all."""
-        calls = list(fns)
-        self.together()
-        for fn in calls[:2]:
-            fn()
-        self.sync()
-        times: list[float] = []
-        start = time.perf_counter()
-        i = 0
-        while len(times) < 5 or time.perf_counter() - start < self.budget:
-            t = time.perf_counter()
-            calls[i % len(calls)]()
-            self.sync()
-            times.append(time.perf_counter() - t)
-            i += 1
-        return _steady(times)
-
-    def work(self, w: Work) -> tuple[float, float]:
-        """(forward, backward) steady seconds of one operator: the middle of three passes."""
-        first = w.make()
-        size = sum(t.numel() * t.element_size() for t in first)
-        copies = [first, *(w.make() for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
-        passes = [self._pass(w, copies) for _ in range(3)]
-        return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
-
-    def _pass(self, w: Work, copies: list[tuple[Tensor, ...]]) -> tuple[float, float]:
-        self.together()
-        forward: list[float] = []
-        backward: list[float] = []
-        start = time.perf_counter()
-        i = 0
-        while len(forward) < 6 or time.perf_counter() - start < self.budget / 3:
-            inputs = copies[i % len(copies)]
-            t0 = time.perf_counter()
-            y = w.fn(*inputs)
-            self.sync()
-            t1 = time.perf_counter()
-            wanted = [x for x in inputs if x.requires_grad]
-            if wanted:
-                g = torch.ones_like(y)
-                self.sync()
-                t2 = time.perf_counter()
-                torch.autograd.grad(y, wanted, g)
-                self.sync()
-                backward.append(time.perf_counter() - t2)
-            forward.append(t1 - t0)
-            del y
-            i += 1
-        return _steady(forward), _steady(backward) if backward else 0.0
-
-
-def _steady(times: list[float]) -> float:
-    """The median of the second half, when memory has been touched and caches are warm."""
-    return statistics.median(times[len(times) // 2 :])
-
-
-def _rate(points: list[tuple[float, float, float]], source: str = "measured") -> dict[str, Any]:
-    """Fit ``latency + max(flops / F, bytes / B)`` to (flops, bytes, seconds); the first point is the tiny one."""
-    latency = points[0][2]
-    rest = [(f, b, max(s - latency, 0.1 * s)) for f, b, s in points[1:]]
-    flop = statistics.geometric_mean([f / s for f, _, s in rest]) if rest[0][0] else 0.0
-    byte = 0.0 if flop else statistics.geometric_mean([b / s for _, b, s in rest])
-    return {"latency": latency, "flop_rate": flop, "byte_rate": byte, "source": source}
-
-
 def _gemm(
-    timer: _Timer, device: torch.device, name: str, dtype: torch.dtype, peaks: dict[str, float]
+    timer: Timer, device: torch.device, name: str, dtype: torch.dtype, peaks: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
     shapes = [(8, 8, 8), (512, 128, 128), (1024, 256, 256), (1024, 704, 256), (1024, 256, 704), (1024, 2048, 256),
               (1024, 1024, 1024)]  # fmt: skip
@@ -215,7 +117,7 @@ def _gemm(
         best = max(best, w.flops / f, 2 * w.flops / b)
     peaks[name] = best
     # Fit on training-sized products only: the largest shows the peak, but small models live below it.
-    return {f"gemm.forward.{name}": _rate(forward[:-1]), f"gemm.backward.{name}": _rate(backward[:-1])}
+    return {f"gemm.forward.{name}": rate(forward[:-1]), f"gemm.backward.{name}": rate(backward[:-1])}
 
 
 def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int, k: int) -> Work:
@@ -228,7 +130,7 @@ def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int,
     return Work("gemm", name, make, F.linear, flops=2.0 * m * n * k)
 
 
-def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, Any]]:
+def _low(timer: Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, Any]]:
     """Forward products that wait for weights, plain ones and codes; and of codes those with many rows."""
     rates: dict[str, dict[str, Any]] = {}
     made: dict[str, Callable[[int, int], nn.Module]] = {
@@ -243,20 +145,20 @@ def _low(timer: _Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, A
             tiny, layers = _layers(timer, [make(64, 64)], dtype, 1), _copies(make(1024, 1024))
             for rows in (m for m in GEMM_ROWS if m <= few):
                 _, moved, seconds = _layers(timer, layers, dtype, rows)
-                rates[f"gemm_rows{rows}.{name}"] = _rate([(0.0, 0.0, tiny[2]), (0.0, moved, seconds)])
+                rates[f"gemm_rows{rows}.{name}"] = rate([(0.0, 0.0, tiny[2]), (0.0, moved, seconds)])
             if name not in dtypes:
                 rates.update(_expanding(timer, [make(*SMALL)], name, few + 1, tiny[2]))
     return rates
 
 
-def _expanding(timer: _Timer, layer: list[nn.Module], name: str, few: int, latency: float) -> dict[str, dict[str, Any]]:
+def _expanding(timer: Timer, layer: list[nn.Module], name: str, few: int, latency: float) -> dict[str, dict[str, Any]]:
     """Products of so many rows that codes are expanded first: the time at two numbers of rows tells both parts."""
     (less, _, fast), (more, _, slow) = (_layers(timer, layer, torch.float32, rows) for rows in (few, 1024))
     speed = (more - less) / max(slow - fast, 0.1 * slow)
     codes = math.prod(SMALL) * DTYPE_BYTES[name]
     expand = max(fast - latency - less / speed, 0.1 * fast)
-    return {f"expand.{name}": _rate([(0, 0, latency), (0, codes, latency + expand)]),
-            f"gemm_many.{name}": {**_rate([(0, 0, latency), (more, 0, slow)]), "flop_rate": speed}}  # fmt: skip
+    return {f"expand.{name}": rate([(0, 0, latency), (0, codes, latency + expand)]),
+            f"gemm_many.{name}": {**rate([(0, 0, latency), (more, 0, slow)]), "flop_rate": speed}}  # fmt: skip
 
 
 def _plain(dtype: torch.dtype, out: int, width: int) -> nn.Linear:
@@ -274,7 +176,7 @@ def _copies(layer: nn.Module) -> list[nn.Module]:
     return [layer, *(copy.deepcopy(layer) for _ in range(int(2 * CACHE_BYTES / size)))]
 
 
-def _layers(timer: _Timer, layers: list[nn.Module], dtype: torch.dtype, rows: int) -> tuple[float, float, float]:
+def _layers(timer: Timer, layers: list[nn.Module], dtype: torch.dtype, rows: int) -> tuple[float, float, float]:
     """(flops, bytes, seconds) of one of equal linear layers on ``rows`` rows."""
     out, width = int(layers[0].out_features), int(layers[0].in_features)  # type: ignore[arg-type]
     x = torch.randn(rows, width, dtype=dtype)
@@ -286,7 +188,7 @@ def _layers(timer: _Timer, layers: list[nn.Module], dtype: torch.dtype, rows: in
     return 2.0 * rows * out * width, moved + float(rows * (out + width) * x.element_size()), timer.median(calls)
 
 
-def _kinds(timer: _Timer, device: torch.device, name: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+def _kinds(timer: Timer, device: torch.device, name: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Both sizes of every other kind of operator."""
     out: dict[str, dict[str, Any]] = {}
     sizes = ((1, 4), (4, 256))
@@ -300,10 +202,10 @@ def _kinds(timer: _Timer, device: torch.device, name: str, dtype: torch.dtype) -
             (w.back_flops / w.back_calls, w.back_bytes / w.back_calls, b / w.back_calls) for w, _, b in measured
         ]
         if all(b > 0 for _, _, b in measured):
-            out[f"{kind}.forward.{name}"] = _rate(forward)
-            out[f"{kind}.backward.{name}"] = _rate(backward)
+            out[f"{kind}.forward.{name}"] = rate(forward)
+            out[f"{kind}.backward.{name}"] = rate(backward)
         else:
-            out[f"{kind}.{name}"] = _rate(forward)  # the same work in either direction
+            out[f"{kind}.{name}"] = rate(forward)  # the same work in either direction
     return out
 
 
@@ -360,7 +262,7 @@ def _softmax(s: Tensor) -> Tensor:
     return s.softmax(-1, dtype=torch.float32).to(s.dtype)
 
 
-def _update(timer: _Timer, device: torch.device) -> dict[str, dict[str, Any]]:
+def _update(timer: Timer, device: torch.device) -> dict[str, dict[str, Any]]:
     """AdamW, clipping, casts and dequantisation: per element of a parameter."""
     points: dict[str, list[tuple[float, float, float]]] = {}
     for rows in (1, 4096):
@@ -389,7 +291,7 @@ def _update(timer: _Timer, device: torch.device) -> dict[str, dict[str, Any]]:
             ("binary", bcq.moved(4), [bcq.BinaryLinear(_with(w), 4, rounds=0) for w in one]),
         ):
             points.setdefault(f"cast.{name}", []).append((0, moved * size, timer.median([x.dense for x in layers])))
-    return {k: _rate(v) for k, v in points.items()}
+    return {k: rate(v) for k, v in points.items()}
 
 
 def _with(weight: Tensor) -> nn.Linear:
@@ -399,13 +301,13 @@ def _with(weight: Tensor) -> nn.Linear:
     return layer
 
 
-def _bandwidth(timer: _Timer, device: torch.device) -> float:
+def _bandwidth(timer: Timer, device: torch.device) -> float:
     a = torch.empty(32 * 2**20, device=device).normal_()
     b = torch.empty_like(a)
     return 2 * a.numel() * 4 / timer.median([lambda: b.copy_(a)])
 
 
-def _collectives(timer: _Timer, device: torch.device, ranks: int) -> dict[str, dict[str, Any]]:
+def _collectives(timer: Timer, device: torch.device, ranks: int) -> dict[str, dict[str, Any]]:
     """Loopback collectives: seconds against bytes of the full buffer on one rank.
 
     Gathers and reductions of sharded parameters are timed as ``fully_shard`` itself makes them (what it adds to the
@@ -426,18 +328,18 @@ def _collectives(timer: _Timer, device: torch.device, ranks: int) -> dict[str, d
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
-        points.append((0.0, 4.0 * n, _steady(times)))
+        points.append((0.0, 4.0 * n, steady(times)))
     gather, reduce = [], []
     for width in (32, 384, 768, 1024):
         plain, sharded = (_linears_step(timer, device, ranks, width, shard) for shard in (False, True))
         size = 4.0 * 2 * width * width
         gather.append((0.0, size, max(1e-5, sharded[0] - plain[0])))
         reduce.append((0.0, size, max(1e-5, sharded[1] - plain[1])))
-    return {"all_reduce.fp32": _rate(points), "all_gather.fp32": _rate(gather), "reduce_scatter.fp32": _rate(reduce)}
+    return {"all_reduce.fp32": rate(points), "all_gather.fp32": rate(gather), "reduce_scatter.fp32": rate(reduce)}
 
 
 def _linears_step(
-    timer: _Timer, device: torch.device, ranks: int, width: int, shard: bool, groups: int = 6
+    timer: Timer, device: torch.device, ranks: int, width: int, shard: bool, groups: int = 6
 ) -> tuple[float, float]:
     """Seconds of forward and of backward of one group of two linears, sharded over the ranks or not."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -463,10 +365,10 @@ def _linears_step(
         backward.append(time.perf_counter() - middle)
         forward.append(middle - start)
         model.zero_grad(set_to_none=True)
-    return _steady(forward) / groups, _steady(backward) / groups
+    return steady(forward) / groups, steady(backward) / groups
 
 
-def _reference_step(timer: _Timer, device: torch.device) -> float:
+def _reference_step(timer: Timer, device: torch.device) -> float:
     """Seconds of one plain training step of the reference model, without communication."""
     from ridgeline.nn.init import build
     from ridgeline.runtime.build import LossModel
@@ -488,7 +390,7 @@ def _reference_step(timer: _Timer, device: torch.device) -> float:
         optimizer.zero_grad(set_to_none=True)
         timer.sync()
         times.append(time.perf_counter() - start)
-    return _steady(times)
+    return steady(times)
 
 
 def _reference_decode(device: torch.device) -> float:

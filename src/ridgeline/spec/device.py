@@ -6,7 +6,6 @@ Units are SI throughout: FLOP/s, bytes, bytes/s, seconds, watts, dollars per hou
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,14 +22,6 @@ DTYPE_BYTES: dict[str, float] = {
 
 STEP_ROWS = (1, 8, 32)
 """Rows (sequences that decode) of the steps that a probe times."""
-
-
-def between(points: list[tuple[float, float]], x: float) -> float:
-    """Linear between points by rising first number, constant beyond them."""
-    for (low, a), (high, b) in pairwise(points):
-        if x <= high:
-            return a + (b - a) * max(0.0, x - low) / (high - low)
-    return points[-1][1]
 
 
 class Rate(BaseModel):
@@ -133,15 +124,19 @@ class Device(BaseModel):
         """This device in a step of the serving engine with a model of so many bytes: one line of ``step_latency``."""
         rates, line = {**self.rates, **self.ranks.get("serve", {})}, []
         if self.step_latency:
+            import numpy as np
+
             sizes, *columns = zip(*self.step_latency, strict=True)
-            line = [[weights, *(between(list(zip(sizes, c, strict=True)), weights) for c in columns)]]
+            line = [[weights, *(float(np.interp(weights, sizes, c)) for c in columns)]]
         return self.model_copy(update={"rates": rates, "host_latency": {}, "step_latency": line})
 
     def in_step(self, rows: float) -> float:
         """Seconds to add to each operator but attention in a step of so many rows; only of :meth:`serving`."""
         if not self.step_latency:
             return 0.0
-        return between(list(zip(STEP_ROWS, self.step_latency[0][1:], strict=True)), rows)
+        import numpy as np
+
+        return float(np.interp(rows, STEP_ROWS, self.step_latency[0][1:]))
 
     def shared_by(self, ranks: int) -> Device:
         """This device as one of ``ranks`` processes sees it (a CPU's cores and bandwidth are divided among them)."""

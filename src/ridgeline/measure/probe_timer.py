@@ -1,0 +1,115 @@
+"""How ``ridgeline probe`` times an operator, and what rate follows from its times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CACHE_BYTES = 96 * 2**20
+"""Inputs rotate through at least this much memory."""
+
+
+@dataclass
+class Work:
+    """One timed operator: its function of the inputs, and what the graph counts for it forward and backward."""
+
+    kind: str
+    dtype: str
+    make: Callable[[], tuple[Tensor, ...]]
+    """Fresh inputs; those that require grad get gradients."""
+    fn: Callable[..., Tensor]
+    flops: float = 0.0
+    bytes: float = 0.0
+    back_flops: float = 0.0
+    back_bytes: float = 0.0
+    back_calls: int = 1
+    """Graph operators that the backward stands for."""
+
+
+class Timer:
+    """Times operators on one rank, at the same time as the other ``ranks``; ``budget``: seconds for each."""
+
+    def __init__(self, device: torch.device, budget: float, ranks: int) -> None:
+        self.device, self.budget, self.ranks = device, budget, ranks
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def together(self) -> None:
+        """Ranks start each measurement together, so that they disturb each other as in a real step."""
+        if self.ranks > 1:
+            dist.barrier()
+
+    def median(self, fns: Iterable[Callable[[], object]]) -> float:
+        """Median seconds of calling the functions in turn, at least 5 and about ``budget`` seconds in all."""
+        calls = list(fns)
+        self.together()
+        for fn in calls[:2]:
+            fn()
+        self.sync()
+        times: list[float] = []
+        start = time.perf_counter()
+        i = 0
+        while len(times) < 5 or time.perf_counter() - start < self.budget:
+            t = time.perf_counter()
+            calls[i % len(calls)]()
+            self.sync()
+            times.append(time.perf_counter() - t)
+            i += 1
+        return steady(times)
+
+    def work(self, w: Work) -> tuple[float, float]:
+        """(forward, backward) steady seconds of one operator: the middle of three passes."""
+        first = w.make()
+        size = sum(t.numel() * t.element_size() for t in first)
+        copies = [first, *(w.make() for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
+        passes = [self._pass(w, copies) for _ in range(3)]
+        return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
+
+    def _pass(self, w: Work, copies: list[tuple[Tensor, ...]]) -> tuple[float, float]:
+        self.together()
+        forward: list[float] = []
+        backward: list[float] = []
+        start = time.perf_counter()
+        i = 0
+        while len(forward) < 6 or time.perf_counter() - start < self.budget / 3:
+            inputs = copies[i % len(copies)]
+            t0 = time.perf_counter()
+            y = w.fn(*inputs)
+            self.sync()
+            t1 = time.perf_counter()
+            wanted = [x for x in inputs if x.requires_grad]
+            if wanted:
+                g = torch.ones_like(y)
+                self.sync()
+                t2 = time.perf_counter()
+                torch.autograd.grad(y, wanted, g)
+                self.sync()
+                backward.append(time.perf_counter() - t2)
+            forward.append(t1 - t0)
+            del y
+            i += 1
+        return steady(forward), steady(backward) if backward else 0.0
+
+
+def steady(times: list[float]) -> float:
+    """The median of the second half, when memory has been touched and caches are warm."""
+    return statistics.median(times[len(times) // 2 :])
+
+
+def rate(points: list[tuple[float, float, float]], source: str = "measured") -> dict[str, Any]:
+    """Fit ``latency + max(flops / F, bytes / B)`` to (flops, bytes, seconds); the first point is the tiny one."""
+    latency = points[0][2]
+    rest = [(f, b, max(s - latency, 0.1 * s)) for f, b, s in points[1:]]
+    flop = statistics.geometric_mean([f / s for f, _, s in rest]) if rest[0][0] else 0.0
+    byte = 0.0 if flop else statistics.geometric_mean([b / s for _, b, s in rest])
+    return {"latency": latency, "flop_rate": flop, "byte_rate": byte, "source": source}
