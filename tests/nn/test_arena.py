@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.nn.arena import ALIGNMENT, _writer, lower_bound, offsets, padded
+from ridgeline.nn.arena import ALIGNMENT, lower_bound, offsets, padded, writer_of
 
 SPANS = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(0, 40), st.integers(1, 20)).map(lambda s: (s[0], s[1], s[1] + s[2])),
@@ -80,4 +80,4 @@ def test_a_thousand_tensors_are_planned_in_a_moment():
     ],
 )
 def test_only_kernels_that_write_in_place_are_covered(op, covered):
-    assert (_writer(op, "CPU") is not None) == covered
+    assert (writer_of(op, "CPU") is not None) == covered

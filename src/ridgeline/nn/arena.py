@@ -71,7 +71,7 @@ _ZEROED = {"aten::zeros_like", "aten::new_zeros", "aten::zeros"}
 _COPIED = {"aten::clone", "aten::_to_copy"}
 
 
-def _writer(func: Any, device: str) -> Callable[..., Any] | None:
+def writer_of(func: Any, device: str) -> Callable[..., Any] | None:
     """How to run ``func`` into a given tensor without an allocation of its own; None where it cannot.
 
     Only ``out=`` kernels of the backend itself count: the generated ones allocate a result and copy it.
@@ -100,7 +100,7 @@ def _writer(func: Any, device: str) -> Callable[..., Any] | None:
     return None
 
 
-def _signature(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+def signature(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """What must be as recorded for an operator's place to fit: the operator and the sizes it works on."""
     return func, tuple(_size(a) for a in args)
 
@@ -134,9 +134,9 @@ class _Watch(Recorder):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         op = self.now
-        self.signatures.append(_signature(func, args))
+        self.signatures.append(signature(func, args))
         out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if type(out) is Tensor and out.device.type != "meta" and _writer(func, out.device.type.upper()):
+        if type(out) is Tensor and out.device.type != "meta" and writer_of(func, out.device.type.upper()):
             entry = self.entry(out)
             whole = entry is not None and entry.born == op and out.storage_offset() == 0
             if whole and entry is not None and entry.size and not any(out is x for x in tree_iter(args)):
@@ -185,13 +185,13 @@ class Arena(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         op = self.now
         self.now += 1
-        if not self.strayed and (op >= len(self.operators) or self.operators[op] != _signature(func, args)):
+        if not self.strayed and (op >= len(self.operators) or self.operators[op] != signature(func, args)):
             self.strayed = True
         place = None if self.strayed else self.places.get(op)
         if place is None:
             return func(*args, **(kwargs or {}))
         if func not in self.writers:
-            self.writers[func] = _writer(func, self.memory.device.type.upper())
+            self.writers[func] = writer_of(func, self.memory.device.type.upper())
         write = self.writers[func]
         assert write is not None
         if place.dtype not in self.typed:

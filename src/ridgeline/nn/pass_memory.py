@@ -8,6 +8,7 @@ with T (kernels for few rows), that T is recorded for itself. Attention allocate
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ridgeline.nn.arena import Span, _signature, _writer, padded
+from ridgeline.nn.arena import Span, padded, signature, writer_of
 from ridgeline.nn.paged import Layout
 
 Forward = Callable[[Tensor, Tensor], Tensor]
@@ -114,7 +115,7 @@ class _Record(_Mode):
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Operator ``now``, as usual."""
-        self.signatures.append(_signature(func, args))
+        self.signatures.append(signature(func, args))
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
         if type(out) is not Tensor or out.untyped_storage()._cdata in given:
@@ -152,7 +153,7 @@ class _Place(_Mode):
         if not self.strayed and (self.now >= len(expected) or expected[self.now][0] is not func):
             self.strayed = True
         place = None if self.strayed else self.plan.views.get(self.now)
-        if place is not None and expected[self.now] != _signature(func, args):
+        if place is not None and expected[self.now] != signature(func, args):
             place, self.strayed = None, True
         if place is None:
             return func(*args, **kwargs)
@@ -276,7 +277,7 @@ class PassMemory:
 
     def _writer(self, func: Any) -> Callable[..., Any] | None:
         if func not in self._writers:
-            self._writers[func] = _COMPOSITES.get(func) or _writer(func, self.device.type.upper())
+            self._writers[func] = _COMPOSITES.get(func) or writer_of(func, self.device.type.upper())
         return self._writers[func]
 
     def _run(self, mode: _Mode, ids: Tensor, at: Tensor) -> Tensor:
@@ -302,10 +303,7 @@ class PassMemory:
         signatures, made = kind.at(tokens)
         spans: list[Span] = []
         for m in made:
-            numel = 1
-            for n in m.size:
-                numel *= n
-            spans.append((numel * m.dtype.itemsize, m.op, max(m.op + 1, m.death or 0)))
+            spans.append((math.prod(m.size) * m.dtype.itemsize, m.op, max(m.op + 1, m.death or 0)))
         places, wanted = self.planner(spans, {i: t.nbytes for i, t in self.memory.items()})
         for i, size in wanted.items():
             if i in self.memory and self.memory[i].nbytes != size:
