@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Graph
+from ridgeline.runtime.partition import cheapest_runs
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
@@ -55,20 +55,5 @@ def dp_batches(lengths: Sequence[int], cost: Cost) -> list[list[int]]:
     i, i - j + 1). Where the cost never falls with the length, no other partition is cheaper. O(n²) calls of ``cost``.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    best, start = [0.0], [0]
-    for i, index in enumerate(order):
-        found, at = math.inf, i
-        for j in range(i, -1, -1):
-            seconds = cost(lengths[index], i - j + 1)
-            if math.isinf(seconds) and j < i:
-                break
-            if best[j] + seconds < found:
-                found, at = best[j] + seconds, j
-        best.append(found)
-        start.append(at)
-    batches: list[list[int]] = []
-    end = len(order)
-    while end:
-        batches.insert(0, order[start[end] : end])
-        end = start[end]
-    return batches
+    runs = cheapest_runs(len(order), lambda start, stop: cost(lengths[order[stop - 1]], stop - start))
+    return [order[start:stop] for start, stop in runs]

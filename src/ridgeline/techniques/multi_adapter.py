@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Graph
+from ridgeline.runtime.partition import cheapest_runs
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.length_dp import dp_batches
@@ -75,22 +76,12 @@ def two_stage_batches(lengths: Sequence[int], tasks: Sequence[str], shared: Cost
         cut = dp_batches([lengths[i] for i in mine], own) if task else [[i] for i in range(len(mine))]
         small += [[mine[i] for i in batch] for batch in cut]
     small.sort(key=lambda batch: max(lengths[i] for i in batch))
-    best, start = [0.0], [0]
-    for i, last in enumerate(small):
-        length, found, at = max(lengths[k] for k in last), math.inf, i
-        for j in range(i, -1, -1):
-            group = small[j : i + 1]
-            seconds = shared(length, sum(map(len, group)))
-            if math.isinf(seconds) and j < i:
-                break
-            seconds += sum(own(length, len(batch)) for batch in group if tasks[batch[0]])
-            if best[j] + seconds < found:
-                found, at = best[j] + seconds, j
-        best.append(found)
-        start.append(at)
-    batches: list[list[int]] = []
-    end = len(small)
-    while end:
-        batches.insert(0, [k for batch in small[start[end] : end] for k in batch])
-        end = start[end]
-    return batches
+
+    def seconds(start: int, stop: int) -> float:
+        group = small[start:stop]
+        length = max(lengths[k] for k in group[-1])
+        both = shared(length, sum(map(len, group)))
+        return both if math.isinf(both) else both + sum(own(length, len(b)) for b in group if tasks[b[0]])
+
+    runs = cheapest_runs(len(small), seconds)
+    return [[k for batch in small[start:stop] for k in batch] for start, stop in runs]
