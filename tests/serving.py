@@ -47,9 +47,9 @@ ADAPTERS = {
 """Every kind of adapter, with options."""
 
 
-def adapters_in(folder):
+def adapters_in(folder, base="llama-mini"):
     """A trained-looking adapter of each kind for :func:`model`, saved as training saves them: folders by kind."""
-    made, out = model(), {}
+    made, out = model(base), {}
     for i, (name, options) in enumerate(ADAPTERS.items()):
         kind = "lora" if name == "dora" else name
         technique = make(Call(name=kind, options=options))
@@ -71,9 +71,9 @@ def adapters_in(folder):
     return out
 
 
-def adapted(folder):
+def adapted(folder, base="llama-mini"):
     """:func:`model` with the adapter in ``folder``."""
-    made = model()
+    made = model(base)
     attach(made, load_adapter(folder, made.spec))
     return made
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.serving import adapted, adapters_in, ask, engine, greedy, model, run
 
-from ridgeline.serve.request import Invalid
+from ridgeline.serve.request import Invalid, Request
 from ridgeline.spec.errors import UserError
 
 
@@ -105,3 +105,23 @@ def test_refusals(folders, tmp_path):
         eng.unload_adapter("x")
     with pytest.raises(Invalid, match="switch on multi_adapter"):
         engine(model()).load_adapter("x", folders["lora"])
+
+
+def test_an_encoder_reads_for_all_its_tasks_in_one_batch(tmp_path):
+    """PetS' own setting: many tasks over one BERT, which has no cache whose pool they could share."""
+    kinds = adapters_in(tmp_path, "bert-tiny")
+    eng = engine(model("bert-tiny"), "multi_adapter", max_num_batched_tokens=128)
+    for name, folder in kinds.items():
+        eng.load_adapter(name, folder)
+    prompts = {name: [(7 * j + i) % 300 for j in range(5 + 2 * i)] for i, name in enumerate(["", *kinds])}
+    _, events = run(eng, *[Request(f"r{n}", p, adapter=n, embed=True) for n, p in prompts.items()])
+    assert len(events) == len(prompts)
+    found = {e.request[1:]: torch.tensor(e.embedding, dtype=torch.float64) for e in events}
+    for name, prompt in prompts.items():
+        alone = adapted(kinds[name], "bert-tiny") if name else model("bert-tiny")
+        with torch.inference_mode():
+            want = alone(torch.tensor([prompt]), return_hidden=True)[0].mean(0)
+        torch.testing.assert_close(found[name], want, rtol=1e-6, atol=1e-6)
+    for name in kinds:
+        eng.unload_adapter(name)
+    assert not eng.blocks.borrowed

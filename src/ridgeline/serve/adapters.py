@@ -38,7 +38,7 @@ class AdapterTable:
         self.held: dict[str, list[int]] = {}
         self.loads = 0
         self.version: dict[str, int] = {}
-        """The how-manieth load each is: what the cache holds of an older one of that name is not the new one's."""
+        """The number of the load that brought each: what the cache holds of an older one of that name is not its."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.held
@@ -52,9 +52,9 @@ class AdapterTable:
         self.tasks.activate(None)
         made = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
         size = sum(_bytes(adapter) for adapter in made.values())
-        wanted = math.ceil(size / self.block_bytes)
+        wanted = math.ceil(size / self.block_bytes) if self.blocks.count else 0  # an encoder has no pool to share
         spare = self.blocks.count - self.blocks.borrowed - self.blocks.needed(self.longest)
-        blocks = self.blocks.borrow(wanted) if wanted <= spare else None
+        blocks = self.blocks.borrow(wanted) if wanted <= max(0, spare) else None
         if blocks is None:
             raise Invalid(
                 "lora_path",
