@@ -1,10 +1,10 @@
-# make setup · demo · test · lint · docs · clean
+# make setup · demo · test · lint · docs · clean; before a release: test-all · test-cpus · test-matrix · test-peers
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup demo test test-all test-cpus test-matrix test-peers lint docs clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,24 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+# Every crossing of techniques, families and options, of which `make test` runs a part.
+test-all: setup
+	$(BIN)/python -m pytest -n 2 -m ''
+
+# What depends on the processor, as other processors and busy ones would run it.
+test-cpus: setup
+	$(BIN)/python tests/cpus.py
+
+# Every Python and the oldest PyTorch that are supported, as far as they are at hand.
+test-matrix: setup
+	$(BIN)/python -m pip install -c constraints.txt nox
+	$(BIN)/nox
+
+# Tests beside optional packages that take long to install: bitsandbytes, DeepSpeed, lm-eval, Ray.
+test-peers: setup
+	$(BIN)/python -m pip install -c constraints.txt nox
+	$(BIN)/nox -s peers
 
 lint: setup
 	$(BIN)/ruff check .

@@ -46,7 +46,8 @@ def errors(schema, rows, name, constants):
         out = []
         for row in rows:
             try:
-                out.append([np.log(c.predicted / c.measured) for c in schema.cases(row)])
+                cases = [c for c in schema.cases(row) if not c.group.endswith(serving.ALONE)]
+                out.append([np.log(c.predicted / c.measured) for c in cases])
             except (UserError, BadCell):
                 continue
         return np.array(out)

@@ -29,7 +29,7 @@ def judge(path, schema):
             continue
         seen.add(key)
         try:
-            found = schema.cases(row)
+            found = [c for c in schema.cases(row) if not c.group.endswith(serving.ALONE)]
         except (UserError, BadCell):
             skipped += 1
             continue

@@ -80,15 +80,16 @@ def lm_eval(url: str, folder: Path, count: int) -> dict[str, Any]:
     return {"loglikelihoods": count, "most_difference": off, "greedy_flags_that_differ": greedy}
 
 
-def loads(url: str, name: str, program: str, folder: Path, route: str, rate: float, count: int) -> dict[str, Any]:
-    """The same load by guidellm and by `ridgeline load`: errors, and medians in seconds."""
+def loads(url: str, name: str, program: str, folder: Path, route: str, rate: float, count: int,
+          number: int) -> dict[str, Any]:  # fmt: skip
+    """Load ``number`` of the server, by guidellm and by `ridgeline load`: errors, and medians in seconds."""
     api = "chat" if "chat" in route else "completions"
     until = f"kind=max_requests,count={count}"
     theirs = run_guidellm(program, url, name, folder, rate, until, PROMPT, TOKENS, folder / "guidellm.json", route)
     totals = theirs["request_totals"]
     w = Serve(rate=rate, burstiness=EVEN, requests=count, prompt_len=PROMPT, output_len=TOKENS)
     prompts = TextIds(Path(json.__file__).read_text(), load_tokenizer(str(folder)), decoded=True)
-    ours, d = measure_load(find_endpoint(url, api=api), w, prompts, Settings())
+    ours, d = measure_load(find_endpoint(url, api=api), w, prompts.at_rate(number), Settings())
     found = {"ttft_p50_s": "time_to_first_token_ms", "tpot_p50_s": "inter_token_latency_ms"}
     return {
         "route": route, "rate": rate, "requests": count, "load_average": load_average(),
@@ -117,7 +118,8 @@ def main() -> int:
             rates = [float(r) for r in args.rates.split(",")] if args.guidellm else []
             for rate in rates:
                 for route in ("/v1/completions", "/v1/chat/completions"):
-                    row = loads(server.url, folder.name, args.guidellm, folder, route, rate, args.requests)
+                    row = loads(server.url, folder.name, args.guidellm, folder, route, rate, args.requests,
+                                len(report["loads"]))  # fmt: skip
                     report["loads"].append(row)
                     print(json.dumps(row), flush=True)
     args.json.write_text(json.dumps({**report, "environment": fingerprint()}, indent=1) + "\n")

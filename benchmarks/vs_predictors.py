@@ -144,6 +144,7 @@ def ask_ridgeline(rows: list[tuple[Any, bool]], start_s: float) -> Answers:
             out.take({"refused": str(problem).splitlines()[0][:160]})
             continue
         seconds = time.perf_counter() - start
+        cases = [c for c in cases if not c.group.endswith(serving.ALONE)]
         out.take({c.quantity: c.predicted for c in cases} | {"seconds": seconds})
     return out
 

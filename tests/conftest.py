@@ -1,25 +1,48 @@
-"""For every test: Ridgeline's own files go to a temporary directory, and torch uses one thread."""
+"""For every test: Ridgeline's own files go to a temporary directory, torch uses one thread (``OMP_NUM_THREADS``)."""
 
+import itertools
 import os
 import sys
+from importlib.metadata import version
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every module again
+if not Path("/dev/nvidiactl").exists() or "+cpu" in version("torch"):
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import pytest
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory):
+    """New homes, empty but for compiled kernels, which all share. ``mktemp`` would list all earlier ones each time."""
+    folder = tmp_path_factory.mktemp("homes")
+    kernels = folder / "kernels"
+    kernels.mkdir()
+
+    def homes():
+        for n in itertools.count():
+            cache = folder / str(n) / "cache"
+            cache.mkdir(parents=True)
+            (cache / "kernels").symlink_to(kernels, target_is_directory=True)
+            yield cache.parent
+
+    return homes()
+
+
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path_factory, monkeypatch):
+def _own_home(_homes, monkeypatch):
     """Nothing touches the user's profile, cache or store, and no test leaves a stand-in for this machine behind."""
     from ridgeline import catalog
 
-    monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setenv("RIDGELINE_HOME", str(next(_homes)))
     monkeypatch.setattr(catalog, "_unprobed", [])
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _threads():
     """Only where torch is already loaded: half of the tests need none."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -51,22 +50,14 @@ def test_no_heavy_import(args):
     assert done.stdout
 
 
-def test_import_is_light_and_quick():
-    code = "import sys, time; t = time.perf_counter(); import ridgeline; t = time.perf_counter() - t;"
-    code += "print(t, 'torch' in sys.modules, 'pydantic' in sys.modules)"
+def test_import_is_light():
+    code = "import sys, ridgeline; print([m for m in ('torch', 'pydantic', 'numpy', 'typer') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, torch, pydantic = done.stdout.split()
-    assert (torch, pydantic) == ("False", "False")
-    assert float(seconds) < 0.1
+    assert done.stdout.split() == ["[]"]
 
 
-def test_help_starts_in_half_a_second():
-    took = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "ridgeline", "--help"], capture_output=True, text=True, check=True)
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.5
+def test_help_names_every_command():
+    done = subprocess.run([sys.executable, "-m", "ridgeline", "--help"], capture_output=True, text=True, check=True)
     for command in ("probe", "predict", "bench", "ablate", "dissect", "train", "runs", "compare", "report",
                     "techniques", "models", "devices"):  # fmt: skip
         assert command in done.stdout

@@ -83,9 +83,14 @@ def full(t: torch.Tensor) -> torch.Tensor:
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Every parameter, whole, by name."""
+    """Every parameter, whole, by name; of 16-bit ones the fp32 master copy."""
+    found = {}
     with trainer.run.resident(False):
-        return {name.replace("_orig_mod.", ""): full(p) for name, p in trainer.run.root.named_parameters()}
+        for name, p in trainer.run.root.named_parameters():
+            master = trainer.optimizer.state.get(p, {}).get("master")
+            wide = p.dtype != torch.float32 and master is not None and master.dtype == torch.float32
+            found[name.replace("_orig_mod.", "")] = full(master if wide else p)
+    return found
 
 
 @dataclass

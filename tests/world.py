@@ -44,7 +44,7 @@ class World:
         self._pipes: list[Any] = []
         self._folder: str | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
         """What ``function(rank, *args)`` returned on each rank. Raises :class:`RankFailed`; the pool then is gone."""
         if not self._processes:
             self._start()
@@ -107,11 +107,11 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any, path: list[str]) -> No
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=300)
         )
         while True:
             module, name, args, environment = pipe.recv()

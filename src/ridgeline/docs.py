@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ridgeline.techniques.cards import cards
+from ridgeline.techniques.cards import cards, unpredicted
 from ridgeline.techniques.matrix import Pair, support_matrix
 
 
@@ -36,6 +36,7 @@ def _card(c: dict[str, Any]) -> str:
         f"- **Tasks:** {', '.join(c['tasks'])}. **Phase:** {c['phase']}. **Place:** {c['taxonomy']}",
         f"- **Contract:** {contract}",
         *([] if c["runs"] else ["- **State:** predicted only; not yet run"]),
+        *(f"- **Predicted as without it** in {tasks}: {why}" for why, tasks in unpredicted(c).items()),
     ]
     if c["options"]:
         lines += ["", "| option | type | default | meaning |", "|---|---|---|---|"]
@@ -53,7 +54,7 @@ def _matrix(pairs: list[Pair], tasks: dict[str, set[str]]) -> str:
         marks = []
         for b in names:
             p = status.get(frozenset((a, b))) if a != b else None
-            marks.append("" if p is None else "✗" if p.status == "refused" else "✓" if p.runs else "○")
+            marks.append("" if p is None else p.mark)
         lines.append(f"| `{a}` | " + " | ".join(marks) + " |")
     refused = [p for p in pairs if p.status == "refused"]
     together = [p for p in refused if tasks[p.a] & tasks[p.b]]

@@ -95,7 +95,11 @@ TARGETS = [
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("others", [[], ["flash_attention"], ["rtn", "recompute"]], ids="+".join)
+@pytest.mark.parametrize(
+    "others",
+    [[], *(pytest.param(p, marks=pytest.mark.nightly) for p in (["flash_attention"], ["rtn", "recompute"]))],
+    ids="+".join,
+)
 def test_lora_trains_nothing_below_the_first_adapter(spec, twins, targets, others):
     if spec.num_experts and ("down" in targets or "up" in targets):
         pytest.skip("experts are no plain linear layers")

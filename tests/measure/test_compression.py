@@ -12,7 +12,8 @@ import torch
 from tests.compress.conftest import Bench
 
 from ridgeline import catalog, experiments
-from ridgeline.compress.calibration import windows_of
+from ridgeline.compress.calibration import held_out_windows, load_text, windows_of
+from ridgeline.compress.driver import compress
 from ridgeline.measure.ablate import run_ablation
 from ridgeline.measure.compression import compression_cell
 from ridgeline.measure.evaluation import evaluate, stored_size
@@ -20,6 +21,7 @@ from ridgeline.measure.harness import harness, require_harness
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
 from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.packed_model import load_packed
 from ridgeline.predict import predict
 from ridgeline.report.charts.pareto import frontier, pareto_chart
 from ridgeline.report.html import ablation_html
@@ -28,6 +30,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import normalise
+from ridgeline.train.data import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +105,28 @@ def test_tasks_need_the_harness(monkeypatch):
 def test_tasks_of_the_harness(bench, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    place = bench.checkpoint(20)
+    model, tokenizer = load_checkpoint(place), load_tokenizer(str(place))
+
+    def worth(text, choice):
+        """Log-likelihood of ``choice`` behind ``text``, of one whole pass."""
+        ids, n = tokenizer.encode(text + choice).ids, len(tokenizer.encode(text).ids)
+        logp = model(torch.tensor([ids])).float().log_softmax(-1)[0]
+        return sum(float(logp[i - 1, ids[i]]) for i in range(n, len(ids)))
+
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"q": f"number {i} is "}) + "\n" for i in range(4)))
+    asked = [f"number {i} is" for i in range(8)]
+    with torch.no_grad():
+        best = [int(worth(q, " zoo") > worth(q, " the")) for q in asked]
+    right = [b if i < 6 else 1 - b for i, b in enumerate(best)]  # the last two are answered wrong
+    rows.write_text("".join(json.dumps({"q": q, "gold": g}) + "\n" for q, g in zip(asked, right, strict=True)))
     task = tmp_path / "toy.yaml"
     task.write_text(
         f"task: toy\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {rows}}}\ntest_split: test\n"
-        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: [a, a]\ndoc_to_target: 0\n'
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: [the, zoo]\ndoc_to_target: gold\n'
         "metric_list:\n  - metric: acc\n"
     )
-    assert harness(bench.checkpoint(20), [str(task)])["toy"] == {"acc": 1.0}  # the first of two equals
+    assert harness(place, [str(task)])["toy"] == {"acc": 0.75}
 
 
 @pytest.mark.parametrize(
@@ -120,12 +136,19 @@ def test_tasks_of_the_harness(bench, tmp_path, monkeypatch):
         ("quantease:bits=4,group_size=32,outliers=0.01", 4.5 + 48 * 0.01, 2e-3),  # whole outliers in each layer
     ],
 )
-def test_cell_of_a_plan(bench, call, bits, slack):
+def test_cell_of_a_plan(bench, call, bits, slack, tmp_path):
     e = bench.experiment(bench.checkpoint(20), call, eval_windows=8)
     r = Result.model_validate(compression_cell(e, torch.device("cpu"), 0, 1, {}, lambda m: None))
-    assert len(r.losses) == 8
     assert r.metric("bits_per_weight") == pytest.approx(bits, rel=slack, abs=0)
-    assert r.metric("perplexity") == pytest.approx(math.exp(np.mean(r.losses)))
+    place = tmp_path / "out"
+    compress(normalise(e), torch.device("cpu"), {"out": str(place), "resume": False}, lambda m: None)
+    windows = held_out_windows(e.workload, load_text(e.workload, e.model.vocab_size))
+    ids = windows.long()
+    with torch.no_grad():
+        logits = load_packed(place, torch.float32, fast=False)(ids[:, :-1]).flatten(0, 1)
+    whole = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    assert len(r.losses) == len(ids) == 8
+    assert math.log(r.metric("perplexity")) == pytest.approx(float(whole), rel=1e-5)
     assert 0 < r.metric("layer_error") < 0.1
     assert r.metric("tokens_per_s") > 0
     expected = predict(normalise(e))

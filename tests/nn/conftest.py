@@ -7,15 +7,6 @@ import torch
 
 from ridgeline.spec.model import ModelSpec
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 _LLAMA = {
     "vocab_size": 96,
     "hidden_size": 32,

@@ -1,7 +1,5 @@
 """The arena's planner: no two live tensors overlap, and the arena is between the bound and the naive sum."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -51,16 +49,15 @@ def test_nested_lifetimes_of_a_network_need_no_more_than_the_bound():
     assert offsets(spans)[1] == lower_bound(spans)
 
 
-def test_a_thousand_tensors_are_planned_in_a_moment():
+def test_a_thousand_tensors_are_planned_near_the_bound():
     rng = np.random.default_rng(0)
     births = rng.integers(0, 3000, 1000)
     spans = [
         (int(s), int(b), int(b + d))
         for s, b, d in zip(rng.integers(64, 1e6, 1000), births, rng.integers(1, 600, 1000), strict=True)
     ]
-    start = time.perf_counter()
     where, total = offsets(spans)
-    print(f"{time.perf_counter() - start:.2f} s, {total / lower_bound(spans):.3f} of the bound")
+    print(f"{total / lower_bound(spans):.3f} of the bound")
     assert total <= 1.15 * lower_bound(spans)
     assert_apart(spans[:200], where[:200])
 

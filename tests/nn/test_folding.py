@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from tests.nn.interpreter import INTERPRETED
+from tests.nn.interpreter import DEVICE
 from tests.nn.test_kernels import chunks_of, gradients, pair
 
 from ridgeline.nn import fused
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.loss import token_loss
-
-if not INTERPRETED:
-    pytest.skip("the interpreter is off", allow_module_level=True)
 
 COLUMNS = 1024
 
@@ -33,11 +30,11 @@ def formula(x, update, weight, bias, eps, centred):
 @pytest.mark.parametrize("size", [12288, 12300, 1025])
 def test_norms_of_wide_rows_both_ways(size, centred):
     torch.manual_seed(0)
-    x, update = (torch.randn(3, size, requires_grad=True) for _ in range(2))
-    weight = torch.randn(size, requires_grad=True)
-    bias = torch.randn(size, requires_grad=True) if centred else None
+    x, update = (torch.randn(3, size, requires_grad=True, device=DEVICE) for _ in range(2))
+    weight = torch.randn(size, requires_grad=True, device=DEVICE)
+    bias = torch.randn(size, requires_grad=True, device=DEVICE) if centred else None
     leaves = [t for t in (x, update, weight, bias) if t is not None]
-    d_total, d_y = torch.randn(3, size), torch.randn(3, size)
+    d_total, d_y = torch.randn(3, size, device=DEVICE), torch.randn(3, size, device=DEVICE)
     want = formula(x, update, weight, bias, 1e-5, centred)
     grads = torch.autograd.grad(want, leaves, (d_total.double(), d_y.double()))
     got = functions.add_norm(x, update, weight, bias, 1e-5, centred, torch.float32, COLUMNS)
@@ -53,9 +50,9 @@ def test_norms_of_wide_rows_both_ways(size, centred):
 @pytest.mark.parametrize("length", [5000, 4097, 8192])
 def test_softmax_of_long_rows_both_ways(length):
     torch.manual_seed(0)
-    q = torch.randn(2, 3, 16, requires_grad=True)
-    k = torch.randn(2, length, 16, requires_grad=True)
-    bias = torch.randn(3, length)
+    q = torch.randn(2, 3, 16, requires_grad=True, device=DEVICE)
+    k = torch.randn(2, length, 16, requires_grad=True, device=DEVICE)
+    bias = torch.randn(3, length, device=DEVICE)
     bias[:, :2000] = float("-inf")  # whole tiles that are masked
     want = (q.double() @ k.double().transpose(1, 2) * 0.25 + bias.double()).softmax(-1)
     got = functions.probabilities(q, k, bias, 0.25, COLUMNS)
@@ -68,7 +65,7 @@ def test_softmax_of_long_rows_both_ways(length):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_model_trains_the_same_on_tiles_of_16(family):
-    plain, other, _ = pair(family, torch.float32)
+    plain, other, _ = pair(family, torch.float32, device=DEVICE)
     fused.fold(other, 16)
     loss, want = gradients(plain, token_loss, shape=(1, 20))
     got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(8)), shape=(1, 20))
@@ -88,7 +85,7 @@ def test_folding_reaches_every_kernel(monkeypatch):
         return gpu.call(name, *args, **walk)
 
     monkeypatch.setattr(functions, "call", call)
-    _, other, _ = pair("llama", torch.float32)
+    _, other, _ = pair("llama", torch.float32, device=DEVICE)
     fused.fold(other, 16)
     gradients(other, token_loss, shape=(1, 6))
     walked = {n for n, columns in asked.items() if columns == {16}}

@@ -68,7 +68,7 @@ def test_nibbles_come_apart_as_they_went_in():
 
 
 def test_a_layout_that_is_not_known_is_not_read(monkeypatch):
-    monkeypatch.setattr(packed_linear, "knows_nibbles", lambda: False)
+    monkeypatch.setattr(packed_linear, "nibble_layout", lambda: None)
     p = record(64, 64, 4, 64, True)
     layer = PackedLinear(p)
     assert isinstance(layer.codes, packed_linear.Words)

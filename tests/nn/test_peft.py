@@ -141,6 +141,18 @@ def test_what_is_not_read_is_refused(saved, change, says):
         load_adapter(folder, spec)
 
 
+@pytest.mark.parametrize("change", [{"r": 4}, {"r": 16}, {"rank_pattern": {"q_proj": 5}}])
+def test_a_rank_that_the_tensors_contradict_is_refused(saved, change):
+    """The scale alpha / r would be another than the one it was trained with (peft: size mismatch)."""
+    spec, folder = saved
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    assert config["r"] not in change.values()
+    file.write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match="whose tensors have rank"):
+        load_lora(folder, spec)
+
+
 def test_broken_folders_are_refused(saved, tmp_path):
     spec, folder = saved
     with pytest.raises(UserError, match=r"no adapter_config.json"):

@@ -1,5 +1,6 @@
 """What the first reference paper found (arXiv:2311.03687: Llama 2 on eight A800, RTX 4090 and RTX 3090, sequences of
-350 tokens) comes out of the predictor: the direction, and roughly the size where one was published."""
+350 tokens), as the predictor has it. Sizes are held to the errors that the README states; what it misses fails
+strictly, with both numbers, and stands in docs/accuracy.md."""
 
 import pytest
 
@@ -7,6 +8,8 @@ from ridgeline import catalog, experiments
 from ridgeline.predict import predict
 
 LOW = "mixed_precision:weights=low"
+TRAINING, ATTENTION = 0.05, 0.10
+"""README, "How good the predictions are": training runs 4.9 %, attention 6.1 to 10.4 %."""
 
 
 def run(plan, on="8xa800-80g", model="llama2-7b", each=1, device=None):
@@ -51,15 +54,45 @@ def test_zero_3_pays_off_for_larger_models():
     assert held[1] < room < held[0], "only stage 3 leaves room for a 70B model"
 
 
+OFFLOADED = [["zero:stage=2", "zero_offload"], ["zero:stage=3", "zero_infinity"]]
+
+
+@pytest.mark.parametrize("moved", OFFLOADED, ids="+".join)
 @pytest.mark.parametrize("on", ["8xa800-80g", "8xrtx4090"])
-def test_offload_costs_up_to_an_order_of_magnitude(on):
-    """Reported: 20 to 36 times slower. Where PCIe already limits the plain run there is less to lose."""
-    plain = rate(["zero:stage=2"], on)
-    for moved in (["zero:stage=2", "zero_offload"], ["zero:stage=3", "zero_infinity"]):
-        slower = plain / rate(moved, on)
-        assert slower > (5 if "a800" in on else 1.5)
-        assert slower < 40
-        assert size(moved, on) < size(["zero:stage=2"], on)
+def test_offload_trades_speed_for_memory(on, moved):
+    assert rate(moved, on) < rate(["zero:stage=2"], on)
+    assert size(moved, on) < size(["zero:stage=2"], on)
+
+
+@pytest.mark.xfail(strict=True, reason="reported 20 to 36 times slower; predicted 8.6 and 8.9 times on A800, 1.6 and"
+                   " 1.9 on RTX 4090: the paper's servers' CPUs and host memory are not in the catalogue")  # fmt: skip
+@pytest.mark.parametrize("moved", OFFLOADED, ids="+".join)
+@pytest.mark.parametrize("on", ["8xa800-80g", "8xrtx4090"])
+def test_offload_is_20_to_36_times_slower(on, moved):
+    assert 20 < rate(["zero:stage=2"], on) / rate(moved, on) < 36
+
+
+def attention_seconds(plan, phase):
+    rows = run([*plan, "zero:stage=2"], each=8).breakdown
+    return sum(r.seconds for r in rows if (r.phase, r.module) == (phase, "attention") and r.kind in CORE)
+
+
+CORE = ("attention", "bmm", "softmax", "mask")
+
+
+@pytest.mark.parametrize(
+    ("phase", "reported"),
+    [
+        ("forward", 2 / 3),
+        pytest.param("backward", 3 / 4, marks=pytest.mark.xfail(
+            strict=True, reason="reported about a quarter faster; predicted 26 % slower: the pace of fused attention,"
+            " 1.86, was fitted on runs that all have it, against 1.05 for the products that it replaces")),
+    ],
+)  # fmt: skip
+def test_flash_attention_makes_attention_faster(phase, reported):
+    """Reported: by about a third forward and a quarter backward."""
+    ratio = attention_seconds(["flash_attention"], phase) / attention_seconds([], phase)
+    assert ratio == pytest.approx(reported, rel=ATTENTION)
 
 
 def test_recomputation_trades_a_third_more_compute_for_memory():
@@ -85,12 +118,29 @@ def test_flash_attention_and_recomputation_let_a_larger_batch_in():
     assert large > 1.1 * small
 
 
-def test_eight_devices_scale_almost_linearly_on_nvlink_and_less_over_pcie():
-    """Reported: near-linear on A800, 91 % on RTX 4090, 86 % on RTX 3090."""
+SCALING = {"rtx4090": 0.908, "rtx3090": 0.859}
+"""Throughput of eight cards over eight times that of one, as reported."""
+
+
+def test_nvlink_scales_better_than_pcie():
+    """Reported: near-linear on A800."""
     nvlink = scaling("a800-80g", ["recompute"], 48)
-    assert nvlink > 0.96
-    for on in ("rtx4090", "rtx3090"):
-        assert 0.75 < scaling(on, ["recompute"], 48) < nvlink
+    assert nvlink > max(scaling(on, ["recompute"], 48) for on in SCALING)
+    assert nvlink == pytest.approx(1.0, rel=TRAINING)
+
+
+@pytest.mark.parametrize("on", [
+    "rtx4090",
+    pytest.param("rtx3090", marks=pytest.mark.xfail(strict=True, reason="reported 0.859, predicted 0.946")),
+])  # fmt: skip
+def test_scaling_over_pcie(on):
+    assert scaling(on, ["recompute"], 48) == pytest.approx(SCALING[on], rel=TRAINING)
+
+
+@pytest.mark.xfail(strict=True, reason="reported 0.908 > 0.859; predicted 0.903 < 0.946: the 3090 is slower, so that it"
+                   " waits less for an equal link")  # fmt: skip
+def test_the_4090_scales_better_than_the_3090():
+    assert scaling("rtx4090", ["recompute"], 48) > scaling("rtx3090", ["recompute"], 48)
 
 
 def test_nvlink_bridges_help_the_rtx_3090():
@@ -101,4 +151,11 @@ def test_nvlink_bridges_help_the_rtx_3090():
     )
     plan = ["zero:stage=3", "recompute"]
     gain = rate(plan, "8xrtx3090", each=64, device=bridged) / rate(plan, "8xrtx3090", each=64)
-    assert 1.03 < gain < 1.25
+    assert gain == pytest.approx(1.10, rel=TRAINING)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="reported about 15 700 tokens/s in all; predicted 40 700 with one sequence a GPU"
+)
+def test_lora_with_zero_2_on_eight_a800():
+    assert rate(["lora:rank=64", "zero:stage=2"]) == pytest.approx(15_700, rel=TRAINING)

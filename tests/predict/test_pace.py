@@ -1,9 +1,6 @@
-"""The pace of a training step: where it applies, and the published run on H100 that its clocks were set by."""
+"""The pace of a training step: where it applies."""
 
-import pytest
-
-from ridgeline import catalog, experiments
-from ridgeline.predict import predict
+from ridgeline import catalog
 from ridgeline.predict.pace import ALONE, TRAINING, group, throttle, training_pace
 from ridgeline.spec.device import Rate
 
@@ -25,26 +22,12 @@ def test_a_cpu_and_a_measured_device_keep_their_own_pace():
 
 
 def test_power_limits():
-    assert throttle(catalog.device("a100")) == 1.0
-    assert throttle(catalog.device("h100")) == pytest.approx(1.2, abs=0.01)
-    assert throttle(catalog.device("h20")) == 1.0, "little arithmetic for its watts"
-    assert max(throttle(catalog.device(name)) for name in catalog.devices()) <= 1.2
+    """More FLOP/s per watt than an A100's last less; a device with fewer is not throttled."""
+    factor = {name: throttle(catalog.device(name)) for name in ("a100", "h100", "h200", "h20")}
+    assert factor["a100"] == factor["h20"] == 1.0
+    assert factor["h100"] == factor["h200"] > 1.0, "the same chip at the same power"
 
 
 def test_the_slowest_of_many_ranks():
     assert TRAINING.straggling(1) == 0.0
     assert 0 < TRAINING.straggling(8) < TRAINING.straggling(1024) < 0.03
-
-
-@pytest.mark.parametrize(("ranks", "batch", "published"), [(8192, 2048, 0.43), (16384, 2048, 0.41)])
-def test_llama_3_405b(ranks, batch, published):
-    """arXiv:2407.21783, table 4: 8192 tokens, tp 8, pp 16, bf16 (two of the 128 places for layers are left empty)."""
-    spec = catalog.model("llama3-70b").model_dump() | {
-        "name": "llama3-405b", "num_layers": 128, "hidden_size": 16384, "num_heads": 128, "intermediate_size": 53248,
-    }  # fmt: skip
-    plan = ["mixed_precision:weights=low", "flash_attention", "fused_layers", "tensor_parallel:degree=8",
-            "sequence_parallel", "pipeline:degree=16,schedule=interleaved,chunks=8", "zero:stage=2"]  # fmt: skip
-    workload = {"kind": "pretrain", "seq_len": 8192, "batch_size": batch, "micro_batch_size": 1}
-    r = predict(experiments.make(spec, f"{ranks // 8}x8xh100", workload, plan))
-    # Published MFU counts all of the causal attention's products, as does ours.
-    assert r.metrics["mfu"].value == pytest.approx(published, rel=0.12)

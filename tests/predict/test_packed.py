@@ -18,7 +18,8 @@ PLANS = [
                                           strict=True) if on)]
     for mask in ((a, b, c) for a in (1, 0) for b in (1, 0) for c in (1, 0))
 ] + [["padding_free", "paged_kv:block_size=4,prefix_sharing=false", "continuous_batching", "chunked_prefill"],
-     ["padding_free", "paged_kv:block_size=8", "continuous_batching", "kv_quant:dtype=int8"]]  # fmt: skip
+     ["padding_free", "paged_kv:block_size=8", "continuous_batching", "kv_quant:dtype=int8"],
+     ["paged_kv:block_size=8", "continuous_batching", "chunked_prefill"], ["continuous_batching"], []]  # fmt: skip
 
 
 def lengths(seed, n=24):

@@ -26,7 +26,7 @@ class Toy:
     def floor(self, n):
         return self.host * (1 + 0.01 * n)
 
-    def mixed(self, prompts, n, cached):
+    def mixed(self, prompts, n, cached, pads=0):
         new = sum(q for q, _ in prompts)
         a, b = self.decode(n) if n else (0.004, 0.0)
         behind = sum(1e-7 * q * before for q, before in prompts)

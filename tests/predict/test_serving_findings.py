@@ -1,4 +1,4 @@
-"""What the serving papers found must come out of the predictor, in direction and rough size."""
+"""What the serving papers found, as the predictor has it; what it misses fails strictly, with both numbers."""
 
 import pytest
 
@@ -30,13 +30,31 @@ def test_larger_batches_raise_throughput_and_latency():
     assert metric(runs[2], "tokens_per_s") > 8 * metric(runs[0], "tokens_per_s")
 
 
-def test_without_peer_access_70b_serves_several_times_slower_than_7b():
-    """arXiv:2311.03687, section 6.2: on RTX 4090 with P2P disabled about 13 times; predicted 4 to 7 times."""
-    eight = ["tensor_parallel:degree=8"]
-    small, large = (closed(m, "8xrtx4090", eight, concurrency=64, prompt_len=512, output_len=512)
+def sizes_apart(on):
+    """(throughput of 7B over that of 70B on eight devices, the factor of the ratio's interval either way)."""
+    small, large = (closed(m, on, ["tensor_parallel:degree=8"], concurrency=64, prompt_len=512, output_len=512)
                     for m in ("llama2-7b", "llama2-70b"))  # fmt: skip
-    slower = metric(small, "tokens_per_s") / metric(large, "tokens_per_s")
-    assert 3 < slower < 25
+    factor = large.metrics["tokens_per_s"].high / metric(large, "tokens_per_s")
+    return metric(small, "tokens_per_s") / metric(large, "tokens_per_s"), factor
+
+
+def test_without_peer_access_70b_falls_behind_7b_further():
+    """arXiv:2311.03687, section 6.2: on RTX 4090 with P2P disabled, not on A800."""
+    assert sizes_apart("8xrtx4090")[0] > sizes_apart("8xa800-80g")[0]
+
+
+@pytest.mark.xfail(strict=True, reason="reported 13 times slower, predicted 4.1, and 6 at the interval's end")
+def test_without_peer_access_70b_serves_13_times_slower_than_7b():
+    slower, factor = sizes_apart("8xrtx4090")
+    assert slower / factor <= 13 <= slower * factor
+
+
+@pytest.mark.xfail(strict=True, reason="reported lower latency on the 3090, whose peers reach each other; predicted"
+                   " 15.2 s against 13.4 s on the 4090: both go through host memory in the catalogue")  # fmt: skip
+def test_a_3090_serves_at_lower_latency_than_a_4090_without_peer_access():
+    latency = {on: metric(closed("llama2-7b", f"8x{on}", ["tensor_parallel:degree=8"], concurrency=64, output_len=512),
+                          "e2e_s") for on in ("rtx3090", "rtx4090")}  # fmt: skip
+    assert latency["rtx3090"] < latency["rtx4090"]
 
 
 def test_nvlink_serves_faster_than_host_memory():

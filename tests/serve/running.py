@@ -78,7 +78,8 @@ def process(folder: Path, *options: str):
 class Running:
     """A server and what it is made of."""
 
-    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(), **workload) -> None:
+    def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(),
+                 connections=None, **workload) -> None:  # fmt: skip
         self.engine = load_engine(
             folder, [*DEFAULT_PLAN, *plan], **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload}
         )
@@ -86,7 +87,7 @@ class Running:
         self.loop = self.service.loop
         self.app = create_app(self.service, keys, admin, max_body)
         self._said = threading.Event()
-        self.server = Server(self.app, self.loop, "127.0.0.1", 0, 5.0, self._say)
+        self.server = Server(self.app, self.loop, "127.0.0.1", 0, 5.0, self._say, connections)
         self.url = ""
 
     def _say(self, text: str) -> None:

@@ -6,6 +6,8 @@ import pytest
 from tests.serve.running import lora, running
 from tests.serve.test_reliability import LONG, Slow, call, error, opened
 
+from ridgeline.spec.errors import UserError
+
 BODY = {"prompt": "one prompt for all of them", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0, "logprobs": 0}
 
 
@@ -83,3 +85,13 @@ def test_a_folder_of_adapters_is_served_from_the_start(folder, adapter, tmp_path
         assert call(server, "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"})[0] == 403
     finally:
         server.stop()
+
+
+def test_an_adapter_named_like_the_model_is_refused(folder, adapter, tmp_path):
+    from tests.serve.running import Running
+
+    (tmp_path / "tiny").symlink_to(adapter)
+    server = Running(folder, plan=["multi_adapter"])
+    with pytest.raises(UserError, match="name of the model"):
+        server.service.load_all(tmp_path)
+    assert [m["id"] for m in server.service.models()] == ["tiny"]

@@ -8,6 +8,8 @@ import openai
 import pytest
 from tests.serve.running import TEMPLATE
 
+from ridgeline.serve.openai import Message
+
 
 @pytest.fixture(scope="module")
 def client(server):
@@ -219,3 +221,87 @@ def test_mistakes_come_as_the_clients_own_errors(client):
         client.completions.create(prompt=PROMPT, model="gpt-4")
     with pytest.raises(openai.BadRequestError, match="256"):
         client.completions.create(prompt="x" * 300, model="tiny")
+
+
+def test_a_reply_can_be_sent_back(client, server):
+    """Conversations of several turns, as the client's documentation has them."""
+    messages = [{"role": "user", "content": "Hi"}]
+    first = client.chat.completions.create(messages=messages, **GREEDY).choices[0].message
+    messages += [first, {"role": "user", "content": "Why?"}]
+    second = client.chat.completions.create(messages=messages, **GREEDY)
+    said = f"<user>Hi\n<assistant>{first.content}\n<user>Why?\n<assistant>"
+    assert second.usage.prompt_tokens == len(server.service.vocabulary.encode(said, special=False))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"provider_specific_fields": {"refusal": None}, "tool_calls": None, "function_call": None},
+     {"annotations": [], "audio": None, "tool_calls": []}, {"thinking_blocks": None, "images": None},
+     {"reasoning": "hm", "reasoning_content": "hm"}, {"reasoning_content": None}],
+)  # fmt: skip
+def test_replies_through_other_libraries_too(client, more):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", **more},
+                {"role": "user", "content": "Why?"}]  # fmt: skip
+    assert client.chat.completions.create(messages=messages, **GREEDY).choices
+
+
+@pytest.mark.parametrize(
+    "more", [{"tool_calls": [{"id": "1"}]}, {"refusal": "no"}, {"audio": {"id": "1"}}, {"x": None}]
+)
+def test_what_such_a_field_holds_is_not_ignored(client, more):
+    messages = [{"role": "assistant", "content": "Ho", **more}]
+    with pytest.raises(openai.BadRequestError) as e:
+        client.chat.completions.create(messages=messages, **GREEDY)
+    assert e.value.param == "messages"
+
+
+def test_thoughts_reach_the_template():
+    message = Message(role="assistant", content="a", reasoning_content="b", reasoning="c", name="d", refusal=None)
+    assert message.plain() == {"role": "assistant", "content": "a", "reasoning_content": "b", "reasoning": "c",
+                               "name": "d"}  # fmt: skip
+
+
+def test_a_context_that_is_too_short_has_a_code_of_its_own(client):
+    """By which clients know that they must shorten a conversation."""
+    chat = client.chat.completions.create
+    for ask in (
+        lambda: client.completions.create(prompt="x" * 300, model="tiny"),
+        lambda: client.completions.create(prompt=[1] * 300, model="tiny"),
+        lambda: client.completions.create(prompt=["a", "x" * 300], model="tiny"),
+        lambda: client.completions.create(prompt="x", model="tiny", max_tokens=256),
+        lambda: chat(messages=[{"role": "user", "content": "x" * 300}], model="tiny"),
+        lambda: chat(messages=[{"role": "user", "content": "x"}], model="tiny", max_completion_tokens=250),
+        lambda: client.embeddings.create(input="x" * 300, model="tiny"),
+    ):
+        with pytest.raises(openai.BadRequestError) as e:
+            ask()
+        assert e.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as e:
+        client.completions.create(prompt="x", model="tiny", top_p=2)
+    assert e.value.code is None
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_running_usage_counts_what_the_chunks_hold(client, n):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    messages = [{"role": "user", "content": "Hi"}]
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, n=n, stream_options=options, **GREEDY))
+    seen = set()
+    for chunk in chunks[:-1]:
+        if chunk.choices[0].delta.role and not seen:
+            assert chunk.usage.completion_tokens == 0, "the first chunk has no token yet"
+        seen.add(chunk.choices[0].index)
+    counts = [c.usage.completion_tokens for c in chunks]
+    assert counts == sorted(counts)
+    assert counts[-2:] == [12 * n, 12 * n]
+
+
+def test_usage_is_told_only_where_it_is_asked_for(client):
+    messages = [{"role": "user", "content": "Hi"}]
+    for options in ({"include_usage": False}, {"include_usage": None}, {}, {"continuous_usage_stats": False}):
+        chunks = client.chat.completions.create(messages=messages, stream=True, stream_options=options, **GREEDY)
+        assert all(c.usage is None for c in chunks)
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    with pytest.raises(openai.BadRequestError) as e:
+        client.chat.completions.create(messages=messages, stream=True, stream_options=options, **GREEDY)
+    assert e.value.param == "stream_options"

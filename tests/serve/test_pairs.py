@@ -1,14 +1,21 @@
-"""Every technique that serves, and every pair that the support matrix lets through, in the real engine: the tokens and
-log-probabilities of the same model without an engine. A new technique file takes part by itself."""
+"""Every technique that serves, and every pair that the support matrix lets through (of these a part, the others at
+night: ``tests/crossings.py``), in the real engine: the tokens and log-probabilities of the same model without one.
+
+Quantized weights are expanded to the type that this CPU multiplies fastest, so both types are forced. A new technique
+file takes part by itself.
+"""
 
 from itertools import combinations
 
 import pytest
 import torch
+from tests.crossings import crossing
 from tests.serving import ask, collect, run
 
+from ridgeline.nn import packed_linear
 from ridgeline.nn.generate import make_cache
 from ridgeline.nn.init import build
+from ridgeline.nn.packed_linear import PackedLinear
 from ridgeline.runtime.build import Build
 from ridgeline.serve.build import make_engine
 from ridgeline.spec.device import Cluster
@@ -48,10 +55,38 @@ def refused(*names):
 PAIRS = list(combinations(SERVES, 2))
 CASES = [*((n,) for n in SERVES), *(p for p in PAIRS if not refused(*p))]
 PROMPTS = [[1, 2, 3], list(range(20)), [400, 5] * 5, [7]]
+MEMORY = {"dynamic_memory", "length_aware_memory"}
+"""Techniques that replay recorded operators: always tried with every weight format and type."""
 
 
-@pytest.mark.parametrize("names", CASES, ids="+".join)
-def test_what_is_served_is_what_the_model_says(names):
+def expands(names):
+    """Whether layers hold codes in this plan."""
+    e = experiment(*names)
+    model = build(e.model, torch.device("cpu"), torch.float32, 0).requires_grad_(False)
+    run = Build(e, model, torch.device("cpu"))
+    for t in check(e):
+        if "generate" in t.card.tasks:
+            t.build(run)
+    return any(isinstance(m, PackedLinear) for m in model.modules())
+
+
+CODED = {n for n in SERVES if expands((n,))}
+WIDE = [
+    pytest.param(names, wide, id=f"{'+'.join(names)}-{wide}",
+                 marks=[] if len(names) == 1 or (MEMORY & set(names) and wide) else crossing("+".join(names)))
+    for names in CASES
+    for wide in ((torch.float32, torch.bfloat16) if CODED & set(names) else (None,))
+]  # fmt: skip
+
+
+def test_some_formats_hold_codes():
+    assert {"rtn", "gptq"} <= CODED
+
+
+@pytest.mark.parametrize(("names", "wide"), WIDE)
+def test_what_is_served_is_what_the_model_says(names, wide, monkeypatch):
+    if wide is not None:
+        monkeypatch.setattr(packed_linear, "wide_dtype", lambda: wide)
     e = experiment(*names)
     made = check(e)
     eng = make_engine(e, torch.device("cpu"))

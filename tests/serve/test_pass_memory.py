@@ -134,6 +134,33 @@ def test_lengths_with_operators_of_their_own_are_recorded_for_themselves():
     assert memory.last.placed
 
 
+@pytest.mark.parametrize("changed", ["dtype", "strides"])
+def test_an_operator_on_another_dtype_or_layout_is_not_the_recorded_one(changed):
+    from ridgeline.nn.pass_memory import PassMemory
+
+    weight = torch.randn(8, 8)
+    table = {"dtype": weight.double(), "strides": weight.t().contiguous().t()}[changed]
+    use = [weight]
+
+    def forward(ids, at):
+        return ((use[0][:, None] + use[0]) * 2).sum(0)
+
+    memory = PassMemory(forward, place_in_chunks, torch.device("cpu"))
+    ids = torch.arange(4)[None]
+    with torch.inference_mode():
+        for _ in range(3):
+            want = forward(ids, ids[0])
+            assert torch.equal(memory(ids, ids[0]), want)
+        assert memory.last.placed
+        assert not memory.last.strayed
+        use[0] = table
+        want = forward(ids, ids[0])
+        got = memory(ids, ids[0])
+    assert memory.last.strayed
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    assert torch.equal(got, want)
+
+
 def test_memory_is_near_the_bound_and_far_below_the_sum():
     made = model("bert-tiny", torch.float32, hidden_size=256, intermediate_size=1024, num_layers=6, max_positions=512)
     counts = [100, 200, 512, 64, 512, 300]

@@ -84,6 +84,29 @@ def test_other_machines_are_let_in_with_a_key_only(folder):
         run("serve", folder, "--host", "0.0.0.0")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("options", [["--api-key", ""], ["--api-key", " "], ["--api-key", "k", "--api-key", ""],
+                                     ["--admin-key", ""]])  # fmt: skip
+def test_a_key_that_is_empty_opens_nothing(folder, host, options):
+    with pytest.raises(UserError, match="key is empty"):
+        run("serve", folder, "--host", host, "--insecure", *options)
+
+
+@pytest.mark.parametrize("variable", ["RIDGELINE_API_KEY", "RIDGELINE_ADMIN_KEY"])
+def test_nor_does_a_variable_that_is_empty(folder, monkeypatch, variable):
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(UserError, match="key is empty"):
+        run("serve", folder)
+
+
+@pytest.mark.parametrize("key", ["", " ", " k"])
+def test_no_application_takes_such_a_key(key):
+    from ridgeline.serve.http import Keys
+
+    with pytest.raises(UserError, match="key is empty"):
+        Keys([key])
+
+
 def test_a_taken_port_is_told(folder, server):
     with pytest.raises(UserError, match="cannot listen"):
         run("serve", folder, "--port", server.url.rsplit(":", 1)[1], "--kv-cache", "1MB")
@@ -126,16 +149,17 @@ def test_generate_goes_on_where_it_stopped(folder, tmp_path):
 
 def test_generate_interrupted_keeps_what_is_done(folder, tmp_path):
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given.write_text("\n".join(json.dumps({"prompt": f"prompt {i}"}) for i in range(400)))
+    prompts = [{"prompt": "first", "max_tokens": 1}, *({"prompt": f"prompt {i}"} for i in range(4000))]
+    given.write_text("\n".join(map(json.dumps, prompts)))  # one is done at once, the rest takes minutes
     command = [sys.executable, "-m", "ridgeline", "generate", str(folder), "--input", str(given), "--out", str(out),
-               "--max-tokens", "60", "--ignore-eos", "--max-num-seqs", "4"]  # fmt: skip
+               "--max-tokens", "200", "--ignore-eos", "--max-num-seqs", "4"]  # fmt: skip
     p = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
     while not (out.exists() and out.stat().st_size):
         assert p.poll() is None, p.stderr.read()
         threading.Event().wait(0.02)
     p.send_signal(signal.SIGINT)
-    assert p.wait(20) == 130
-    assert 0 < len(records_of(out)) < 400
+    assert p.wait(120) == 130
+    assert 0 < len(records_of(out)) < len(prompts)
 
 
 @pytest.mark.parametrize(

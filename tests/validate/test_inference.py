@@ -30,10 +30,13 @@ def test_generation_cases_are_the_predictors():
 
 
 def test_serving_cases():
-    got = {c.quantity: c for c in serving.cases(row(SERVING))}
-    m = predict(serving.experiment(row(SERVING))).metrics
-    for quantity, case in got.items():
-        assert case.predicted == pytest.approx(m[quantity].value)
+    cases = serving.cases(row(SERVING))
+    got = {c.quantity: c for c in cases[:2]}
+    for case, inferred in zip(cases, (True, True, False, False), strict=True):
+        m = predict(serving.experiment(row(SERVING), inferred)).metrics
+        assert case.predicted == pytest.approx(m[case.quantity].value)
+        assert case.group.endswith(", fields only") != inferred
+    assert [c.rivals for c in cases[2:]] == [None, None], "one plan is no choice between two"
     assert got["tpot_s"].rivals == serving.cases(row(SERVING, tp=4))[1].rivals
     assert got["tpot_s"].rivals != serving.cases(row(SERVING, concurrency=16))[1].rivals
 

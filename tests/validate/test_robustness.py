@@ -145,7 +145,7 @@ def test_serving_backends_and_precisions(backend, precision):
 def test_serving_judges_the_first_token_of_a_single_token_answer():
     cells = {"model": "llama3.1-8b", "device": "h100-sxm", "tp": 1, "input_len": 512, "output_len": 1,
              "concurrency": 4, "ttft_s": 1, "tpot_s": 1}  # fmt: skip
-    assert [c.quantity for c in serving.cases(row(**cells))] == ["ttft_s"]
+    assert {c.quantity for c in serving.cases(row(**cells))} == {"ttft_s"}
 
 
 @pytest.mark.parametrize(
@@ -267,3 +267,32 @@ def test_the_baseline_survives_degenerate_terms(tmp_path):
     assert read_table(file).columns[0] == "device"
     error, _ = baseline([*report.cases])
     assert error < 1e-6
+
+
+def serving_row(**changes):
+    cells = {"model": "qwen3-235b-a22b", "device": "h100-sxm", "backend": "vllm", "precision": "fp4", "tp": 64,
+             "input_len": 512, "output_len": 16, "concurrency": 1, "ttft_s": 1, "tpot_s": 1}  # fmt: skip
+    return {**cells, **changes}
+
+
+def test_a_layer_divided_to_slivers_keeps_traffic_of_its_own():
+    ttft, tpot, *alone = serving.cases(row(**serving_row()))
+    assert 0 < tpot.predicted < ttft.predicted < 1
+    assert [c.group.partition(", ")[2] for c in alone] == ["fields only"] * 2
+
+
+def test_a_row_of_a_plan_that_cannot_be_is_skipped_with_its_reason(tmp_path):
+    rows = [serving_row(ep=64), serving_row(ep=8), serving_row(model="llama3.1-70b", tp=8, ep=8)]
+    file = tmp_path / "serving.csv"
+    file.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, r.values())) for r in rows)]))
+    (report,) = run(file).files
+    assert {c.line for c in report.cases} == {2}
+    assert [s.line for s in report.skipped] == [3, 4]
+    assert "8 ranks share the experts and 64 all else" in report.skipped[0].reason
+    assert "no experts" in report.skipped[1].reason
+
+
+def test_experts_on_ranks_of_their_own_are_predicted_so():
+    divided, apart = (serving.experiment(row(**serving_row(tp=4, ep=ep))).plan for ep in (1, 4))
+    assert not divided.has("expert_parallel")
+    assert apart.option("expert_parallel", "degree") == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
@@ -64,6 +64,7 @@ def test_regret_of_the_favourite():
     assert regret_summary([]) is None
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=3, max_size=20))
 def test_rank_correlation_is_scipys(pairs):
     a, b = [float(x) for x, _ in pairs], [float(y) for _, y in pairs]

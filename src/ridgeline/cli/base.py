@@ -12,10 +12,11 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ridgeline.experiments import AblationSpec
     from ridgeline.spec.experiment import Experiment
     from ridgeline.spec.result import Result
 
-T = TypeVar("T")
+T = TypeVar("T", "Experiment", "AblationSpec")
 
 app = typer.Typer(
     name="ridgeline",
@@ -89,18 +90,30 @@ def keep(*results: Result) -> None:
 
 
 def probed(load: Callable[[], T]) -> T:
-    """``load()``; when it needs the profile of this machine and there is none, probe once and load again."""
+    """``load()``; when it needs the profile of this machine and there is none, probe once and load again.
+
+    What trains only waits for the short part of the probe.
+    """
     from ridgeline import catalog
+    from ridgeline.spec.experiment import Experiment
 
+    known = True
     try:
-        return load()
+        loaded = load()
     except catalog.NoProfile:
-        from ridgeline.measure.probe import probe as run
-        from ridgeline.report.console import Status
+        known = False
+        catalog.allow_unprobed()  # enough to see what is asked for
+        loaded = load()
+    asked = [loaded] if isinstance(loaded, Experiment) else loaded.plans.values()
+    inference = any(not e.is_training for e in asked)
+    if known and not (inference and any(e.cluster.device.training_only for e in asked)):
+        return loaded
+    from ridgeline.measure.probe import probe as run
+    from ridgeline.report.console import Status
 
-        with Status("probing this machine once (its profile is kept)") as status:
-            run(max_ranks=2, quick=False, progress=status.message)
-        return load()
+    with Status("probing this machine once (its profile is kept)") as status:
+        run(max_ranks=2, quick=not inference, progress=status.message, inference=inference)
+    return load()
 
 
 def say(text: str) -> None:

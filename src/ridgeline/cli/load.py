@@ -39,7 +39,10 @@ def load(
     extra_body: Annotated[str, typer.Option(help="More fields of each request, as JSON.")] = "{}",
     warmup: Annotated[int, typer.Option(min=1, help="Requests before those that count, one by one.")] = 3,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a request has failed.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and prompts.")] = 0,
+    run: Annotated[
+        int | None, typer.Option(min=0, help="Prompts differ from run to run; a run's number gives its prompts again.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report with pictures.")] = None,
     records: Annotated[Path | None, typer.Option(help="Write every request as a line of JSON.")] = None,
     json: Json = False,
@@ -48,19 +51,22 @@ def load(
 
     Open loop: requests go when they are due, answered or not, and latency counts from then. Ctrl-C keeps what is there.
     """
+    import secrets
+
     from ridgeline.measure.load.ask import extra_fields, make_prompts, workloads
     from ridgeline.measure.load.endpoint import find_endpoint
     from ridgeline.measure.load.run import Settings, label, measure_load, write_records
     from ridgeline.report.console import StepBar, print_loads
 
     asked = workloads(rate, arrival, input_len, output_len, requests, slo, seed)
+    run = secrets.randbelow(1 << 31) if run is None else run
     endpoint = find_endpoint(url, model, _api(api), key, ignore_eos, extra_fields(extra_body))
-    prompts, made_of = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed)
-    settings = Settings(warmup, timeout, shared_prefix, made_of)
+    prompts, made_of = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed, run)
+    settings = Settings(warmup, timeout, shared_prefix, made_of, run)
     done: list[Any] = []
-    for w in asked:
+    for i, w in enumerate(asked):
         with StepBar(label(endpoint.model, w), 0) as bar:
-            result, drive = measure_load(endpoint, w, prompts, settings, progress=bar.message)
+            result, drive = measure_load(endpoint, w, prompts.at_rate(i), settings, progress=bar.message)
         result.command = _command()
         done.append((result, drive))
         if drive.interrupted:

@@ -27,6 +27,7 @@ from ridgeline.cli.base import (
 
 if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
+    from ridgeline.spec.result import Result
     from ridgeline.train.restart import Launch
 
 Backend = Annotated[str, typer.Option(help="The engine: native, hf or deepspeed.")]
@@ -134,7 +135,7 @@ def ablate(
 
     from ridgeline import experiments
     from ridgeline.measure.ablate import ablation_key, require_local, run_ablation
-    from ridgeline.report.console import AblationBar, print_ablation
+    from ridgeline.report.console import AblationBar, print_ablation, print_plan_predictions
     from ridgeline.report.html import ablation_html
 
     spec = probed(lambda: experiments.load_ablation(file, [*(overrides or []), *data_override(data)]))
@@ -146,9 +147,15 @@ def ablate(
         require_local(e)
     if fresh:
         shutil.rmtree(folder / "cells", ignore_errors=True)
+
+    def announce(predicted: dict[str, Result]) -> None:
+        if not json:
+            note = f"each is measured now, in {spec.measure.repeats} processes; finished ones are kept in {folder}"
+            print_plan_predictions(list(predicted.items()), "predicted", note)
+
     try:
         with AblationBar(spec) as bar:
-            outcome = run_ablation(spec, folder, command_line(), bar.watch)
+            outcome = run_ablation(spec, folder, command_line(), bar.watch, announce)
     except KeyboardInterrupt:
         say(f"\ninterrupted; finished cells are kept in {folder}: give the same command again to go on")
         raise
@@ -211,7 +218,8 @@ def _dry_run(spec: Any, folder: Path, json: bool) -> None:
     if json:
         print(js.dumps({name: js.loads(r.to_json()) for name, r in rows}))
     else:
-        print_plan_predictions(rows, spec.measure.repeats, folder)
+        note = f"{len(rows)} plans × {spec.measure.repeats} processes; cells would go to {folder}"
+        print_plan_predictions(rows, "predicted (nothing was measured)", note)
 
 
 def _train_under_torchrun(e: Experiment, options: dict[str, Any], json: bool) -> None:

@@ -45,12 +45,13 @@ def serve(
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
     kv_cache: Pool = None,
-    max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Outputs that may wait for a first token.")] = 512,
+    max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Outputs that may wait to be scheduled.")] = 512,
     max_num_queued_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that may wait.")] = 1 << 20,
-    first_token_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for it at most.")] = 300.0,
+    first_token_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait to be scheduled.")] = 300.0,
     stall_timeout: Annotated[float, typer.Option(min=0.1, help="A step of so many seconds is ill health.")] = 120.0,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds to finish in after SIGTERM.")] = 30.0,
     max_body: Annotated[str, typer.Option(help="Largest request body.")] = "8MiB",
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections that may be open at once.")] = 1000,
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible API."""
     _require("fastapi")
@@ -61,19 +62,20 @@ def serve(
     from ridgeline.serve.server import serve as run
     from ridgeline.spec.errors import UserError
 
-    if not (api_key or insecure or loopback(host)):
+    keys, admin_keys = _keys("API", api_key), _keys("ADMIN", [admin_key] if admin_key is not None else None)
+    if not (keys or insecure or loopback(host)):
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body = number_of_bytes("--max-body", max_body)
-    more = ("multi_adapter",) if adapters is not None or admin_key else ()
+    more = ("multi_adapter",) if adapters is not None or admin_keys else ()
     engine = _engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more)
     limits = Limits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)
     if adapters is not None:
         service.load_all(adapters)
-    asgi = create_app(service, api_key or (), [admin_key] if admin_key else (), body or 0)
+    asgi = create_app(service, keys, admin_keys, body or 0)
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
     with spare_core():
-        well = run(asgi, service.loop, host, port, drain_timeout, say)
+        well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections)
     engine.close()
     if not well:
         raise typer.Exit(1)
@@ -202,6 +204,19 @@ def _engine(
     plan = [*(name for name in default if name not in named), *asked]
     return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,
                        kv_cache_bytes=number_of_bytes("--kv-cache", pool))  # fmt: skip
+
+
+def _keys(kind: str, given: list[str] | None) -> list[str]:
+    """The keys that were given. Raises :class:`UserError` for an empty one, as of a variable that is not set."""
+    import os
+
+    from ridgeline.spec.errors import UserError
+
+    variable = f"RIDGELINE_{kind}_KEY"
+    found = given if given is not None else [os.environ[variable]] if variable in os.environ else []
+    if not all(key.strip() for key in found):
+        raise UserError(f"the {kind.lower()} key is empty", f"give --{kind.lower()}-key KEY, or unset {variable}")
+    return found
 
 
 def _require_checkpoint(checkpoint: Path) -> None:

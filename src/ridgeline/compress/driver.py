@@ -28,7 +28,7 @@ from ridgeline.nn.formats import Format, writer
 from ridgeline.nn.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.formats.gguf import require_gguf, write_gguf
 from ridgeline.nn.formats.ridgeline import Ridgeline
-from ridgeline.nn.hf_names import links
+from ridgeline.nn.hf_names import links, require_twin
 from ridgeline.nn.init import assign
 from ridgeline.nn.input_code import InputCode
 from ridgeline.nn.packed import Outliers, Packed, Stored
@@ -62,6 +62,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     assert w.checkpoint is not None
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
+    require_twin(spec)
     own = any(t.own_format for t in made)
     name = options.get("format") or (Ridgeline.name if own else CompressedTensors.name)
     form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)

@@ -59,6 +59,10 @@ class Op:
     """gemm: weight matrices that the rows are spread over in one grouped kernel (expected number, for routed rows)."""
     weight_dtype: str = ""
     """gemm: storage of weights that the kernel expands on the fly; empty: they are of ``dtype``."""
+    sparse: bool = False
+    """gemm: whether two of every four weights are zero, and sparse tensor cores skip them."""
+    weight_bytes: float = 0.0
+    """gemm: the part of ``bytes`` that is weights stored in another width than rows and results; 0: all are as wide."""
     kv_dtype: str = ""
     """attention: storage of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
@@ -170,6 +174,8 @@ class Block:
     """Copies to another memory issued after the block's forward (offloaded activations)."""
     hosted: float = 0.0
     """Bytes of ``saved`` that are in host memory between the block's forward and its backward."""
+    after_update: list[Op] = field(default_factory=list)
+    """Collectives after the update of its parameters (new weights handed round)."""
 
     @property
     def saved_bytes(self) -> float:
@@ -181,7 +187,7 @@ class Block:
         return Block(
             self.name, self.repeat, [p.copy() for p in self.params], [*self.forward], [*self.backward],
             {**self.saved}, self.workspace, self.backward_workspace, self.recomputed, [*self.gather_forward],
-            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted,
+            [*self.gather_backward], [*self.reduce], [*self.store], self.hosted, [*self.after_update],
         )  # fmt: skip
 
     def drop_users(self, gone: Iterable[str]) -> None:
@@ -275,7 +281,7 @@ class Graph:
     before_update: list[Op] = field(default_factory=list)
     """Collectives between the last backward pass and the optimizer's operators."""
     after_update: list[Op] = field(default_factory=list)
-    """Collectives and copies after the optimizer's operators (new weights handed round)."""
+    """Copies after the optimizer's operators, before what the blocks hand round."""
     host_states: bool = False
     """Whether the optimizer's states, master weights included, live and are updated in host memory or on disk."""
     delayed_update: bool = False

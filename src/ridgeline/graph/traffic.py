@@ -36,7 +36,8 @@ def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
         if g.layer_gathers is not None:
             gathers = once * (g.layer_gathers if b.name.startswith(("layers", "encoder")) else 1.0)
         for group, times in ((b.gather_forward, gathers), (b.forward, n), (b.store, n), (b.gather_backward, gathers),
-                             (b.backward, n), (b.reduce, n if g.reduce_every_micro_batch else once)):  # fmt: skip
+                             (b.backward, n), (b.reduce, n if g.reduce_every_micro_batch else once),
+                             (b.after_update, b.repeat / g.stages)):  # fmt: skip
             for op in group:
                 yield op, times
     for op in (*g.update, *g.after_update):

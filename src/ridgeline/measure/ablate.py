@@ -42,6 +42,8 @@ class CellRef:
 
 
 Watch = Callable[[CellRef, dict[str, Any]], None]
+Announce = Callable[[dict[str, Result]], None]
+"""Takes the predictions by plan, before anything runs."""
 
 
 def order(plans: list[str], repeats: int) -> list[CellRef]:
@@ -81,13 +83,17 @@ def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) 
         )
 
 
-def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None) -> Ablation:
+def run_ablation(
+    spec: AblationSpec, folder: Path, command: str = "", watch: Watch | None = None, announce: Announce | None = None
+) -> Ablation:
     """Predict and measure every plan; cells already measured by the same code are taken from ``folder``.
 
     A cell that dies is a recorded result. ``KeyboardInterrupt`` leaves finished cells for the next call.
     """
     for e in spec.plans.values():
         require_local(e)
+    if announce:
+        announce({name: predict(e) for name, e in spec.plans.items()})
     spec = warm_started(spec, folder, watch)
     for name, e in spec.plans.items():  # each plan as a runnable file of its own, every default spelled out
         _write(folder / "plans" / f"{name}.toml", to_toml(e))
@@ -109,10 +115,13 @@ def run_ablation(spec: AblationSpec, folder: Path, command: str = "", watch: Wat
         )
         _write(file, result.to_json())
         if watch:
-            watch(cell, {"done": True, "status": result.status, "reason": result.reason})
+            watch(cell, {"done": True, "status": result.status, "reason": result.reason, "result": result,
+                         "predicted": predicted[cell.plan]})  # fmt: skip
     ablation = assemble(spec, folder, predicted, command)
-    if busy is not None and busy > 1.5:
-        ablation.notes.append(f"the machine's load average was {busy:.1f} at the start: timings may be disturbed")
+    if noisy := [o.name for o in ablation.outcomes if o.too_noisy]:
+        load = f" (load average {busy:.1f} at the start)" if busy is not None else ""
+        ablation.notes.append(f"no verdict on {', '.join(noisy)}: other work on this machine disturbed the timings"
+                              f"{load}; repeat when it is idle: {command or 'the same command'} --fresh")  # fmt: skip
     _write(folder / "ablation.json", ablation.to_json())
     return ablation
 

@@ -115,7 +115,6 @@ def metered_step(trainer: Trainer, wire: Wire | None = None) -> Usage:
     """
     meter = Meter(trainer.run.root)
     counted = wire or nullcontext()
-    meter.register(trainer.run.buffers(), "buffers")
     meter.register_states(trainer.optimizer)  # before the mode is on, or it would count what registering touches
     if trainer.run.store is not None:
         meter.register(trainer.run.store.tensors(), "host")

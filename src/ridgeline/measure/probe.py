@@ -26,19 +26,22 @@ from ridgeline.validate.samples import as_samples
 
 
 def probe(
-    max_ranks: int = 2, quick: bool = False, progress: Callable[[str], None] | None = None
+    max_ranks: int = 2, quick: bool = False, progress: Callable[[str], None] | None = None, inference: bool = True
 ) -> tuple[Device, Path]:
     """Measure with 1 … ``max_ranks`` processes sharing the machine (powers of two); returns the device and its file.
 
-    Raises :class:`UserError` when a measurement cannot run.
+    ``inference``: also what generating and serving need; without, the device is ``training_only``. Raises
+    :class:`UserError` when a measurement cannot run.
     """
     say = progress or (lambda _: None)
     found: dict[int, dict[str, Any]] = {}
     ranks = 1
     while ranks <= max(1, min(max_ranks, cores() if max_ranks > 1 else 1)):
-        found[ranks] = _run({"quick": quick}, ranks, f"{ranks} process{'es' if ranks > 1 else ''}", say)
+        found[ranks] = _run(
+            {"quick": quick, "inference": inference}, ranks, f"{ranks} process{'es' if ranks > 1 else ''}", say
+        )
         ranks *= 2
-    if found[1]["kind"] == "cpu":
+    if found[1]["kind"] == "cpu" and inference:
         found[1] |= _run({"quick": quick, "serving": True}, 1, "serving", say)
     device = device_of(found)
     return device, catalog.save_device(device, "probe")
@@ -51,7 +54,7 @@ def _run(options: dict[str, Any], ranks: int, name: str, say: Callable[[str], No
         say(f"{name}: {message.get('stage', '')}")
 
     try:
-        return run_job(Job("probe", None, options, ranks=ranks), watch, timeout=300)
+        return run_job(Job("probe", None, options, ranks=ranks), watch, timeout=1200)
     except JobFailed as failure:
         raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
 
@@ -236,7 +239,7 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
     if one["kind"] == "gpu":
         return gpu_device(one)
     rates = {r: {k: Rate(**v) for k, v in f["rates"].items()} for r, f in found.items()}
-    served = {k: Rate(**v) for k, v in one["serving"]["rates"].items()}
+    served = {"serve": {k: Rate(**v) for k, v in one["serving"]["rates"].items()}} if "serving" in one else {}
     what = cpu_model()
     device = Device(
         name="local",
@@ -248,9 +251,12 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
         sm_count=one["units"],
         launch_latency=one["launch_latency"],
         rates=rates[1],
-        ranks={str(r): v for r, v in rates.items() if r > 1} | {"serve": served},
+        ranks={str(r): v for r, v in rates.items() if r > 1} | served,
         source=f"ridgeline probe of {what}, {cores()} cores, {date.today().isoformat()}, torch {one['torch']}; "
         "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
     )
-    known = host_latency(device, found) | {"decode": decode_latency(device, one["reference_decode_s"])}
+    known = host_latency(device, found)
+    if not served:
+        return device.model_copy(update={"host_latency": known, "training_only": True})
+    known["decode"] = decode_latency(device, one["reference_decode_s"])
     return with_serving(device.model_copy(update={"host_latency": known}), one["serving"])

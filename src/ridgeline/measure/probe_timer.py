@@ -71,7 +71,7 @@ class Timer:
         """(forward, backward) steady seconds of one operator: the middle of three passes."""
         first = w.make()
         size = sum(t.numel() * t.element_size() for t in first)
-        copies = [first, *(w.make() for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
+        copies = [first, *(_copies(first) for _ in range(min(64, int(CACHE_BYTES / max(size, 1)))))]
         passes = [self._pass(w, copies) for _ in range(3)]
         return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
 
@@ -99,6 +99,11 @@ class Timer:
             del y
             i += 1
         return steady(forward), steady(backward) if backward else 0.0
+
+
+def _copies(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same values in memory of their own: drawing them anew would take longer than the measurement."""
+    return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
 
 
 def steady(times: list[float]) -> float:

@@ -48,12 +48,13 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     if options.get("serving"):
         return {"serving": _serving(timer, device, bool(options.get("quick")), report)}
     peaks: dict[str, float] = {}
-    rates = _operators(timer, device, peaks, report)
+    inference = bool(options.get("inference", True))
+    rates = _operators(timer, device, peaks, report, inference)
     report({"stage": "memory"})
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
     reference = _reference_step(timer, device)
-    decoding = _reference_decode(device)
+    decoding = _reference_decode(device) if inference and ranks == 1 else 0.0
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
@@ -84,14 +85,16 @@ def _serving(timer: Timer, device: torch.device, quick: bool, report: Any) -> di
         return {"rates": rates, **serving_costs(device, quick)}
 
 
-def _operators(timer: Timer, device: torch.device, peaks: dict[str, float], report: Any) -> dict[str, dict[str, Any]]:
-    """Rates of all operators; ``peaks`` gets the fastest product of each dtype."""
+def _operators(
+    timer: Timer, device: torch.device, peaks: dict[str, float], report: Any, inference: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Rates of all operators, or of those of training; ``peaks`` gets the fastest product of each dtype."""
     rates: dict[str, dict[str, Any]] = {}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for name, dtype in dtypes.items():
         report({"stage": f"matrix products {name}"})
         rates.update(_gemm(timer, device, name, dtype, peaks))
-    if device.type == "cpu":
+    if device.type == "cpu" and inference:
         report({"stage": "products with few rows, or weights in codes"})
         rates.update(_low(timer, dtypes))
     for name, dtype in dtypes.items():
@@ -283,13 +286,14 @@ def _update(timer: Timer, device: torch.device) -> dict[str, dict[str, Any]]:
         points.setdefault("cast.forward.bf16", []).append((0, 6 * size, timer.median([w.bfloat16 for w in one])))
         points.setdefault("cast.backward.bf16", []).append((0, 6 * size, timer.median([w.float for w in low])))
         for bits in (8, 4):
-            coded = [quantise(w, bits) for w in one]
-            fns = [lambda c=c, s=s: dequantise(c, s) for c, s in coded]
+            codes, scale = quantise(one[0], bits)
+            fns = [lambda c=codes.clone(), s=scale.clone(): dequantise(c, s) for _ in one]
             points.setdefault(f"cast.int{bits}", []).append((0, (bits / 8 + 4) * size, timer.median(fns)))
-        for name, moved, layers in (
-            ("nf4", nf4.BYTES, [nf4.NF4Linear(_with(w)) for w in one]),
-            ("binary", bcq.moved(4), [bcq.BinaryLinear(_with(w), 4, rounds=0) for w in one]),
+        for name, moved, layer in (
+            ("nf4", nf4.BYTES, nf4.NF4Linear(_with(one[0]))),
+            ("binary", bcq.moved(4), bcq.BinaryLinear(_with(one[0]), 4, rounds=0)),
         ):
+            layers = [layer, *(copy.deepcopy(layer) for _ in one[1:])]
             points.setdefault(f"cast.{name}", []).append((0, moved * size, timer.median([x.dense for x in layers])))
     return {k: rate(v) for k, v in points.items()}
 

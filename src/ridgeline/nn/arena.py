@@ -6,7 +6,7 @@ long as it lives. LightSeq2 (arXiv:2110.05722) allocates the largest memory of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,17 +100,18 @@ def writer_of(func: Any, device: str) -> Callable[..., Any] | None:
     return None
 
 
-def signature(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """What must be as recorded for an operator's place to fit: the operator and the sizes it works on."""
-    return func, tuple(_size(a) for a in args)
+def signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What must be as recorded for an operator's place to fit: the operator, and the sizes, strides and dtypes that it
+    works on."""
+    return func, (*map(_form, args), *((name, _form(a)) for name, a in kwargs.items()))
 
 
-def _size(a: Any) -> Any:
+def _form(a: Any) -> Any:
     if isinstance(a, Tensor):
-        return a.shape
-    if isinstance(a, (list, torch.Size)) and all(isinstance(n, int) for n in a):
-        return tuple(a)
-    return a if isinstance(a, int) else None
+        return a.dtype, a.layout, tuple(a.shape), a.stride() if a.layout is torch.strided else None
+    if isinstance(a, (list, tuple)):
+        return tuple(map(_form, a))
+    return a if isinstance(a, (int, torch.dtype, torch.layout, torch.memory_format)) else None
 
 
 @dataclass(eq=False)
@@ -134,7 +135,7 @@ class _Watch(Recorder):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         op = self.now
-        self.signatures.append(signature(func, args))
+        self.signatures.append(signature(func, args, kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if type(out) is Tensor and out.device.type != "meta" and writer_of(func, out.device.type.upper()):
             entry = self.entry(out)
@@ -185,11 +186,12 @@ class Arena(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         op = self.now
         self.now += 1
-        if not self.strayed and (op >= len(self.operators) or self.operators[op] != signature(func, args)):
+        kwargs = kwargs or {}
+        if not self.strayed and (op >= len(self.operators) or self.operators[op] != signature(func, args, kwargs)):
             self.strayed = True
         place = None if self.strayed else self.places.get(op)
         if place is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func not in self.writers:
             self.writers[func] = writer_of(func, self.memory.device.type.upper())
         write = self.writers[func]
@@ -199,7 +201,7 @@ class Arena(TorchDispatchMode):
         at = place.offset // place.dtype.itemsize
         out = torch.as_strided(self.typed[place.dtype], place.size, place.stride, at)
         self.served += 1
-        return write(out, args, kwargs or {})
+        return write(out, args, kwargs)
 
 
 def plan_arena(watch: _Watch, device: torch.device) -> Arena:

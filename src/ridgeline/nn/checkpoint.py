@@ -213,8 +213,8 @@ class Reader:
         self, path: str | Path, spec: ModelSpec, files: list[Path] | None = None, form: Format | None = None
     ) -> None:
         """``files``: some of the directory's, whose codes are in format ``form``; None: a whole checkpoint."""
-        self._files = _Files(Path(path), files, form)
         self._links = {ours: list(group) for ours, group in groupby(links(spec), key=lambda link: link.ours)}
+        self._files = _Files(Path(path), files, form)
         self._shapes = {p.name: p.shape for p in spec.parameters()}
 
     def packed(self, ours: str, expert: int | None = None) -> Stored | None:

@@ -15,13 +15,22 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 # torch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def local(t: Tensor) -> Tensor:
     """This rank's part of a parameter, divided or not. Differentiable: the gradient comes out divided alike."""
     return t.to_local() if isinstance(t, DTensor) else t
+
+
+def placed(part: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the shape of this rank's part of ``like``, divided as that is."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _first(x: Tensor) -> Tensor:
@@ -33,7 +42,7 @@ def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """[B, S/t, H] parts → [B, S, H], without autograd."""
     part = _first(x)
     whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
-    _all_gather(whole, part, group=group)
+    all_gather(whole, part, group=group)
     return whole.movedim(0, 1)
 
 
@@ -41,7 +50,7 @@ def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """Partial sums [B, S, H] of every rank → this rank's part [B, S/t, H] of their sum, without autograd."""
     whole = _first(x)
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-    _reduce_scatter(part, whole, group=group)
+    reduce_scatter(part, whole, group=group)
     return part.movedim(0, 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
 
@@ -102,8 +103,19 @@ _TABLES = {
 _EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
+def require_twin(spec: ModelSpec) -> None:
+    """Raise :class:`UserError` for a model that exists as a spec only."""
+    if spec.family not in _TABLES or spec.is_encoder_decoder or spec.position in ("relative", "alibi"):
+        raise UserError(f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
+                        f"run a model of one of these families: {', '.join(_TABLES)}")  # fmt: skip
+
+
 def links(spec: ModelSpec) -> Iterator[Link]:
-    """Every piece of the model, in the layout that the hub's files have (Mixtral: one tensor per expert)."""
+    """Every piece of the model, in the layout that the hub's files have (Mixtral: one tensor per expert).
+
+    Raises :class:`UserError` for a family that is predicted, not run.
+    """
+    require_twin(spec)
     stack, block_names, names = _TABLES[spec.family]
     if spec.head == "classify":
         names = {**names, **_CLASSIFIER}

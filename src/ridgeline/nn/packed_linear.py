@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from functools import lru_cache
 from math import gcd
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, NIBBLE_GROUPS, held
 _BLOCK = 2**20
 """Weights that are expanded at a time."""
 _NIBBLE_ROWS = 64
-"""Rows that the AVX512 kernel for nibbles interleaves; a rest of them is stored pairwise."""
+"""A multiple of the rows that kernels for nibbles interleave."""
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,41 +48,60 @@ def wide_dtype() -> torch.dtype:
     return torch.bfloat16 if _cpu_has("amx_tile") else torch.float32
 
 
-@lru_cache(maxsize=1)
-def knows_nibbles() -> bool:
-    """Whether this CPU's kernel lays nibbles out as :func:`unpack_nibbles` takes them apart."""
-    codes = (torch.arange(112 * 32, dtype=torch.int32) * 7 % 16).view(112, 32)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    return torch.equal(unpack_nibbles(packed, 0, 112), codes.to(torch.uint8))
+class Layout(NamedTuple):
+    """How PyTorch's kernel for 4-bit weights lays out rows.
 
-
-@lru_cache(maxsize=1)
-def has_vnni() -> bool:
-    """Whether this CPU multiplies int8 by itself."""
-    return _cpu_has("vnni")
-
-
-def unpack_nibbles(packed: Tensor, start: int, stop: int) -> Tensor:
-    """Rows ``start`` (a multiple of 64) to ``stop`` of codes uint8 [out, in] that PyTorch packed as [out, in / 2].
-
-    Of every 64 rows, byte d of an input holds row d in its low and row d + 32 in its high half; of a rest, rows 2d and
-    2d + 1.
+    Of every ``rows`` of them, byte d of an input holds row d in its low and row d + ``rows`` / 2 in its high half
+    (``halves``), or rows 2d and 2d + 1; those left over are in pairs.
     """
+
+    rows: int
+    halves: bool
+
+
+_LAYOUTS = (Layout(64, True), Layout(32, True), Layout(32, False))
+"""With AVX-512, with AVX2, and without either."""
+
+
+@lru_cache(maxsize=1)
+def nibble_layout() -> Layout | None:
+    """The layout on this CPU; None where it is none of those that :func:`unpack_nibbles` knows."""
+    row = torch.arange(112, dtype=torch.int32)[:, None]
+    codes = (5 * row + row // 16 + 7 * torch.arange(32, dtype=torch.int32)) % 16  # neighboring rows all differ
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    want = codes.to(torch.uint8)
+    return next((x for x in _LAYOUTS if torch.equal(unpack_nibbles(packed, 0, 112, x), want)), None)
+
+
+@lru_cache(maxsize=1)
+def multiplies_int8() -> bool:
+    """Whether this CPU multiplies int8 by itself, and exactly: without VNNI, sums of two products saturate."""
+    if not _cpu_has("vnni"):
+        return False
+    extreme = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(extreme, extreme.t()) == 64 * 127**2).all())
+
+
+def unpack_nibbles(packed: Tensor, start: int, stop: int, layout: Layout | None = None) -> Tensor:
+    """Rows ``start`` (a multiple of 64) to ``stop`` of codes uint8 [out, in] that PyTorch packed as [out, in / 2]."""
+    block, halves = layout or nibble_layout() or _LAYOUTS[0]
     width = packed.shape[1] * 2
     flat = packed.view(-1)
-    whole = min(stop, packed.shape[0] // _NIBBLE_ROWS * _NIBBLE_ROWS)
+    whole = min(stop, packed.shape[0] // block * block)
     out = torch.empty(stop - start, width, dtype=torch.uint8, device=packed.device)
     if whole > start:
-        blocks = flat[start * width // 2 : whole * width // 2].view(-1, width, _NIBBLE_ROWS // 2)
-        halves = out[: whole - start].view(-1, 2, _NIBBLE_ROWS // 2, width)
-        halves[:, 0] = (blocks & 15).transpose(1, 2)
-        halves[:, 1] = (blocks >> 4).transpose(1, 2)
+        _spread(flat[start * width // 2 : whole * width // 2].view(-1, width, block // 2), halves, out[: whole - start])
     if whole < stop:
-        rest = flat[whole * width // 2 :].view(width, -1)
-        pairs = out[whole - start :].view(-1, 2, width)
-        pairs[:, 0] = (rest & 15).t()
-        pairs[:, 1] = (rest >> 4).t()
+        _spread(flat[whole * width // 2 :].view(1, width, -1), False, out[whole - start :])
     return out
+
+
+def _spread(blocks: Tensor, halves: bool, out: Tensor) -> None:
+    """Blocks of bytes [n, in, rows / 2] into their rows [n · rows, in]."""
+    n, width, half = blocks.shape
+    low, high = (blocks & 15).transpose(1, 2), (blocks >> 4).transpose(1, 2)
+    rows = out.view(n, 2, half, width) if halves else out.view(n, half, 2, width).transpose(1, 2)
+    rows[:, 0], rows[:, 1] = low, high
 
 
 class Codes(nn.Module):
@@ -239,7 +258,7 @@ class Bytes(Codes):
 
     def integer_product(self, q: Tensor) -> Tensor:
         """int8 by int8, summed in int32."""
-        if not has_vnni():
+        if not multiplies_int8():
             return self.expanded(q, torch.float32)
         y = torch._int_mm(q.to(torch.int8), self.codes.t()).float()
         return self._finish(y, q)
@@ -327,7 +346,7 @@ class Nibbles(Codes):
 def make_codes(packed: Packed, device: torch.device, fast: bool = True) -> Codes:
     """What :func:`ridgeline.spec.lowbit.held` says this weight is held as."""
     form = held(*packed.shape, packed.bits, packed.group_size, device.type, fast)
-    if form.form == "nibbles" and knows_nibbles():
+    if form.form == "nibbles" and nibble_layout() is not None:
         return Nibbles(packed, form.planes, form.group)
     if form.form == "bytes":
         return Bytes(packed)

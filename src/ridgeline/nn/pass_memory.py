@@ -115,7 +115,7 @@ class _Record(_Mode):
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Operator ``now``, as usual."""
-        self.signatures.append(signature(func, args))
+        self.signatures.append(signature(func, args, kwargs))
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
         if type(out) is not Tensor or out.untyped_storage()._cdata in given:
@@ -153,7 +153,7 @@ class _Place(_Mode):
         if not self.strayed and (self.now >= len(expected) or expected[self.now][0] is not func):
             self.strayed = True
         place = None if self.strayed else self.plan.views.get(self.now)
-        if place is not None and expected[self.now] != signature(func, args):
+        if place is not None and expected[self.now] != signature(func, args, kwargs):
             place, self.strayed = None, True
         if place is None:
             return func(*args, **kwargs)
@@ -193,7 +193,7 @@ class _Kind:
             signatures, made = self.at(tokens)
         except ValueError:
             signatures, made = [], []
-        if signatures == [(s[0], plain(s[1])) for s in record.signatures] and made == record.made:
+        if signatures == record.signatures and made == record.made:
             return True
         if self.other is not None and self.other[1] is record:
             self.other = None
@@ -214,15 +214,10 @@ class _Kind:
             return a + (b - a) // (second - first) * (tokens - first)
 
         pairs = zip(mine.signatures, theirs.signatures, strict=True)
-        signatures = [(s[0] if s[0] is t[0] else None, line(plain(s[1]), plain(t[1]))) for s, t in pairs]
+        signatures = [(s[0] if s[0] is t[0] else None, line(s[1], t[1])) for s, t in pairs]
         made = [_Made(m.op, line(m.size, t.size), m.dtype, m.death) for m, t in
                 zip(mine.made, theirs.made, strict=True)]  # fmt: skip
         return signatures, made
-
-
-def plain(sizes: Any) -> Any:
-    """Sizes as plain tuples."""
-    return tuple(plain(s) for s in sizes) if isinstance(sizes, (tuple, torch.Size)) else sizes
 
 
 @dataclass

@@ -204,6 +204,9 @@ def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dic
         if dora and (m is None or m.numel() != parts * height):
             raise UserError(f"{theirs} of {folder} has no magnitude vector of {parts * height} numbers", mend)
         rank = int(_pattern(config, "rank_pattern", theirs, config.get("r", rank)))
+        if rank != a.shape[0]:
+            raise UserError(f"{folder / CONFIG} says rank {rank} of {theirs}, whose tensors have rank {a.shape[0]}",
+                            "its scale would be wrong: save the adapter again")  # fmt: skip
         alpha = float(_pattern(config, "alpha_pattern", theirs, config.get("lora_alpha", rank)))
         pieces = b.split(height)
         trained = any(bool(piece.any()) for piece in pieces)

@@ -215,19 +215,25 @@ class Store:
         # The host waits, as whoever reads next may do so on a stream that we don't know (FSDP's).
         return done.synchronize if done is not None else lambda: None
 
-    def send(self, key: str, tensors: Sequence[Tensor], add: bool = False) -> list[Tensor] | None:
-        """Copy (or ``add``) floating-point tensors of the device into an entry.
+    def send(
+        self, key: str, tensors: Sequence[Tensor], add: bool = False, wire: torch.dtype | None = None
+    ) -> list[Tensor] | None:
+        """Copy (or ``add``) floating-point tensors of the device into an entry; ``wire``: the dtype they travel in.
 
         Returns the 2-norm of each of its tensors then; None for an entry in host memory, where they can be had after
         :meth:`sync` without being read again.
         """
         entry = self._entries[key]
         host = self.open(key, fill=add)
-        if add:
+        if add or wire is not None:
+            tensors = [t if wire is None else t.to(wire) for t in tensors]
             with on_host(), torch.no_grad():
                 arrived = [self._like(t) for t in tensors]
-            self._count("d2h", entry.payload, lambda: self._copy(arrived, tensors))
-            torch._foreach_add_(host, arrived)
+            self._count("d2h", sum(t.nbytes for t in tensors), lambda: self._copy(arrived, tensors))
+            if add:
+                torch._foreach_add_(host, arrived)
+            else:
+                torch._foreach_copy_(host, arrived)
         else:
             self._count("d2h", entry.payload, lambda: self._copy(host, tensors, wait=entry.tier == "disk"))
         if entry.tier == "cpu":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ridgeline.nn.attention import Attention, Backend, CacheOf, LayerCache, Mask, find_backend, make_mask, plain_cache
 from ridgeline.nn.collectives import local
+from ridgeline.nn.hf_names import require_twin
 from ridgeline.nn.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.moe import MoE
 from ridgeline.nn.norm import compute_dtype, make_norm
@@ -136,9 +137,6 @@ class ClassifyHead(nn.Module):
 
 HEADS: dict[str, type[LMHead | MLMHead | ClassifyHead]] = {"lm": LMHead, "mlm": MLMHead, "classify": ClassifyHead}
 
-SPEC_ONLY = frozenset({"t5", "qwen3_moe", "gpt_oss", "bloom"})
-"""Families that are predicted, not run."""
-
 
 class Transformer(nn.Module):
     """The model that ``spec`` describes; parameters are named and shaped as :meth:`ModelSpec.parameters` lists them.
@@ -150,11 +148,7 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        if spec.family in SPEC_ONLY or spec.is_encoder_decoder or spec.position in ("relative", "alibi"):
-            raise UserError(
-                f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
-                "run a decoder (llama, mistral, qwen2, qwen3, mixtral, gpt2, opt) or an encoder (bert)",
-            )
+        require_twin(spec)
         if spec.position == "alibi" or spec.dropout or not spec.norm_bias:
             raise UserError(
                 f"model {spec.name!r} has ALiBi, dropout or a norm without bias: it can be predicted, not run",

@@ -204,10 +204,18 @@ def _fuse(b: Block) -> None:
 def _side_by_side(ops: list[Op]) -> Op:
     """Products of one input with several weights as one product: the input is read once."""
     rows, _, inner = ops[0].shape[-3:]
-    width = 1.0 if ops[0].dtype == "fp8" else 2.0
     shape = (*ops[0].shape[:-3], rows, sum(o.shape[-2] for o in ops), inner)
-    traffic = sum(o.bytes for o in ops) - (len(ops) - 1) * rows * inner * width
-    return changed(ops[0], shape=shape, flops=sum(o.flops for o in ops), bytes=traffic)
+    traffic = sum(o.bytes for o in ops) - sum(_input_bytes(o) for o in ops[1:])
+    return changed(ops[0], shape=shape, flops=sum(o.flops for o in ops), bytes=traffic,
+                   weight_bytes=sum(o.weight_bytes for o in ops))  # fmt: skip
+
+
+def _input_bytes(op: Op) -> float:
+    """What a product's traffic holds of its rows: 8-bit ones are half as wide as their results."""
+    rows, out, inner = op.shape[-3:]
+    read, written = rows * inner, rows * out * (2 if op.dtype == "fp8" else 1)
+    weights = 0.0 if op.weight_bytes else out * inner * op.experts
+    return (op.bytes - op.weight_bytes) * read / (read + written + weights)
 
 
 def _insert_before(ops: dict[str, Op], name: str, op: Op) -> dict[str, Op]:

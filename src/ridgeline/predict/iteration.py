@@ -19,6 +19,8 @@ from ridgeline.predict.engine import Engine, fuse
 from ridgeline.predict.kernel import op_time
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.serving import Scheduling, Speculation
 from ridgeline.techniques.base import Technique
 from ridgeline.techniques.flash_attention import FlashAttention
 from ridgeline.techniques.registry import in_order
@@ -159,7 +161,12 @@ class Iterations:
         self._behind = Table(lambda q: parts.attention(1, q, q + self.contexts[1]))
         self.dispatch_s = parts.dispatch_s
         """Host seconds to issue the operators of one eager iteration."""
-        self._decode: dict[int, tuple[float, float]] = {}
+        self._plain: dict[int, tuple[float, float]] = {}
+        self._drafted: dict[int, tuple[float, float, float]] = {}
+        s = Scheduling()
+        for t in made:
+            t.scheduling(s)
+        self.speculation = s.speculation
 
     def prompt_attention(self, q: int, before: int) -> float:
         """Attention seconds of a prompt chunk of ``q`` tokens behind ``before`` that are cached already."""
@@ -167,30 +174,73 @@ class Iterations:
         return own if not before else own + (self._behind(q) - own) * before / self.contexts[1]
 
     def decode(self, n: int) -> tuple[float, float]:
-        """(a, b): GPU seconds of a decode iteration of ``n`` sequences with K cached tokens in all are a + b·K."""
-        found = self._decode.get(n)
+        """(a, b): GPU seconds of a token for each of ``n`` sequences with K cached tokens in all are a + b·K."""
+        a, b, made = self._drafts(n)
+        return a / made, b / made
+
+    def between(self, n: int) -> float:
+        """Seconds added to a decode iteration with ``n`` sequences for each token that it makes, while the GPU
+        waits."""
+        return self._waits(n) / self._drafts(n)[2]
+
+    def floor(self, n: int) -> float:
+        """Host seconds, for each token, of a decode iteration with ``n`` sequences that run beside the GPU: it takes at
+        least that long."""
+        return self._beside(n) / self._drafts(n)[2]
+
+    def _one(self, n: int) -> tuple[float, float]:
+        """(a, b) of an iteration that makes one token for each of ``n`` sequences."""
+        found = self._plain.get(n)
         if found is None:
             low, high = self.contexts
             short, long = self._short(n), self._long(n)
             slope = max(0.0, (long - short) / (high - low))
-            found = self._decode[n] = (self.body(n) + self.head(n) + short - slope * low, slope / n)
+            found = self._plain[n] = (self.body(n) + self.head(n) + short - slope * low, slope / n)
         return found
 
-    def between(self, n: int) -> float:
-        """Seconds added to an iteration with ``n`` sequences, while the GPU waits."""
+    def _drafts(self, n: int) -> tuple[float, float, float]:
+        """(a, b, tokens made for each sequence) of a decode iteration: with drafts where these make more a second."""
+        found = self._drafted.get(n)
+        if found is None:
+            found = (*self._one(n), 1.0)
+            if self.speculation is not None:
+                cached = n * sum(self.contexts) / 2
+                found = min(found, self._checked(n, self.speculation), key=lambda way: self._spent(n, cached, way))
+            self._drafted[n] = found
+        return found
+
+    def _spent(self, n: int, cached: float, way: tuple[float, float, float]) -> float:
+        a, b, made = way
+        return (max(a + b * cached, self._beside(n)) + self._waits(n)) / made
+
+    def _checked(self, n: int, s: Speculation) -> tuple[float, float, float]:
+        """Drafts one after another, and a pass over them and one token more (arXiv:2211.17192)."""
+        rows, (low, high) = s.tokens + 1, self.contexts
+        short, long = (self.parts.attention(n, rows, c + rows) for c in (low, high))
+        slope = max(0.0, (long - short) / (high - low))
+        a, b = self.body(n * rows) + self.head(n * rows) + short - slope * low, slope / n
+        if s.model is not None:
+            alone = {"model": s.model, "plan": Plan(), "parallel": {}}
+            small = Iterations(self.e.model_copy(update=alone), [], self.cluster, self.engine, self.contexts)
+            one, grow = small._one(n)
+            a, b = a + s.tokens * max(one, small.dispatch_s), b + s.tokens * grow
+        return a, b, s.made
+
+    def _waits(self, n: int) -> float:
         e = self.engine
         return e.iteration_s if e.overlap else e.iteration_s + e.schedule_s + e.sequence_s * n
 
-    def floor(self, n: int, eager: bool = False) -> float:
-        """Host seconds of an iteration with ``n`` sequences that run beside the GPU: it takes at least that long."""
+    def _beside(self, n: int, eager: bool = False) -> float:
         e = self.engine
         hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
         return hidden + (self.dispatch_s if eager or not e.graphs else 0.0)
 
-    def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int) -> float:
-        """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences.
+    def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
+        """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which then
+        draft nothing.
 
-        ``cached``: tokens that the decoding sequences have in the cache, in all.
+        ``cached``: tokens that the decoding sequences have in the cache, in all. ``pads``: rows that are computed
+        beside the tokens, but for attention.
         """
         new = sum(q for q, _ in prompts)
         if not new:
@@ -199,17 +249,18 @@ class Iterations:
             return max(gpu, self.floor(n)) + self.between(n)
         rows = n + len(prompts)
         attention = sum(self.prompt_attention(q, before) for q, before in prompts)
+        new += pads
         whole, links = self.body(n + new), self.links(n + new)
         slow = attention + whole - links - (self.body(n) - self.links(n) if n else 0.0)
         extra = slow * (1 / self.engine.prefill_share - 1)
         extra += (self.expanded(n + new) - (self.expanded(n) if n else 0.0)) * (1 / self.engine.expand_share - 1)
         gpu = whole + attention + self.head(rows) + extra
         if n:
-            a, b = self.decode(n)
+            a, b = self._one(n)
             gpu += a + b * cached - self.body(n) - self.head(n)
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
         host = self.engine.prefill_s + over * self.engine.spill_s
-        return max(gpu, self.floor(rows, eager=True)) + host + self.between(rows)
+        return max(gpu, self._beside(rows, eager=True)) + host + self._waits(rows)
 
 
 def one_shot(op: Op, cluster: Cluster) -> float:

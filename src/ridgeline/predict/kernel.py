@@ -105,6 +105,7 @@ def _packed_attention(op: Op, device: Device) -> Timed:
 def _modelled(op: Op, m: Machine) -> Timed:
     if op.kind == "gemm" and len(op.shape) == 3:
         rows, n, k = op.shape
+        k = max(1, k // 2) if op.sparse else k  # twice the dense rate
         t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0))
         return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
     if op.kind == "bmm" and len(op.shape) == 4:

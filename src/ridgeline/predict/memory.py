@@ -114,15 +114,13 @@ def training_peak(g: Graph) -> Peak:
         late = 0.0
         if pipe.schedule == "zero_bubble":
             late = (min(rank, g.accumulation - 1) + 1) * sum(_output_gradients(b) * b.repeat for b in mine)
-        # A message is received into its own buffer, and what is sent stays until the step ends.
-        virtual, each = pipe.degree * pipe.chunks, g.residual * g.accumulation
+        # What was sent stays until its gradient is back; one message of each kind is on its way in.
+        virtual = pipe.degree * pipe.chunks
         sends = sum(v < virtual - 1 for v in range(rank, virtual, pipe.degree))
         receives = sends + sum(v > 0 for v in range(rank, virtual, pipe.degree))
         peak = _rank_peak(g, mine, sizes, held, g.accumulation > held, late)
-        if g.low_weights:  # Megatron-LM's own runtime frees both
-            sends = receives = 0
-        for category, size in (("activations", sends * each), ("buffers", receives * each)):
-            peak.categories[category] = peak.categories.get(category, 0.0) + size
+        messages = (sends * held + receives) * g.residual
+        peak.categories["activations"] = peak.categories.get("activations", 0.0) + messages
         if peak.total > best.total:
             best = Peak(peak.categories, f"{peak.instant}, stage {rank}")
     return best
@@ -166,7 +164,7 @@ def _rank_peak(
     stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
     states = 0.0 if g.host_states else sum(s.states * n for s, n in known)
     # Gradients, as backward produces them
-    leave = g.fused_update or (g.host_states and (g.low_weights or not g.gradients_resident))
+    leave = g.fused_update or (g.host_states and not g.gradients_resident)
     all_gradients = 0.0 if leave else sum(s.gradients * n for s, n in known)
     sharded = any(s.sharded for s, _ in known)
     accumulated = (accumulates or g.gradients_resident) and not leave
@@ -197,6 +195,10 @@ def _rank_peak(
     saved = (held - 1) * sum(s.keeps * n for s, n in known if every or s.block.name != "head")
     # Offloaded ones are here while their layer runs, and in backward one layer ahead.
     moved = max((s.saved for s, _ in known if s.layer), default=0.0) if g.host_activations else 0.0
+    # What is no layer is gathered and reduced together.
+    ends = sum(s.full * n for s, n in known if not s.layer) if sharded and g.pipeline is None else 0.0
+    # What a reduction read is freed by the next one: at first that of the last micro-batch's ends.
+    before = ends if g.reduce_every_micro_batch and g.accumulation > 1 else 0.0
     gathered = outside
     passed = 0
     runs = alternate(blocks)
@@ -207,16 +209,13 @@ def _rank_peak(
             piled = saved + s.keeps * (first + 1) + (moved if s.layer else 0.0)
             during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
             during += max_layer * min(2, layers - passed - first) + s.tile if s.layer else 0.0
-            consider(f"forward of {b.name}", during, base_gradients, piled + b.hosted, s.forward)
+            consider(f"forward of {b.name}", during, base_gradients, piled + b.hosted, s.forward + before)
         passed += repeat if s.layer else 0
         saved += s.keeps * repeat
         gathered += s.work * repeat if keep else 0.0
 
     # Backward: in reverse, activations go and gradients come.
     gradients = base_gradients
-    ends = sum(s.full * n for s, n in known if not s.layer) if g.pipeline is None else 0.0
-    # What a reduction read is freed by the next one: at first that of the last micro-batch's ends.
-    before = ends if g.reduce_every_micro_batch and g.accumulation > 1 else 0.0
     waits = 0.0  # unreduced gradients of the head: it is reduced with the embedding, after everything
     for i, repeat in reversed(runs):
         s, b = known[i][0], blocks[i]
@@ -244,7 +243,8 @@ def _rank_peak(
             waits = s.full
         else:
             gradients += grad * repeat
-    consider("optimizer step", 0.0, all_gradients, 0.0, 0.0)
+    handed = max((o.bytes * (1 + 1 / o.ranks) for b in blocks for o in b.after_update), default=0.0)
+    consider("optimizer step", 0.0, all_gradients, 0.0, handed)
     instant, gathered, gradients, activations, temporaries = at
     categories = {
         "parameters": stored + gathered,

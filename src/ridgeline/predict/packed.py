@@ -135,7 +135,7 @@ class PackedSimulation:
     def _schedule(self) -> dict[Job, int]:
         lim = self.limits
         plan: dict[Job, int] = {}
-        budget = lim.max_num_batched_tokens
+        budget = self._left(plan)
         joins = lim.continuous or not self.running
         sent_back = self.out.preemptions
         for job in sorted(self.running, key=lambda j: j.tokens - j.computed > 1):
@@ -146,11 +146,18 @@ class PackedSimulation:
             if n and self._room(job, n, plan):
                 plan[job] = n
                 budget -= n
-            if self.out.preemptions > before:  # of those sent back some may have been in the plan
-                budget = lim.max_num_batched_tokens - sum(plan.values())
+            if lim.padded or self.out.preemptions > before:  # of those sent back some may have been in the plan
+                budget = self._left(plan)
         if joins and self.out.preemptions == sent_back:
             self._admit(plan, budget)
         return plan
+
+    def _left(self, plan: dict[Job, int]) -> int:
+        most, counts = self.limits.max_num_batched_tokens, plan.values()
+        if not self.limits.padded:
+            return most - sum(counts)
+        each = most // (len(counts) + 1)
+        return each if each >= max(counts, default=0) else 0
 
     def _share(self, job: Job, budget: int, alone: bool) -> int:
         lacks = job.tokens - job.computed
@@ -189,7 +196,7 @@ class PackedSimulation:
             job.runs = True
             self.running.append(job)
             plan[job] = n
-            budget -= n
+            budget = self._left(plan) if self.limits.padded else budget - n
 
     # ---- iterations --------------------------------------------------------------------------------------------------
 
@@ -199,7 +206,8 @@ class PackedSimulation:
         decoding, k = len(plan) - len(prompts), 1
         cached = sum(job.computed for job in plan) - sum(before for _, before in prompts) + decoding
         if prompts:
-            seconds = self.costs.mixed(prompts, decoding, cached)
+            pads = len(plan) * max(plan.values()) - sum(plan.values()) if self.limits.padded else 0
+            seconds = self.costs.mixed(prompts, decoding, cached, pads)
         else:
             most = self._lasting(plan) if settled and decoding == len(self.running) else 1
             k, each, slope = pace(self.costs, decoding, cached, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ridgeline.catalog import NoProfile
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.inference import predict_generation
@@ -21,10 +22,14 @@ def predict(e: Experiment) -> Result:
     """The predicted Result of an experiment. Raises :class:`Incompatible` for a plan that cannot work."""
     e = settle(e)
     made = check(e)
+    if not e.is_training and e.cluster.device.training_only:
+        raise NoProfile(f"the profile of {e.cluster.device.name} has no rates for inference", "run `ridgeline probe`")
     task = predict_training if e.is_training else predict_serving if e.task == "serve" else predict_generation
     result = over_moments([(share, task(part, made)) for share, part in moments(e, made)])
     for t in made:
         t.note(e, result)
+        if e.task in t.card.unpredicted:
+            result.notes.append(f"predicted as without {t.card.name}: {t.card.unpredicted[e.task]}")
     add_intervals(result.metrics, result.breakdown, e.task)
     return result
 

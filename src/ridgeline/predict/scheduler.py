@@ -22,16 +22,16 @@ class Costs(Protocol):
     """What the scheduler asks of the cost surface (:class:`ridgeline.predict.iteration.Iterations`)."""
 
     def decode(self, n: int) -> tuple[float, float]:
-        """(a, b) of a decode iteration's GPU seconds a + b · cached tokens."""
+        """(a, b) of the GPU seconds a + b · cached tokens in which ``n`` sequences get a token each."""
 
     def between(self, n: int) -> float:
-        """Seconds added to an iteration."""
+        """Seconds added to those of a token."""
 
     def floor(self, n: int) -> float:
-        """Least GPU seconds of a decode iteration: what the host does meanwhile."""
+        """Least GPU seconds of a token: what the host does meanwhile."""
 
-    def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int) -> float:
-        """Seconds of an iteration with prompt chunks."""
+    def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
+        """Seconds of an iteration with prompt chunks and rows of padding."""
 
 
 @dataclass(frozen=True, slots=True)

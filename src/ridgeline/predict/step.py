@@ -287,10 +287,11 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], pace: Pace
             s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
         else:
             s.run(op.name, "optimizer", took, max(s.clocks["link"], s.clocks["out"]))
-    for op in g.after_update:
+    handed = [(op, b.repeat / g.stages) for b in g.blocks for op in b.after_update]
+    for op, times in [*((op, 1.0) for op in g.after_update), *handed]:
         stream = COPIES.get(op.kind, "link")
         after = max(s.clocks.values()) if not g.delayed_update else begun
-        end = s.send(op.name, seconds_of(op, cluster), after, stream)
+        end = s.send(op.name, times * seconds_of(op, cluster), after, stream)
         s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
 
 

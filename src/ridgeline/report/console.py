@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +137,8 @@ class AblationBar(_Live):
         if "done" in message or "cached" in message:
             self.finished += 1
             said = "kept from the earlier run" if "cached" in message else message["status"]
+            if message.get("status") == "ok":
+                said = _beside(message["result"], message["predicted"])
             said += f": {message['reason']}" if message.get("reason") else ""
             self.progress.update(self.task, completed=self.finished, note=f"{where}: {said}")
             self.line(f"[{self.finished}/{self.cells}] {where}: {said}")
@@ -146,6 +147,17 @@ class AblationBar(_Live):
             return
         share = message.get("step", 0) / max(1, self.steps.get(cell.plan, message.get("steps") or 1))
         self.progress.update(self.task, completed=self.finished + 0.95 * share, note=f"{where}: {_note(message)}")
+
+
+def _beside(measured: Result, predicted: Result) -> str:
+    """Throughput and memory of a process beside what was predicted."""
+    said = []
+    for name in ("tokens_per_s", "peak_bytes"):
+        own, other = measured.metrics.get(name), predicted.metrics.get(name)
+        if own:
+            said.append(units.metric(own.value, own.unit)
+                        + (f" (predicted {units.metric(other.value, other.unit)})" if other else ""))  # fmt: skip
+    return ", ".join(said) or "ok"
 
 
 def _note(message: dict[str, Any]) -> str:
@@ -246,8 +258,8 @@ def print_comparison(comparison: Comparison) -> None:
     console.print(to_rich(comparison, console.width))
 
 
-def print_plan_predictions(rows: Sequence[tuple[str, Result]], repeats: int, folder: Path) -> None:
-    """What an ablation would measure, with predictions."""
+def print_plan_predictions(rows: Sequence[tuple[str, Result]], title: str, note: str) -> None:
+    """What is predicted of an ablation's plans."""
     cells = [
         [name, units.metric(r.metric("tokens_per_s"), "tokens/s"), units.seconds(r.metric("step_time_s")),
          units.size(r.peak_bytes), r.status]
@@ -260,8 +272,7 @@ def print_plan_predictions(rows: Sequence[tuple[str, Result]], repeats: int, fol
         Column("peak memory"),
         Column("status"),
     ]
-    note = f"{len(rows)} plans × {repeats} processes; cells would go to {folder}"
-    print_tables(Table("predicted (nothing was measured)", columns, cells, notes=[note]))
+    print_tables(Table(title, columns, cells, notes=[note]))
 
 
 # ---- lists ----------------------------------------------------------------------------------------------------------
@@ -320,7 +331,7 @@ def print_matrix(pairs: Sequence[Pair]) -> None:
         row = [a]
         for b in names:
             p = status.get((a, b)) or status.get((b, a))
-            row.append("" if p is None else "✗" if p.status == "refused" else "✓" if p.runs else "○")
+            row.append("" if p is None else p.mark)
         cells.append(row)
     reasons = [f"{p.a} × {p.b}: {p.reason}" for p in pairs if p.status == "refused"]
     columns = [Column("", align="left"), *(Column(n) for n in names)]

@@ -33,10 +33,7 @@ from ridgeline.report.tables import (
 )
 from ridgeline.report.units import metric, percent, size, times
 from ridgeline.spec.ablation import Ablation, Outcome
-from ridgeline.spec.result import Metric, Result
-
-NOISY = 1.5
-"""When the ends of a speed-up's interval differ by more than this factor the reader is told."""
+from ridgeline.spec.result import Result
 
 
 def ablation_html(a: Ablation, path: Path) -> Path:
@@ -186,7 +183,7 @@ def _caveats(a: Ablation) -> list[str]:
         for r in (o.measured, o.predicted):
             found += [f"{o.name}: {c.name} – failed" for c in (r.checks if r else []) if not c.passed]
         found += [f"{o.name}: not the same as the baseline: {c.name}" for c in o.checks if not c.passed]
-    vague = [o.name for o in a.outcomes if o.verdict != "baseline" and _vague(o.speedup)]
+    vague = [o.name for o in a.outcomes if o.too_noisy]
     if vague:
         found.append(
             f"{', '.join(vague)}: the interval of the speed-up is too wide for a verdict; measure again with more"
@@ -197,10 +194,6 @@ def _caveats(a: Ablation) -> list[str]:
         for n in o.measured.notes if o.measured and o.measured.status == "ok" else []:
             noted.setdefault(n, []).append(o.name)
     return list(dict.fromkeys(found)) + [f"{', '.join(names)}: {n}" for n, names in noted.items()]
-
-
-def _vague(s: Metric | None) -> bool:
-    return s is not None and s.low is not None and s.high is not None and not s.high < NOISY * s.low
 
 
 def _plans(a: Ablation) -> Table:

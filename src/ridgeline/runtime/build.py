@@ -174,12 +174,16 @@ class TrainBuild(Build):
     """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
     send_bucket: Callable[[Bucket], Waitable] | None = None
     """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
+    low_weights: torch.dtype | None = None
+    """16-bit dtype in which parameters rest beside the fp32 values that are updated; None: there is one copy."""
+    masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Those fp32 values, of this rank's part of each trained parameter, until what updates them takes them."""
+    filled: list[Callable[[], None]] = field(default_factory=list)
+    """Once this rank's parts of the parameters have their values, in order; nothing is offloaded yet."""
     experts_divided: bool = False
     """Whether each rank of an inner data-parallel group holds other experts."""
     keep_gradients: bool = False
     """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
-    buffers: Callable[[], list[Tensor]] = list
-    """Tensors that the engine holds from step to step beside the model (what messages are received into)."""
     after_evaluation: Callable[[], None] = lambda: None
     """What to undo after a forward pass that no backward follows."""
     batches: Batches = field(init=False)

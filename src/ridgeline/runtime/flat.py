@@ -1,9 +1,10 @@
-"""Parameters that rest in 16 bits: views of one flat buffer, fp32 gradient sums, and one batched update.
+"""Parameters that rest in 16 bits beside fp32 master copies: fp32 gradient sums, and one batched update.
 
 The update reads the fp32 gradients, updates the wide master weights and the moments in fp32 arithmetic, and writes the
 16-bit weights in the same pass (LightSeq2, arXiv:2110.05722, section 3.2: one kernel over contiguous reduced-precision
-parameters). With ``compact`` states the master copy is fp16 with a scale per tensor, the first moment fp8 (e4m3) and
-the second fp16, likewise scaled: 5 bytes per parameter instead of 12 (FP8-LM, arXiv:2310.18313, section 3.2).
+parameters). Of parameters that are divided over ranks (``DTensor``) each rank updates its part. With ``compact`` states
+the master copy is fp16 with a scale per tensor, the first moment fp8 (e4m3) and the second fp16, likewise scaled: 5
+bytes per parameter instead of 12 (FP8-LM, arXiv:2310.18313, section 3.2).
 """
 
 from __future__ import annotations
@@ -15,50 +16,69 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.codec import E4M3, decode, quantise
+from ridgeline.nn.collectives import local, placed
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.dispatch import usable
 from ridgeline.spec.workload import Training
 
 
+@torch.no_grad()
+def lower(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Round the fp32 parameters of ``model`` to ``dtype``; their gradients will be summed in fp32.
+
+    Returns the fp32 values of this rank's part of those that train. Codes of a quantised base and their scales stay.
+    Divided parameters are replaced by new ones, so this comes before anything that holds on to them.
+    """
+    masters: dict[nn.Parameter, Tensor] = {}
+    lowered: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p in lowered:  # another mention of a shared one
+                module.register_parameter(name, lowered[p])
+                continue
+            if p.dtype != torch.float32 or name == "scales":
+                continue
+            wide = local(p.detach())
+            new = p
+            if isinstance(p, DTensor):
+                new = nn.Parameter(placed(wide.to(dtype), p), requires_grad=p.requires_grad)
+                module.register_parameter(name, new)
+            else:
+                p.data = wide.to(dtype)
+            lowered[p] = new
+            if new.requires_grad:
+                new.grad_dtype = torch.float32
+                masters[new] = wide
+    return masters
+
+
 @dataclass
 class FlatWeights:
-    """Low-precision parameters as views of ``low``, and the fp32 values they started from."""
+    """The masters of 16-bit parameters on their way into an optimizer, and where gradients are summed for it."""
 
-    parameters: list[nn.Parameter]
-    """In the order of the buffer: what decays first, so that each group of the optimizer is one piece."""
-    low: Tensor
-    master: Tensor | None
-    """fp32, [elements]; handed to the optimizer, which may store it narrower."""
-    gradients: Tensor | None = None
+    masters: dict[nn.Parameter, Tensor]
+    """fp32 values of this rank's part of each parameter; the optimizer takes them, and may store them narrower."""
     compact: bool = False
+    gradients: Tensor | None = None
     places: dict[nn.Parameter, int] = field(default_factory=dict)
-    """First element of each parameter in the buffer."""
-
-    @classmethod
-    def make(cls, parameters: list[nn.Parameter], dtype: torch.dtype) -> FlatWeights:
-        """Take over the values of ``parameters`` (fp32); their gradients will be summed in fp32."""
-        ordered = sorted(parameters, key=lambda p: p.ndim < 2)
-        master = torch.cat([p.detach().flatten() for p in ordered])
-        low = master.to(dtype)
-        self = cls(ordered, low, master)
-        place = 0
-        for p in ordered:
-            self.places[p] = place
-            p.data = low[place : place + p.numel()].view_as(p)
-            p.grad_dtype = torch.float32
-            place += p.numel()
-        return self
+    """First element of each parameter in flat buffers, once there is an optimizer: what decays first, so that each of
+    its groups is one piece."""
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
         """Around a micro-batch: gradients are views of one buffer."""
-        if self.parameters[0].grad is None:
+        if self.places and next(iter(self.places)).grad is None:
             if self.gradients is None:
-                self.gradients = torch.zeros_like(self.low, dtype=torch.float32)
+                size = sum(local(p.detach()).numel() for p in self.places)
+                self.gradients = torch.zeros(size, device=local(next(iter(self.places)).detach()).device)
+            else:
+                self.gradients.zero_()
             for p, start in self.places.items():
-                p.grad = self.gradients[start : start + p.numel()].view_as(p)
+                part = local(p.detach())
+                p.grad = placed(self.gradients[start : start + part.numel()].view_as(part), p)
         yield
 
     def optimizer(self, groups: list[dict[str, Any]], w: Training) -> torch.optim.Optimizer:
@@ -74,17 +94,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         chosen = [g if adam else {**g, "weight_decay": 0.0} for g in groups]
         super().__init__(chosen, {"lr": w.lr, "betas": (w.beta1, w.beta2), "eps": 1e-8, "weight_decay": 0.0})
         self.weights, self.adam = weights, adam
-        master, weights.master = weights.master, None
-        assert master is not None
+        master = self._flatten()
         self.flat: dict[str, Tensor] = {}
         if not weights.compact:
             self.flat = {"master": master}
             if adam:
                 self.flat |= {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         for p, start in weights.places.items():
-            state = self.state[p]
+            state, part = self.state[p], local(p.detach())
             for name, whole in self.flat.items():
-                state[name] = whole[start : start + p.numel()].view_as(p)
+                state[name] = placed(whole[start : start + part.numel()].view_as(part), p)
             if weights.compact:
                 self._shrink(state, "master", master[start : start + p.numel()].view_as(p), torch.float16)
                 if adam:
@@ -92,6 +111,22 @@ class FlatOptimizer(torch.optim.Optimizer):
                     self._shrink(state, "exp_avg", zeros, E4M3)
                     self._shrink(state, "exp_avg_sq", zeros, torch.float16)
             state["step"] = torch.zeros(())
+
+    def _flatten(self) -> Tensor:
+        """Take over the masters as one buffer [elements], and make the whole parameters views of another."""
+        held, places = self.weights.masters, self.weights.places
+        ordered = sorted(held, key=lambda p: p.ndim < 2)
+        master = torch.cat([held.pop(p).flatten() for p in ordered])
+        whole = [p for p in ordered if not isinstance(p, DTensor)]
+        low = torch.cat([p.detach().flatten() for p in whole]) if whole else None
+        start = filled = 0
+        for p in ordered:
+            places[p] = start
+            start += local(p.detach()).numel()
+            if low is not None and not isinstance(p, DTensor):
+                p.data = low[filled : filled + p.numel()].view_as(p)
+                filled += p.numel()
+        return master
 
     @staticmethod
     def _shrink(state: dict[str, Tensor], name: str, value: Tensor, dtype: torch.dtype) -> None:
@@ -122,7 +157,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     self._compact_step(p, group)
             else:
                 for first, size, grad in self._pieces(with_gradient):
-                    self._piece_step(self.weights.places[first], size, grad, int(self.state[first]["step"]), group)
+                    self._piece_step(first, size, grad, int(self.state[first]["step"]), group)
         return loss
 
     def _pieces(self, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
@@ -130,11 +165,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         run: list[nn.Parameter] = []
 
         def whole() -> tuple[nn.Parameter, int, Tensor]:
-            grad, size = run[0].grad, sum(p.numel() for p in run)
-            assert grad is not None
+            assert run[0].grad is not None
+            grad, size = local(run[0].grad), sum(local(p.detach()).numel() for p in run)
             return run[0], size, grad.as_strided((size,), (1,), grad.storage_offset())
 
         for p in parameters:
+            if not local(p.detach()).numel():  # fewer rows than ranks
+                continue
             if run and not self._follows(run[-1], p):
                 yield whole()
                 run = []
@@ -143,18 +180,16 @@ class FlatOptimizer(torch.optim.Optimizer):
             yield whole()
 
     def _follows(self, a: nn.Parameter, b: nn.Parameter) -> bool:
-        places, x, y = self.weights.places, a.grad, b.grad
-        assert x is not None
-        assert y is not None
-        return (
-            places[b] == places[a] + a.numel()
-            and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-            and y.storage_offset() == x.storage_offset() + x.numel()
-            and self.state[a]["step"] == self.state[b]["step"]
-        )
+        places = self.weights.places
+        if places[b] != places[a] + local(a.detach()).numel() or self.state[a]["step"] != self.state[b]["step"]:
+            return False
+        assert a.grad is not None
+        assert b.grad is not None
+        return _adjacent(local(a.detach()), local(b.detach())) and _adjacent(local(a.grad), local(b.grad))
 
-    def _piece_step(self, start: int, size: int, grad: Tensor, step: int, group: dict[str, Any]) -> None:
-        low = self.weights.low[start : start + size]
+    def _piece_step(self, first: nn.Parameter, size: int, grad: Tensor, step: int, group: dict[str, Any]) -> None:
+        start, low = self.weights.places[first], local(first.detach())
+        low = low.as_strided((size,), (1,), low.storage_offset())
         states = {name: whole[start : start + size] for name, whole in self.flat.items()}
         if not self.adam:
             low.copy_(states["master"].add_(grad, alpha=-group["lr"]))
@@ -190,9 +225,15 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError(f"the saved optimizer has {len(saved)} parameters, this one {len(mine)}")
         for i, p in zip(saved, mine, strict=True):
             for name, value in state_dict["state"][i].items():
-                self.state[p][name].copy_(value)
+                local(self.state[p][name]).copy_(local(value))
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in other.items() if k != "params"})
+
+
+def _adjacent(a: Tensor, b: Tensor) -> bool:
+    """Whether ``b`` lies right behind ``a`` in one memory."""
+    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return same and b.storage_offset() == a.storage_offset() + a.numel()
 
 
 def _adamw(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> None:

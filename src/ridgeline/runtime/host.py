@@ -18,14 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ridgeline.nn.collectives import local
+from ridgeline.nn.collectives import local, placed
 from ridgeline.nn.store import Store, Tier, mark_host, on_host
 from ridgeline.runtime.build import TrainBuild
 from ridgeline.runtime.gradients import clear, clip_factor
-from ridgeline.runtime.optimizer import MakeOptimizer, make_optimizer
-from ridgeline.spec.errors import Incompatible
+from ridgeline.runtime.optimizer import make_optimizer
 from ridgeline.spec.workload import Training
 
 _LAYER = re.compile(r"(?:^|\.)(layers\.\w+)\.")
@@ -82,15 +80,17 @@ def parts_of(model: nn.Module) -> list[Part]:
     return list(found.values())
 
 
-def disk_bytes(parts: list[Part], weights: Tier, states: Tier, optimizer: str) -> int:
-    """Bytes that this rank may put on disk: weights, and gradients with moments, page by page."""
-    moments = 2 if optimizer == "adamw" else 0
+def disk_bytes(parts: list[Part], weights: Tier, states: Tier, optimizer: str, masters: bool) -> int:
+    """Bytes that this rank may put on disk: weights, and gradients with moments (and ``masters`` apart from the
+    weights), page by page."""
+    held = (2 if optimizer == "adamw" else 0) + masters
     total = 0
     for part in parts:
         trained = sum(local(p.detach()).nbytes for p in part.trained)
         frozen = sum(local(p.detach()).nbytes for p in part.frozen)
-        tensors = len(part.trained) * (2 + moments) + len(part.frozen)
-        total += (trained + frozen) * (weights == "disk") + trained * (1 + moments) * (states == "disk")
+        updated = 4 * sum(local(p.detach()).numel() for p in part.trained)
+        tensors = len(part.trained) * (2 + held) + len(part.frozen)
+        total += (trained + frozen) * (weights == "disk") + updated * (1 + held) * (states == "disk")
         total += tensors * 64 + 4 * 4096
     return total
 
@@ -103,7 +103,8 @@ class HostStates:
     each update runs in a thread beside the next step and arrives one step late (arXiv:2101.06840, section 5.2), so that
     the device never sees the last one.
 
-    Raises :class:`Incompatible` for weights that rest in low precision beside a master copy of another optimizer.
+    Of 16-bit weights the run's fp32 masters lie among the optimizer's states; gradients come and new weights go in 16
+    bits, and are summed and updated in fp32 (section 4.1).
     """
 
     run: TrainBuild
@@ -124,25 +125,24 @@ class HostStates:
 
     def __post_init__(self) -> None:
         run = self.run
-        if run.make_optimizer is not make_optimizer:  # a technique's own: it keeps states that do not lie here
-            raise Incompatible(
-                "host optimizer states beside mixed_precision:weights=low can be predicted, not yet run",
-                "use mixed_precision with weights=fp32",
-            )
         self.parts = self.parts or parts_of(run.root)
         self.late = run.keep_gradients or bool(run.after_backward)
         """Whether gradients are complete only after backward, so that they leave then."""
+        self.wide = dict(run.masters)
+        """Masters of 16-bit weights, until there are optimizers over them."""
+        self.low = run.low_weights if self.wide else None
+        """The dtype of those weights; None: the masters are the weights."""
+        run.masters.clear()
         for part in self.parts:
             held = part.trained + (part.frozen if self.rest else [])
-            if held:
+            if held and (self.rest or not self.low):
                 self.store.put(part.weights, [local(p.detach()) for p in held], self.weights)
             for p in part.trained:
                 self._of[p] = part
                 if not self.late:
                     p.register_post_accumulate_grad_hook(self._ready)
-        inner = run.make_optimizer
-        run.make_optimizer = lambda groups, w: HostOptimizer(self, groups, w, inner)
-        run.norm, run.clip, run.clear, run.resident = self.norm, self.clip, self.clear, self.resident
+        run.make_optimizer = lambda groups, w: HostOptimizer(self, groups, w)
+        run.norm, run.clip, run.clear, run.resident = self.norm, self.clip, self.clear, self._resident(run.resident)
         if self.late:
             run.after_backward.append(self._collect)
         else:
@@ -180,7 +180,7 @@ class HostStates:
         grads = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in part.trained]
         if part.inner is None:
             raise RuntimeError("another technique replaced the optimizer that the host's states belong to")
-        part.norms = self.store.send(part.gradients(self._turn), grads, add=bool(part.arrived))
+        part.norms = self.store.send(part.gradients(self._turn), grads, add=bool(part.arrived), wire=self.low)
         part.arrived.update(came)
         del grads
         if not self.run.keep_gradients:
@@ -221,23 +221,29 @@ class HostStates:
 
     # ---- the update ----
 
-    def make_inner(self, groups: list[dict[str, Any]], w: Training, make: MakeOptimizer) -> None:
+    def make_inner(self, groups: list[dict[str, Any]], w: Training) -> None:
         """One optimizer per part over its master weights, whose states go to the store."""
         for part in self.parts:
             if not part.trained:
                 continue
             with on_host():
-                host = self.store.open(part.weights)[: len(part.trained)]
-                part.masters = [nn.Parameter(t) for t in host]
+                part.masters = [nn.Parameter(t) for t in self._first_masters(part)]
                 of = dict(zip(part.trained, part.masters, strict=True))
                 mine = {i: [of[p] for p in g["params"] if p in of] for i, g in enumerate(groups)}
-                part.inner = make([{**groups[i], "params": m} for i, m in mine.items() if m], w)
+                part.inner = make_optimizer([{**groups[i], "params": m} for i, m in mine.items() if m], w)
                 part.groups = [i for i, m in mine.items() if m]
                 self._first_states(part)
-            gradients = [torch.zeros_like(local(p.detach())) for p in part.trained]
+            gradients = [torch.zeros_like(m) for m in part.masters]
             for turn in (0, 1) if self.delayed else (0,):
                 self.store.put(part.gradients(turn), gradients, self.states)
-            self.store.close(part.weights, changed=False)
+            if part.weights in self.store:
+                self.store.close(part.weights, changed=False)
+
+    def _first_masters(self, part: Part) -> list[Tensor]:
+        if not self.low:
+            return self.store.open(part.weights)[: len(part.trained)]
+        wide = [self.wide.pop(p) for p in part.trained]
+        return [t if t.is_meta else mark_host(t.cpu().clone()) for t in wide]
 
     def _first_states(self, part: Part) -> None:
         """Make the optimizer's states now, as zeros, by a step of length 0."""
@@ -259,9 +265,13 @@ class HostStates:
                         found.append((state, key))
         for g, length in zip(part.inner.param_groups, lengths, strict=True):
             g["lr"] = length
-        if found:
-            held = self.store.put(part.states, [state[key] for state, key in found], self.states)
-            for (state, key), t in zip(found, held, strict=True):
+        masters = part.masters if self.low else []
+        if masters or found:
+            values = [*(m.detach() for m in masters), *(state[key] for state, key in found)]
+            held = self.store.put(part.states, values, self.states)
+            for m, t in zip(masters, held, strict=False):
+                m.data = t
+            for (state, key), t in zip(found, held[len(masters) :], strict=True):
                 state[key] = t
 
     def step(self, lengths: list[float]) -> None:
@@ -315,6 +325,8 @@ class HostStates:
                 part.inner.step()
                 for m in part.masters:
                     m.grad = None
+                if self.rest and self.low:
+                    self._copy(self.store.open(part.weights)[: len(part.masters)], part.masters)
             if not self.rest and not self.delayed:
                 self._back(part)
             for key in keys:
@@ -326,26 +338,36 @@ class HostStates:
 
     def _back(self, part: Part) -> None:
         """New weights to the device."""
-        self.store.get(part.weights, [local(p.detach()) for p in part.trained])()
+        into = [local(p.detach()) for p in part.trained]
+        if not self.low:
+            self.store.get(part.weights, into)()
+            return
+        with on_host():
+            low = [m.detach().to(self.low) for m in part.masters]
+        self.store.copy("h2d", into, low)()
 
     # ---- checkpoints ----
 
-    @contextmanager
-    def resident(self, changed: bool) -> Iterator[None]:
-        """Everything in memory, to be read or (``changed``) overwritten: states, and parameters where they rest."""
-        self.join()
-        self.store.finish()
-        keys = [k for part in self.parts for k in (part.weights, part.states) if k in self.store]
-        for key in keys:
-            self.store.open(key)
-        try:
-            yield
-        finally:
-            if changed and not self.delayed and not self.rest:
-                for part in self.parts:  # a delayed update's masters are ahead of the device
-                    self._copy(part.masters, part.trained)
+    def _resident(self, inner: Callable[[bool], Any]) -> Callable[[bool], Any]:
+        @contextmanager
+        def resident(changed: bool) -> Iterator[None]:
+            """Everything in memory, to be read or overwritten: states, and parameters where they rest."""
+            self.join()
+            self.store.finish()
+            keys = [k for part in self.parts for k in (part.weights, part.states) if k in self.store]
             for key in keys:
-                self.store.close(key, changed)
+                self.store.open(key)
+            try:
+                with inner(changed):
+                    yield
+            finally:
+                if changed and not (self.delayed or self.rest or self.low):
+                    for part in self.parts:  # a delayed update's masters are ahead of the device
+                        self._copy(part.masters, part.trained)
+                for key in keys:
+                    self.store.close(key, changed)
+
+        return resident
 
     @torch.no_grad()
     def _copy(self, into: Iterable[Tensor], source: Iterable[Tensor]) -> None:
@@ -356,17 +378,18 @@ class HostStates:
 class HostOptimizer(torch.optim.Optimizer):
     """The optimizer that the engine sees: groups of the device's parameters, whose states and update are the host's."""
 
-    def __init__(self, host: HostStates, groups: list[dict[str, Any]], w: Training, make: MakeOptimizer) -> None:
-        options = make([{**g, "params": [torch.zeros(1, requires_grad=True)]} for g in groups], w).param_groups
+    def __init__(self, host: HostStates, groups: list[dict[str, Any]], w: Training) -> None:
+        empty = [{**g, "params": [torch.zeros(1, requires_grad=True)]} for g in groups]
+        options = make_optimizer(empty, w).param_groups
         named = [{**o, "params": g["params"]} for o, g in zip(options, groups, strict=True)]
         super().__init__(named, {})
         self.host = host
-        host.make_inner(groups, w, make)
+        host.make_inner(groups, w)
         for part in host.parts:
             for p, m in zip(part.trained, part.masters, strict=True):
                 assert part.inner is not None
                 state = {k: as_part_of(v, p) for k, v in part.inner.state.get(m, {}).items()}
-                if host.delayed:
+                if host.delayed or host.low:
                     state["master"] = as_part_of(m.data, p)
                 if state:
                     self.state[p] = state
@@ -398,7 +421,5 @@ def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def as_part_of(value: Any, p: nn.Parameter) -> Any:
-    """A state tensor of this rank's part of ``p``, placed as ``p`` is."""
-    if isinstance(p, DTensor) and isinstance(value, Tensor) and value.ndim:
-        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-    return value
+    """A state tensor of this rank's part of ``p``, placed as ``p`` is; a number or a counter as it is."""
+    return placed(value, p) if isinstance(value, Tensor) and value.ndim else value

@@ -20,13 +20,109 @@ if TYPE_CHECKING:
 _BACKWARD = {True: _ComputationType.BACKWARD_INPUT, False: _ComputationType.FULL_BACKWARD}
 
 
+class Stage(PipelineStage):
+    """A stage that holds a message only while it is needed.
+
+    It is received into memory made for it, which goes with its use. What was sent goes when an answer shows that it has
+    arrived: an activation when its gradient is here, a gradient when an activation is that the stage before sent later.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sent: dict[int, list[dist.Work]] = {}
+        """Activations under way, by micro-batch."""
+        self.returned: dict[int, list[dist.Work]] = {}
+        """Gradients under way, by micro-batch."""
+        self.taken: dict[int, set[int]] = {}
+        """Micro-batches whose gradients the stage before has used when it sends an activation."""
+        self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+        self._ahead = True
+
+    def _all(self) -> list[Any]:
+        """Where messages of every micro-batch are received."""
+        return [info for kind in (self.args_recv_info, self.grad_recv_info) for one in kind.values() for info in one]
+
+    def _begin(self) -> None:
+        """PyTorch has made memory for every micro-batch ahead."""
+        if self._ahead:
+            self._ahead = False
+            for info in self._all():
+                self._drop(info)
+
+    def _drop(self, info: Any) -> None:
+        if getattr(info, "buffer", None) is not None:
+            self._shapes[info] = (info.buffer.shape, info.buffer.dtype)
+            info.buffer = None
+
+    def _receive(self, infos: Any) -> None:
+        self._begin()
+        for info in infos:
+            if info in self._shapes:
+                shape, dtype = self._shapes[info]
+                info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
+        """What receives an activation."""
+        self._receive(self.args_recv_info[chunk])
+        return super().get_fwd_recv_ops(chunk)
+
+    def get_bwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
+        """What receives a gradient."""
+        self._receive(self.grad_recv_info[chunk])
+        return super().get_bwd_recv_ops(chunk)
+
+    def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
+        """Sends an activation; PyTorch would hold it to the end of the step."""
+        self.sent[chunk] = _send(super().get_fwd_send_ops(chunk))
+        return []
+
+    def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
+        """Sends a gradient."""
+        self.returned[chunk] = _send(super().get_bwd_send_ops(chunk))
+        return []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """The forward pass of a micro-batch."""
+        self._begin()
+        for done in self.taken.get(fwd_chunk_id, set()) & self.returned.keys():
+            _wait(self.returned.pop(done))
+        out = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        for info in self.args_recv_info[fwd_chunk_id]:
+            self._drop(info)
+        return out
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """The backward pass of a micro-batch, whose activation has arrived: its gradient is here."""
+        _wait(self.sent.pop(bwd_chunk_id, []))
+        out = super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        for info in self.grad_recv_info.get(bwd_chunk_id, ()):
+            self._drop(info)
+        return out
+
+    def finish(self) -> None:
+        """Wait for all that was sent."""
+        for works in (*self.sent.values(), *self.returned.values()):
+            _wait(works)
+        self.sent, self.returned = {}, {}
+
+
+def _send(ops: list[dist.P2POp]) -> list[dist.Work]:
+    sent = (dist.isend(op.tensor, group=op.group, group_dst=op.group_peer) for op in ops)
+    return [work for work in sent if work is not None]
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
 class Runtime(_PipelineScheduleRuntime):
     """PyTorch's runtime for multi-stage schedules, given the lists of :func:`ridgeline.graph.schedule.actions`.
 
     Gradients are left as they are: the loss carries the factor, so that hooks see final gradients.
     """
 
-    def __init__(self, stages: list[PipelineStage], schedule: str, ranks: int, micros: int, chunks: int) -> None:
+    def __init__(self, stages: list[Stage], schedule: str, ranks: int, micros: int, chunks: int) -> None:
         self.factor = 1.0
         super().__init__(  # type: ignore[no-untyped-call]
             stages, micros, loss_fn=lambda loss, _: loss * self.factor, scale_grads=False
@@ -38,6 +134,14 @@ class Runtime(_PipelineScheduleRuntime):
             for rank in range(ranks)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
+        for stage in stages:
+            done: set[int] = set()
+            before = stage.stage_index - 1
+            for a in actions(schedule, before % ranks, ranks, micros, chunks):
+                if a.stage == before and a.kind == "F":
+                    stage.taken[a.micro] = set(done)
+                elif a.stage == before and a.kind == "B":
+                    done.add(a.micro)
 
 
 class Pipeline:
@@ -51,7 +155,7 @@ class Pipeline:
         self.mine = list(range(self.rank, self.total, self.ranks))
         self._runtimes: dict[tuple[int, ...], Runtime] = {}
         self._cut(layers)
-        run.execute, run.score, run.buffers = self.execute, self.score, self.buffers
+        run.execute, run.score = self.execute, self.score
 
     def _cut(self, layers: list[list[int]]) -> None:
         run, model = self.run, self.run.model
@@ -90,24 +194,12 @@ class Pipeline:
                 given = micros[0].ids.to("meta") if v == 0 else hidden
                 out = torch.empty((), device="meta", requires_grad=True) if v == self.total - 1 else hidden
                 stages.append(
-                    PipelineStage(chunk, v, self.total, self.run.device, given, out, group=self.run.mesh.group("pp"))  # type: ignore[union-attr]
+                    Stage(chunk, v, self.total, self.run.device, given, out, group=self.run.mesh.group("pp"))  # type: ignore[union-attr]
                 )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._runtimes[shape] = Runtime(stages, self.schedule, self.ranks, len(micros), self.chunks)
         return self._runtimes[shape]
-
-    def buffers(self) -> list[Tensor]:
-        """What activations and gradients are received into: one for every micro-batch, stage and direction."""
-        infos = [
-            info
-            for runtime in self._runtimes.values()
-            for stage in runtime._stages
-            for received in (stage.args_recv_info, stage.grad_recv_info)
-            for one in received.values()
-            for info in one
-        ]
-        return [b for b in (getattr(info, "buffer", None) for info in infos) if b is not None]
 
     def hidden(self, micro: Micro, device: str | torch.device) -> Tensor:
         """An empty tensor like what one stage sends to the next."""
@@ -131,6 +223,8 @@ class Pipeline:
         with self.run.sync(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runtime.step(*ids, **given, return_outputs=False, **last)
+            for stage in runtime._stages:
+                stage.finish()  # type: ignore[attr-defined]
         total = torch.zeros((), device=self.run.device)
         return total + sum(x.detach() for x in losses) if losses else total
 

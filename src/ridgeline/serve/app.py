@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 import ridgeline
 from ridgeline.serve import replies
+from ridgeline.serve.bodies import WrongBody, body_route
 from ridgeline.serve.http import EventStream, Gate, Gone, Json, Keys, bearer, error_body, refusal, unless_gone
 from ridgeline.serve.loop import Failed, Stream
 from ridgeline.serve.openai import (
@@ -69,6 +68,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
 
     app = FastAPI(title="Ridgeline", version=ridgeline.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
                   redirect_slashes=False)  # fmt: skip
+    app.router.route_class = body_route(service.max_model_len)
     metrics.watch(lambda: loop.stats, lambda: loop.queued)
 
     async def answer(
@@ -104,7 +104,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
             return Response(status_code=499)
         except Invalid as e:
             if isinstance(body, Sampled) and (param := body.renamed(e.param)) != e.param:
-                raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix) from None
+                raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
             raise
 
     # ---- generation --------------------------------------------------------------------------------------------------
@@ -150,18 +150,19 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         return Json(next(m for m in service.models() if m["id"] == name))
 
     @app.post("/tokenize", responses=_REFUSALS)
-    async def tokenize(body: Tokenize) -> Response:
+    async def tokenize(body: Tokenize, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.adapter(body.model)
         tokens = await asyncio.to_thread(service.tokens, body)
         return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
 
     @app.post("/detokenize", responses=_REFUSALS)
-    async def detokenize(body: Detokenize) -> Response:
+    async def detokenize(body: Detokenize, request: Request) -> Response:
         """The text of token ids."""
         service.adapter(body.model)
         service.known(body.tokens, "tokens")
-        return Json({"prompt": service.vocabulary.decode(body.tokens, skip_special=False)})
+        text = await asyncio.to_thread(service.vocabulary.decode, body.tokens, skip_special=False)
+        return Json({"prompt": text})
 
     @app.get("/tokenizer_info", responses=_REFUSALS)
     async def tokenizer_info() -> Response:
@@ -169,13 +170,13 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         return Json(service.tokenizer_info())
 
     @app.post(_LOAD, responses=_REFUSALS)
-    async def load_adapter(body: LoadAdapter) -> Response:
+    async def load_adapter(body: LoadAdapter, request: Request) -> Response:
         """Serve an adapter from a folder of the server, under a name."""
         await service.load(body.lora_name, body.lora_path)
         return Json({"loaded": body.lora_name})
 
     @app.post(_UNLOAD, responses=_REFUSALS)
-    async def unload_adapter(body: UnloadAdapter) -> Response:
+    async def unload_adapter(body: UnloadAdapter, request: Request) -> Response:
         """Serve an adapter no more."""
         await service.unload(body.lora_name)
         return Json({"unloaded": body.lora_name})
@@ -209,18 +210,14 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
 def _errors(app: FastAPI) -> None:
     """Every error as the OpenAI API writes it."""
 
-    @app.exception_handler(RequestValidationError)
-    async def wrong_body(request: Request, e: RequestValidationError) -> Response:
-        return refusal(400, *_worst(e.errors(), e.body))
-
     @app.exception_handler(UserError)
     async def wrong(request: Request, e: UserError) -> Response:
         if isinstance(e, Busy):
             return refusal(503, e.what, code="overloaded", retry_after=e.retry_after)
         if isinstance(e, NoModel):
             return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found")
-        param = e.param if isinstance(e, Invalid) else None
-        return refusal(400, f"{e.what}: {e.fix}" if e.fix else e.what, param)
+        about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else ()
+        return refusal(400, f"{e.what}: {e.fix}" if e.fix else e.what, *about)
 
     @app.exception_handler(Failed)
     async def failed(request: Request, e: Failed) -> Response:
@@ -234,24 +231,3 @@ def _errors(app: FastAPI) -> None:
     async def unforeseen(request: Request, e: Exception) -> Response:
         log.error("a request failed", exc_info=e)
         return refusal(500, "the server failed; its log says why")
-
-
-def _worst(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
-    """(message, field) of what is wrong with a body; of several things, an unknown field first."""
-    e = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    if e["type"] == "json_invalid":
-        return f"the body is not JSON: {e.get('ctx', {}).get('error', e['msg'])}", None
-    path = [str(p) for p in e["loc"] if p != "body"]
-    if not path:
-        return f"the body must be a JSON object, with content-type application/json: {e['msg']}", None
-    if e["type"] == "extra_forbidden":
-        known = list(body) if isinstance(body, dict) else []
-        near = difflib.get_close_matches(path[-1], _FIELDS - set(known), n=1) if len(path) == 1 else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"unknown field {'.'.join(path)[:200]!r}{hint}", path[0][:200]
-    about = [other for other in errors if [p for p in other["loc"] if p != "body"][:1] == [e["loc"][1]]]
-    said = dict.fromkeys(str(other["msg"]) for other in about)
-    return f"{path[0]}: {'; or '.join(list(said)[:4])}", path[0]
-
-
-_FIELDS = {name for model in (Completion, ChatCompletion, Embedding, Classification) for name in model.model_fields}

@@ -19,12 +19,15 @@ from ridgeline.serve.beam import Beams
 from ridgeline.serve.blocks import Blocks
 from ridgeline.serve.drafting import Drafting
 from ridgeline.serve.ranks import Lost, RankedRunner
-from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob
+from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob, check_request
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.scheduler import Plan, Scheduler
 from ridgeline.serve.sequence import Group, Sequence
 from ridgeline.spec.serving import Limits
+
+LOGITS = 1 << 24
+"""Logits that are there at once: sampling takes a few times their 64 MB, and a request may have many outputs."""
 
 
 class Engine:
@@ -37,6 +40,7 @@ class Engine:
         self.model, self.spec = runner.model, runner.model.spec
         self.eos = sampler.ends
         self.max_model_len = max_model_len
+        self.rows_at_once = max(1, LOGITS // self.spec.vocab_size)
         self.scheduler = Scheduler(blocks, limits, max_model_len, whole=not self.spec.causal)
         self.groups: dict[str, Group] = {}
         self.adapters: AdapterTable | None = None
@@ -65,41 +69,20 @@ class Engine:
             ends = frozenset() if s.ignore_eos else self.eos | set(s.stop_token_ids)
             group.beams = Beams(s.beam_width, s.length_penalty, s.early_stopping, ends, s.max_tokens)
         seq = Sequence(group, 0, list(request.prompt), rng=random.Random(f"{seed}/0"), grammar=s.grammar)
+        seq.watch = request.watch() if request.watch is not None else None
         group.sequences.append(seq)
         self.groups[request.id] = group
         self.scheduler.add(seq)
 
     def validate(self, request: Request) -> None:
         """Raise :class:`Invalid`, naming the field, for a request that could never be served."""
-        s, n = request.sampling, len(request.prompt)
         if request.adapter and (self.adapters is None or request.adapter not in self.adapters):
             raise Invalid("model", f"there is no adapter {request.adapter!r}", "load it, or name another")
         if request.id in self.groups:
             raise Invalid("id", f"{request.id!r} is being served already", "choose another")
-        if not n:
-            raise Invalid("prompt", "is empty", "give at least one token")
-        bad = next((t for t in request.prompt if not 0 <= t < self.spec.vocab_size), None)
-        if bad is not None:
-            raise Invalid("prompt", f"holds token {bad} of a vocabulary of {self.spec.vocab_size}", "use its ids")
-        if n > self.max_model_len or (not request.embed and n == self.max_model_len):
-            raise Invalid("prompt", f"has {n} tokens, and the context is {self.max_model_len}", "send a shorter prompt")
-        if request.classify and not (request.embed and self.spec.head == "classify"):
-            raise Invalid("model", f"{self.spec.name} has no classes", "serve a checkpoint for sequence classification")
-        if request.embed:
-            return
-        if not self.spec.causal:
-            raise Invalid(
-                "model", f"family {self.spec.family!r} is an encoder and cannot generate", "ask for embeddings"
-            )
-        s.check(self.spec.vocab_size)
-        if n + s.max_tokens > self.max_model_len:
-            raise Invalid(
-                "max_tokens",
-                f"is {s.max_tokens}; with the prompt's {n} tokens that exceeds the context of {self.max_model_len}",
-                f"ask for at most {self.max_model_len - n}",
-            )
-        if s.grammar is not None and s.beam_width:
-            raise Invalid("beam_width", "does not go with a grammar", "sample instead")
+        if request.priority and self.scheduler.order is not None:
+            raise Invalid("priority", "has no effect: the plan orders the queue by batches' cost", "leave it out")
+        check_request(request, self.spec, self.max_model_len)
 
     def abort(self, request_id: str) -> bool:
         """Cancel a request; its blocks are free at once, and the next step tells of the end. False: it is unknown."""
@@ -134,6 +117,11 @@ class Engine:
         if self.adapters is None:
             raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
         self.adapters.unload(name)
+
+    def started(self, request_id: str) -> bool:
+        """Whether a request that has not ended was scheduled already."""
+        group = self.groups.get(request_id)
+        return group is not None and group.cached_tokens >= 0
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -211,9 +199,12 @@ class Engine:
                 group.hidden = (total if before is None else total + torch.tensor(before)).tolist()
             tops = group.request.sampling.prompt_logprobs
             stop = min(start + n, len(prompt) - 1)
-            if tops is not None and start <= known < stop:  # a preempted prompt is read again
-                logits = self.runner.logits(hidden[row + known - start : row + stop - start])
-                tokens = [int(t) for t in prompt[known + 1 : stop + 1]]
+            if tops is None or known < start:  # a preempted prompt is read again
+                continue
+            for at in range(known, stop, self.rows_at_once):
+                end = min(stop, at + self.rows_at_once)
+                logits = self.runner.logits(hidden[row + at - start : row + end - start])
+                tokens = [int(t) for t in prompt[at + 1 : end + 1]]
                 group.prompt_logprobs += self.sampler.logprobs(logits, tokens, [tops] * len(tokens))
 
     def _choose(self, rows: list[tuple[Sequence, int, int]], hidden: Tensor) -> None:
@@ -227,14 +218,23 @@ class Engine:
                 self._embedded(seq)
             else:
                 ready.append((seq, row + n - 1 - len(seq.draft)))
-        if not ready:
+        several = [(one, row) for seq, row in ready for one in self._forked(seq)]
+        for at in range(0, len(several), self.rows_at_once):
+            self._choose_some([s for s in several[at : at + self.rows_at_once] if s[0].finish is None], hidden)
+
+    def _choose_some(self, ready: list[tuple[Sequence, int]], hidden: Tensor) -> None:
+        """What follows sequences, each with its row of ``hidden``; forks have one in common."""
+        rows = list(dict.fromkeys(row for _, row in ready))
+        if not rows:
             return
-        logits = self.runner.logits(hidden[[row for _, row in ready]])
-        fine = torch.isfinite(logits.amax(1)).tolist()
-        for (seq, _), good in zip(ready, fine, strict=True):
-            if not good:
+        logits = self.runner.logits(hidden[rows])
+        if len(rows) < len(ready):
+            place = {row: i for i, row in enumerate(rows)}
+            logits = logits[[place[row] for _, row in ready]]
+        for (seq, _), good in zip(ready, torch.isfinite(logits.amax(1)).tolist(), strict=True):
+            if not good and seq.finish is None:
                 self._fail(seq, "the model's logits are not finite")
-        keep = [i for i, good in enumerate(fine) if good]
+        keep = [i for i, (seq, _) in enumerate(ready) if seq.finish is None]
         sampling = [i for i in keep if ready[i][0].group.beams is None]
         beams = [i for i in keep if ready[i][0].group.beams is not None]
         if sampling:
@@ -244,16 +244,8 @@ class Engine:
         if beams:
             self._beam([ready[i][0] for i in beams], logits[beams])
 
-    def _sample(self, ready: list[tuple[Sequence, int]], logits: Tensor, hidden: Tensor) -> None:
+    def _sample(self, expanded: list[tuple[Sequence, int]], logits: Tensor, hidden: Tensor) -> None:
         """Next tokens; where drafts agree with what is chosen, the ones after it too."""
-        expanded: list[tuple[Sequence, int]] = []
-        index: list[int] = []
-        for i, (seq, row) in enumerate(ready):
-            for one in self._forked(seq):
-                expanded.append((one, row))
-                index.append(i)
-        if len(index) > len(ready):
-            logits = logits[index]
         agreed = {seq: 0 for seq, _ in expanded}
         drafts = {seq: seq.draft for seq, _ in expanded}
         active = expanded
@@ -308,12 +300,13 @@ class Engine:
     def _forked(self, seq: Sequence) -> list[Sequence]:
         """The sequence, and at the prompt's end the other outputs that the request wants, which share its blocks."""
         group = seq.group
-        if seq.generated or len(group.sequences) > 1 or group.outputs == 1 or group.done:
+        if seq.generated or len(group.sequences) > 1 or seq.width == 1 or group.beams is not None or group.done:
             return [seq]
-        for index in range(1, group.outputs):
+        for index in range(1, seq.width):
             grammar = seq.grammar.fork() if seq.grammar is not None else None
             rng = random.Random(f"{group.seed}/{index}")
             child = Sequence(group, index, list(seq.tokens), rng=rng, grammar=grammar)
+            child.watch = group.request.watch() if group.request.watch is not None else None
             self.blocks.fork(seq, child)
             group.sequences.append(child)
             self.scheduler.run(child, seq)
@@ -339,8 +332,13 @@ class Engine:
             seq.finish, seq.stop_token = "stop", token
         elif token in self.eos and not s.ignore_eos and seq.generated > s.min_tokens:
             seq.finish = "stop"
-        elif seq.generated >= s.max_tokens:
-            seq.finish = "length"
+        else:
+            if seq.watch is not None:
+                seq.watch.push(token)
+            if seq.watch is not None and seq.watch.stop is not None:
+                seq.finish = "stop"
+            elif seq.generated >= s.max_tokens:
+                seq.finish = "length"
         return seq.finish is not None
 
     # ---- beams ---------------------------------------------------------------------------------------------------
@@ -434,6 +432,7 @@ class Engine:
                 if group.request.sampling.logprobs is not None:
                     event.logprobs = one.logprobs
                 event.cached_tokens = group.cached_tokens
+                event.stop_string = one.watch.stop if one.watch is not None else None
                 self._events.append(event)
 
     def _embedded(self, seq: Sequence) -> None:

@@ -15,10 +15,14 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ridgeline.spec.errors import UserError
+
 T = TypeVar("T")
 OPEN = frozenset({"/health", "/ready"})
 """Paths that need no key."""
 PING_SECONDS = 15.0
+BODY_SECONDS = 60.0
+"""For the whole of a body to come."""
 WRITE_SECONDS = 60.0
 """A client that takes nothing for so long is gone."""
 
@@ -43,10 +47,13 @@ class Json(JSONResponse):
 
 
 def refusal(
-    status: int, message: str, param: str | None = None, code: str | None = None, retry_after: float | None = None
-) -> Json:
-    """An error as an answer."""
+    status: int, message: str, param: str | None = None, code: str | None = None, retry_after: float | None = None,
+    close: bool = False,
+) -> Json:  # fmt: skip
+    """An error as an answer. ``close``: the connection too, whatever of the request is still to come."""
     headers = {} if retry_after is None else {"retry-after": str(math.ceil(retry_after))}
+    if close:
+        headers["connection"] = "close"
     return Json(error_body(status, message, param, code), status, headers)
 
 
@@ -63,6 +70,16 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], *ends: Cor
         for t in (task, *watches):
             t.cancel()
         await asyncio.gather(task, *watches, return_exceptions=True)
+
+
+async def _by(until: float, receive: Receive) -> Message | None:
+    """The next message; None when it has not come by then."""
+    task = asyncio.ensure_future(receive())
+    try:  # asyncio.wait_for would lose cancellations (Python < 3.12)
+        await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -122,9 +139,14 @@ class EventStream(Response):
 
 
 class Keys:
-    """API keys, compared in constant time by their SHA-256; no key at all lets everybody in."""
+    """API keys, compared in constant time by their SHA-256; no key at all lets everybody in.
+
+    Raises :class:`UserError` for a key that is empty: a variable that is not set must not open a server."""
 
     def __init__(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if not all(keys) or any(key != key.strip() for key in keys):
+            raise UserError("an API key is empty, or has blanks around it", "give a key: is its variable set?")
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def __bool__(self) -> bool:
@@ -160,9 +182,12 @@ class Gate:
         if refused is not None:
             await refused(scope, receive, send)
             return
-        body, more = b"", True
+        body, more, until = b"", True, time.monotonic() + BODY_SECONDS
         while more:
-            message = await receive()
+            message = await _by(until, receive)
+            if message is None:
+                await refusal(408, f"the body did not come within {BODY_SECONDS:g} s", close=True)(scope, receive, send)
+                return
             if message["type"] == "http.disconnect":
                 return
             body += message.get("body", b"")
@@ -185,13 +210,16 @@ class Gate:
         path, key = scope["path"].rstrip("/") or "/", bearer(scope)
         if path in self.admin_paths:
             if not self.admin:
-                return refusal(403, "the server was started without an admin key: adapters cannot be changed")
+                what = "the server was started without an admin key: adapters cannot be changed"
+                return refusal(403, what, close=True)
             if not self.admin.fits(key):
-                return refusal(401, "this needs the admin key, as `Authorization: Bearer KEY`", code="invalid_api_key")
+                what = "this needs the admin key, as `Authorization: Bearer KEY`"
+                return refusal(401, what, code="invalid_api_key", close=True)
         elif self.keys and path not in OPEN and not (self.keys.fits(key) or self.admin.fits(key)):
-            return refusal(401, "no valid API key, as `Authorization: Bearer KEY`", code="invalid_api_key")
+            what = "no valid API key, as `Authorization: Bearer KEY`"
+            return refusal(401, what, code="invalid_api_key", close=True)
         length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         return self._large() if length.isdigit() and int(length[:18]) > self.max_body else None
 
     def _large(self) -> Json:
-        return refusal(413, f"the body has more than {self.max_body} bytes")
+        return refusal(413, f"the body has more than {self.max_body} bytes", close=True)

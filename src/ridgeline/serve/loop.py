@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.serve.request import Busy, Event, Stats
+from ridgeline.serve.request import Busy, Event, Invalid, Stats
 from ridgeline.serve.text import Delta, Job
 from ridgeline.spec.errors import UserError
 
@@ -36,11 +36,11 @@ class Limits:
     """What the queue takes, and how long anything may last. None: no limit."""
 
     queued_requests: int | None = 512
-    """Sequences (``n`` counts n times) that have no first token yet."""
+    """Outputs (``n`` or ``best_of`` counts so many times, a beam search its beams) that have not been scheduled yet."""
     queued_tokens: int | None = 1 << 20
     """Prompt tokens of those."""
     first_token: float | None = 300.0
-    """Seconds that a request may wait for its first token."""
+    """Seconds that a request may wait until the first of its outputs is scheduled."""
     stall: float = 120.0
     """Seconds that one step may take before the server counts as ill."""
 
@@ -52,6 +52,8 @@ class Stream:
         self.jobs = {job.request.id: job for job in jobs}
         self.asked = time.monotonic()
         self.first: dict[str, float] = {}
+        self.started = False
+        """Whether any of its outputs has been scheduled (the engine's thread says so)."""
         self._open = {(job.ordinal, i) for job in jobs for i in job.open}
         self._fresh: dict[tuple[int, int], Delta] = {}
         self._error: Exception | None = None
@@ -91,7 +93,7 @@ class Stream:
 
 @dataclass
 class _Queue:
-    """Requests without a first token: (sequences, prompt tokens) by id."""
+    """Requests that have not been scheduled: (sequences, prompt tokens) by id."""
 
     waiting: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -151,7 +153,7 @@ class EngineLoop:
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Sequences and prompt tokens that wait for a first token."""
+        """Sequences and prompt tokens that wait to be scheduled."""
         with self._wake:
             return self._queue.totals
 
@@ -160,7 +162,7 @@ class EngineLoop:
         stream = Stream(jobs, self._loop)
         with self._wake:
             self._admit(jobs)
-            self._queue.waiting.update({j.request.id: (len(j.open), len(j.request.prompt)) for j in jobs})
+            self._queue.waiting.update({j.request.id: (j.sequences, len(j.request.prompt)) for j in jobs})
             self._streams.update({j.request.id: stream for j in jobs})
             self._inbox.append(lambda: self._add(stream))
             self._wake.notify()
@@ -224,18 +226,28 @@ class EngineLoop:
             raise Failed("the engine has stopped")
         if self.draining:
             raise Busy("the server is shutting down", 5.0)
-        sequences, tokens = self._queue.totals
-        if not self._queue.waiting:  # whatever is asked alone can be waited for
+        sequences = sum(job.sequences for job in jobs)
+        self.bound(sequences)
+        tokens = sum(len(job.request.prompt) for job in jobs)
+        most = self.limits.queued_tokens
+        if most is not None and len(jobs) > 1 and tokens > most:
+            raise Invalid("prompt", f"has {tokens} tokens in all, of {most} at most", "ask in several requests")
+        waiting = self._queue.totals
+        if not waiting[0]:  # a single prompt has the context for its bound
             return
-        sequences += sum(len(job.open) for job in jobs)
-        tokens += sum(len(job.request.prompt) for job in jobs)
-        for number, limit, what in ((sequences, self.limits.queued_requests, "requests"),
-                                    (tokens, self.limits.queued_tokens, "prompt tokens")):  # fmt: skip
+        for number, limit, what in ((waiting[0] + sequences, self.limits.queued_requests, "outputs"),
+                                    (waiting[1] + tokens, most, "prompt tokens")):  # fmt: skip
             if limit is not None and number > limit:
                 self.metrics.rejected.inc()
                 raise Busy(
                     f"the queue is full: {number} {what}, of {limit} at most", min(60.0, max(1.0, self._patience))
                 )
+
+    def bound(self, outputs: int) -> None:
+        """Raise :class:`Invalid` for a request of more outputs than the queue ever takes."""
+        most = self.limits.queued_requests
+        if most is not None and outputs > most:
+            raise Invalid("n", f"makes {outputs} outputs of all prompts, of {most} at most", "ask in several requests")
 
     def _call(self, call: Callable[[], None]) -> None:
         with self._wake:
@@ -258,6 +270,7 @@ class EngineLoop:
                     self._step_began = None
                     for event in events:
                         self._read(event)
+                    self._note_started()
                 self.stats = self.engine.stats()
                 self._send()
         except Exception as e:
@@ -311,20 +324,29 @@ class EngineLoop:
             self._forget(request)
 
     def _give_up(self) -> None:
-        """Fail whatever has waited too long for its first token."""
+        """Fail whatever has waited too long to be scheduled."""
         if self.limits.first_token is None:
             return
         with self._wake:
             late = [(r, self._streams[r]) for r in self._queue.waiting if r in self._streams]
         now = time.monotonic()
         for request, stream in late:
-            if now - stream.asked > self.limits.first_token and request in self._streams:
+            if stream.started or now - stream.asked <= self.limits.first_token:
+                continue
+            if request in self._streams:
                 error = Busy(f"no token within {self.limits.first_token:g} s", max(1.0, self._patience))
                 self._outgoing.append((stream, error))
                 for other in stream.jobs:
                     self.engine.abort(other)
                 self._forget(*stream.jobs)
                 self.metrics.finished.labels("timeout").inc()
+
+    def _note_started(self) -> None:
+        """Take what has been scheduled out of the queue."""
+        with self._wake:
+            for request in [r for r in self._queue.waiting if self.engine.started(r)]:
+                del self._queue.waiting[request]
+                self._streams[request].started = True
 
     def _read(self, event: Event) -> None:
         stream = self._streams.get(event.request)
@@ -335,8 +357,6 @@ class EngineLoop:
             stream.first[event.request] = now
             self._patience += 0.1 * (now - stream.asked - self._patience)
             self.metrics.first_token.observe(now - stream.asked)
-            with self._wake:
-                self._queue.waiting.pop(event.request, None)
         delta = job.read(event)
         if delta is None:
             return

@@ -71,7 +71,7 @@ class _State:
         for name, value, what in (
             ("waiting", s.waiting, "Requests that the scheduler has not started."),
             ("running", s.running, "Sequences in the batch."),
-            ("queued_requests", requests, "Sequences without a first token."),
+            ("queued_requests", requests, "Sequences that have not been scheduled."),
             ("queued_tokens", tokens, "Prompt tokens of those."),
             ("kv_blocks", s.blocks, "Blocks of the key/value pool."),
             ("kv_blocks_used", s.blocks_used, "Blocks that sequences hold."),

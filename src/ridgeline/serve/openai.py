@@ -5,26 +5,112 @@ A field that is not here is refused by name, and so is one whose value cannot ha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from ridgeline.serve.grammar import Grammars, Kind
-from ridgeline.serve.request import Grammar, Invalid, Sampling
+from ridgeline.serve.request import TOO_LONG, Grammar, Invalid, Sampling
+
+MAX_PROMPTS = 256
+"""Prompts in one body."""
+MAX_BIASES, MAX_STOP_IDS = 16384, 1024
+"""Bounds on what is looked at again for every token."""
+UNKNOWN = "unknown_field"
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=0)]
 """A constraint makes pydantic look inside: half a surrogate pair, which JSON can spell, is no text."""
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Prompt = Text | list[TokenId] | list[Text] | list[list[TokenId]]
+
+
+def _bounded(value: Any, info: ValidationInfo) -> Any:
+    """A prompt whose numbers of prompts and tokens are within bounds, before any of them is looked at."""
+    if not isinstance(value, list):
+        return value
+    several = bool(value) and not isinstance(value[0], int)
+    if several and len(value) > MAX_PROMPTS:
+        what = "holds {count} prompts, of {most} at most: ask in several requests"
+        raise PydanticCustomError("too_many", what, {"count": len(value), "most": MAX_PROMPTS})
+    context = (info.context or {}).get("tokens")
+    for ids in value if several else [value]:
+        if context is not None and isinstance(ids, list) and len(ids) > context:
+            what = "has {count} tokens, and the context is {context}: send a shorter prompt"
+            raise PydanticCustomError(TOO_LONG, what, {"count": len(ids), "context": context, "code": TOO_LONG})
+    return value
+
+
+def _form(value: Any) -> str:
+    """Which of its forms a prompt has; whatever fits none is refused as text."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else 0
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[Text], Field(fail_fast=True), Tag("texts")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists")],
+    Discriminator(_form),
+    BeforeValidator(_bounded),
+]
+"""By its first element: one error says what is wrong with it, and no list is read to its end for that."""
+
+
+def _biases(value: Any) -> Any:
+    if isinstance(value, dict):
+        if len(value) > MAX_BIASES:
+            what = "holds {count} biases, of {most} at most"
+            raise PydanticCustomError("too_many", what, {"count": len(value), "most": MAX_BIASES})
+        bad = next((name for name in value if not re.fullmatch("[0-9]{1,9}", name)), None)
+        if bad is not None:
+            what = "{name} is no token id: it must match the pattern [0-9]{{1,9}}"
+            raise PydanticCustomError("token", what, {"name": repr(bad[:100])})
+    return value
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > 16:
+        raise PydanticCustomError("too_many", "holds {count} entries, of 16 at most", {"count": len(value)})
+    return value
+
+
+@cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 class Body(BaseModel):
-    """Strict: no unknown fields, no strings for numbers, no NaN."""
+    """Strict: no unknown fields, no strings for numbers, no NaN. Where faults may be many, the first is the last."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        """Refuse the first unknown field."""
+        if isinstance(value, dict) and (bad := next((k for k in value if k not in _names(cls)), None)) is not None:
+            name = bad.encode(errors="backslashreplace").decode()  # JSON can spell what is no UTF-8
+            raise PydanticCustomError(UNKNOWN, "is not known", {"name": name})
+        return value
 
 
 class StreamOptions(Body):
@@ -55,7 +141,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
     regex: Text | None = None
-    choice: Annotated[list[StopText], Field(min_length=1, max_length=1024)] | None = None
+    choice: Annotated[list[StopText], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: Text | None = None
 
 
@@ -70,7 +156,7 @@ class Sampled(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Number | None = None
     best_of: Number | None = None
@@ -80,8 +166,8 @@ class Sampled(Body):
     early_stopping: bool | None = None
     max_tokens: Number | None = None
     min_tokens: Number | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool | None = None
     skip_special_tokens: bool = True
@@ -94,7 +180,7 @@ class Sampled(Body):
     """Prompts share cached blocks only with those of the same salt (and the same API key)."""
     user: Text | None = None
     """Without effect, as in the OpenAI API."""
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     """Without effect."""
     store: Literal[False] | None = None
 
@@ -111,37 +197,45 @@ class Sampled(Body):
     def beams(self) -> dict[str, Any]:
         """``n``, ``best_of`` and beams, as the engine calls them."""
         if self.use_beam_search:
+            if self.stops:
+                raise Invalid("stop", "is not looked for in beams", "leave it out, or sample; stop_token_ids works")
             return {"n": self.outputs, "beam_width": self.best_of if self.best_of is not None else max(self.outputs, 1)}
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) is not None:
                 raise Invalid(name, "has an effect with use_beam_search only", "leave it out, or search with beams")
         return {"n": self.outputs, "best_of": self.best_of}
 
-    def sampling(self, max_tokens: int, logprobs: int | None, grammars: Grammars, **more: Any) -> Sampling:
-        """The engine's. Raises :class:`Invalid`."""
-        if self.stream_options is not None and not self.stream:
-            raise Invalid("stream_options", "has an effect with stream only", "leave it out, or set stream")
+    def sampling(self, max_tokens: int, logprobs: int | None, vocab_size: int, **more: Any) -> Sampling:
+        """The engine's, whose values are in range, without a grammar. Raises :class:`Invalid`."""
+        if (options := self.stream_options) is not None:
+            if not self.stream:
+                raise Invalid("stream_options", "has an effect with stream only", "leave it out, or set stream")
+            if options.continuous_usage_stats and not options.include_usage:
+                what = "continuous_usage_stats has an effect with include_usage only"
+                raise Invalid("stream_options", what, "leave it out, or set include_usage")
         own = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
                "length_penalty", "early_stopping", "min_tokens", "ignore_eos")  # fmt: skip
         given = {name: value for name in own if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             given["top_k"] = 0 if self.top_k == -1 else self.top_k
-        return Sampling(
+        made = Sampling(
             max_tokens=max_tokens,
             logprobs=logprobs,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            grammar=self._grammar(grammars),
             **self.beams(),
             **given,
             **more,
         )
+        made.check(vocab_size)
+        return made
 
     def renamed(self, param: str) -> str:
         """The field of this body that the engine's field ``param`` came from."""
         return {"beam_width": "n" if self.best_of is None else "best_of"}.get(param, param)
 
-    def _grammar(self, grammars: Grammars) -> Grammar | None:
+    def grammar(self, grammars: Grammars) -> Grammar | None:
+        """The structure that is asked for, compiled. Raises :class:`Invalid`."""
         asked: list[tuple[Kind, Any, str]] = []
         if self.response_format is not None and self.response_format.type != "text":
             form = self.response_format
@@ -182,23 +276,39 @@ class TextPart(Body):
     text: Text
 
 
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+"""What replies may hold and nothing here reads, as long as there is nothing in it."""
+
+
 class Message(Body):
-    """One message of a conversation."""
+    """One message of a conversation. What comes back in replies, by us or through LiteLLM, may be sent again."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing = None
+    annotations: Nothing = None
+    images: Nothing = None
+    thinking_blocks: Nothing = None
+    provider_specific_fields: dict[str, Any] | None = None
+    """Without effect: LiteLLM's own."""
 
     def plain(self) -> dict[str, str]:
         """As templates take it."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": content, **({"name": self.name} if self.name is not None else {})}
+        more = {"name": self.name, "reasoning": self.reasoning, "reasoning_content": self.reasoning_content}
+        return {"role": self.role, "content": content, **{k: v for k, v in more.items() if v is not None}}
 
 
 class ChatCompletion(Sampled):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Number | None = None
     logprobs: bool | None = None
     top_logprobs: Number | None = None
@@ -216,7 +326,9 @@ class ChatCompletion(Sampled):
         """As :meth:`Sampled.renamed`."""
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return {"logprobs": "top_logprobs"}.get(param, super().renamed(param))
+        if param == "logprobs" and self.top_logprobs is not None:
+            return "top_logprobs"
+        return super().renamed(param)
 
 
 class Embedding(Body):
@@ -244,7 +356,7 @@ class Tokenize(Body):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -253,7 +365,7 @@ class Detokenize(Body):
     """``POST /detokenize``."""
 
     model: Text | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class LoadAdapter(Body):
@@ -269,7 +381,11 @@ class UnloadAdapter(Body):
     lora_name: str
 
 
-def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
+BODIES = (Completion, ChatCompletion, Embedding, Classification)
+"""Those whose fields are suggested where one is misspelt."""
+
+
+def prompts_of(prompt: str | list[int] | list[str] | list[list[int]], param: str) -> Sequence[Any]:
     """The single prompts of a ``prompt`` field. Raises :class:`Invalid` for none at all."""
     if isinstance(prompt, str):
         return [prompt]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from ridgeline.serve.http import error_body
@@ -52,7 +52,7 @@ async def chunks(asked: Asked, stream: Stream, body: Sampled, chat: bool) -> Asy
     writer = Writer(asked, chat)
     options = body.stream_options
     told = options is not None and bool(options.include_usage)
-    running = options is not None and bool(options.continuous_usage_stats)
+    running = told and options is not None and bool(options.continuous_usage_stats)
     kind = "chat.completion.chunk" if chat else "text_completion"
     head = {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
     try:
@@ -61,7 +61,7 @@ async def chunks(asked: Asked, stream: Stream, body: Sampled, chat: bool) -> Asy
                 yield error_body(500, delta.error or "the output failed")
                 return
             for choice in writer.pieces(delta):
-                extra = {"usage": writer.usage() if running else None} if told or running else {}
+                extra = {"usage": writer.usage() if running else None} if told else {}
                 yield {**head, "choices": [choice], **extra}
         if told:
             yield {**head, "choices": [], "usage": writer.usage()}
@@ -97,25 +97,24 @@ class Writer:
             body = self._completion(delta, first=True)
         return {"index": index, **body, **_end(delta, self.asked.silent)}
 
-    def pieces(self, delta: Delta) -> list[Choice]:
-        """An output's news as the choices of as many chunks."""
-        index = self._count(delta)
+    def pieces(self, delta: Delta) -> Iterator[Choice]:
+        """An output's news as the choices of as many chunks; at each, :meth:`usage` is that of the chunks so far."""
+        index = delta.job * self._outputs + delta.index
         first = index not in self._begun
         self._begun.add(index)
-        if not self.chat:
-            if not (delta.text or delta.entries or delta.finish or (first and self.asked.echo)):
-                return []
-            return [{"index": index, **self._completion(delta, first), **_end(delta, self.asked.silent)}]
         open_end = {"logprobs": None, "finish_reason": None}
-        found: list[Choice] = []
-        if first:
-            found.append({"index": index, "delta": {"role": "assistant", "content": ""}, **open_end})
+        if self.chat and first:
+            yield {"index": index, "delta": {"role": "assistant", "content": ""}, **open_end}
+        self._count(delta)
+        if not self.chat:
+            if delta.text or delta.entries or delta.finish or (first and self.asked.echo):
+                yield {"index": index, **self._completion(delta, first), **_end(delta, self.asked.silent)}
+            return
         if delta.text or delta.entries:
             piece = {"index": index, "delta": {"content": delta.text}, **open_end}
-            found.append({**piece, "logprobs": self._chat_logprobs(delta)})
+            yield {**piece, "logprobs": self._chat_logprobs(delta)}
         if delta.finish:
-            found.append({"index": index, "delta": {}, "logprobs": None, **_end(delta)})
-        return found
+            yield {"index": index, "delta": {}, "logprobs": None, **_end(delta)}
 
     def _count(self, delta: Delta) -> int:
         index = delta.job * self._outputs + delta.index

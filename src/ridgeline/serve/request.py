@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
 
 Finish = Literal["stop", "length", "abort", "error"]
 """Why an output ended: an end token (or a stop string, which text finds), ``max_tokens``, a cancel, a failure."""
 
 
 class Invalid(UserError):
-    """A request that cannot be served as it is written. ``param`` names the field."""
+    """A request that cannot be served as it is written. ``param`` names the field, ``code`` the kind of mistake where
+    clients know it by one."""
 
-    def __init__(self, param: str, why: str, fix: str) -> None:
+    def __init__(self, param: str, why: str, fix: str, code: str | None = None) -> None:
         super().__init__(f"{param}: {why}", fix)
-        self.param = param
+        self.param, self.code = param, code
+
+
+TOO_LONG = "context_length_exceeded"
+"""The OpenAI API's code for a request that does not fit the context."""
+GREEDY_BELOW = 1e-5
+"""Temperature below which the likeliest token is taken: logits over less leave fp32's range (vLLM's bound)."""
 
 
 class Busy(UserError):
@@ -27,6 +35,16 @@ class Busy(UserError):
     def __init__(self, why: str, retry_after: float) -> None:
         super().__init__(why, f"ask again in {retry_after:.0f} s")
         self.retry_after = retry_after
+
+
+class Watch(Protocol):
+    """The text of an output as its tokens come. One object per sequence."""
+
+    stop: str | None
+    """The stop string that has ended it."""
+
+    def push(self, token: int) -> object:
+        """Take in one more token. Not called once ``stop`` is set."""
 
 
 class Grammar(Protocol):
@@ -80,6 +98,21 @@ class Sampling:
     """The same for the prompt's tokens, from its second on."""
     grammar: Grammar | None = None
 
+    @property
+    def sequences(self) -> int:
+        """Sequences that are made of a prompt: beams, or outputs."""
+        return self.beam_width or (self.n if self.best_of is None else self.best_of)
+
+    @property
+    def ranked(self) -> bool:
+        """Whether outputs are told of only when all have ended."""
+        return self.beam_width > 0 or (self.best_of is not None and self.best_of > self.n)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < GREEDY_BELOW
+
     def check(self, vocab_size: int) -> None:
         """Raise :class:`Invalid` for a value out of its range."""
 
@@ -99,7 +132,7 @@ class Sampling:
         within("min_p", 0, 1)
         within("presence_penalty", -2, 2)
         within("frequency_penalty", -2, 2)
-        within("repetition_penalty", 0, 100, open_low=True)
+        within("repetition_penalty", 0.01, 100)
         within("length_penalty", -10, 10)
         needs(self.top_k >= 0, "top_k", f"is {self.top_k}", "give a positive number, or 0 for all tokens")
         needs(1 <= self.n <= 128, "n", f"is {self.n}, outside 1 to 128", "ask for fewer outputs")
@@ -109,13 +142,21 @@ class Sampling:
         if self.beam_width:
             needs(self.n <= self.beam_width, "n", f"{self.n} outputs of {self.beam_width} beams", "use more beams")
             needs(self.best_of is None, "best_of", "does not go with beam search", "leave it out")
+            nothing = "has no effect on beam search, which draws nothing"
+            needs(self.greedy or self.temperature == 1, "temperature", nothing, "leave it out, or give 0")
+            needs(self.top_p == 1, "top_p", nothing, "leave it out")
+            needs(self.top_k == 0, "top_k", nothing, "leave it out")
+            needs(self.min_p == 0, "min_p", nothing, "leave it out")
+            needs(self.seed is None, "seed", nothing, "leave it out")
+            for param in ("logprobs", "prompt_logprobs"):
+                needs(getattr(self, param) is None, "logprobs", "are not kept of beams", "leave it out, or sample")
         needs(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"is {self.min_tokens}", "give 0 to max_tokens")
         for param in ("logprobs", "prompt_logprobs"):
             count = getattr(self, param)
             needs(count is None or 0 <= count <= 20, param, f"is {count}, outside 0 to 20", "ask for fewer")
         for param, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            bad = [i for i in ids if not 0 <= i < vocab_size]
-            needs(not bad, param, f"names token {bad[0] if bad else ''} of a vocabulary of {vocab_size}", "use its ids")
+            bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+            needs(bad is None, param, f"names token {bad} of a vocabulary of {vocab_size}", "use its ids")
         needs(all(math.isfinite(b) and abs(b) <= 100 for b in self.logit_bias.values()), "logit_bias",
               "holds a bias outside -100 to 100", "give biases inside")  # fmt: skip
 
@@ -132,11 +173,41 @@ class Request:
     salt: bytes = b""
     """Prompts share cached blocks only with prompts of the same salt."""
     priority: int = 0
-    """Lower goes first, where the policy looks at it."""
+    """Of those that wait, lower goes first."""
     embed: bool = False
     """Return the prompt's mean hidden state instead of generating."""
     classify: bool = False
     """With ``embed``: return the logits of the model's classes instead."""
+    watch: Callable[[], Watch] | None = None
+    """Makes what finds the stop strings of one output; of outputs that are ranked, whose text nobody reads before."""
+
+
+def check_request(request: Request, spec: ModelSpec, context: int) -> None:
+    """Raise :class:`Invalid` for a request that no engine of ``spec`` with so many tokens of context can serve."""
+    s, n = request.sampling, len(request.prompt)
+    if not n:
+        raise Invalid("prompt", "is empty", "give at least one token")
+    if n > context or (not request.embed and n == context):
+        raise Invalid("prompt", f"has {n} tokens, and the context is {context}", "send a shorter prompt", TOO_LONG)
+    bad = next((t for t in request.prompt if not 0 <= t < spec.vocab_size), None)
+    if bad is not None:
+        raise Invalid("prompt", f"holds token {bad} of a vocabulary of {spec.vocab_size}", "use its ids")
+    if request.classify and not (request.embed and spec.head == "classify"):
+        raise Invalid("model", f"{spec.name} has no classes", "serve a checkpoint for sequence classification")
+    if request.embed:
+        return
+    if not spec.causal:
+        raise Invalid("model", f"family {spec.family!r} is an encoder and cannot generate", "ask for embeddings")
+    s.check(spec.vocab_size)
+    if n + s.max_tokens > context:
+        raise Invalid(
+            "max_tokens",
+            f"is {s.max_tokens}; with the prompt's {n} tokens that exceeds the context of {context}",
+            f"ask for at most {context - n}",
+            TOO_LONG,
+        )
+    if s.grammar is not None and s.beam_width:
+        raise Invalid("beam_width", "does not go with a grammar", "sample instead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +235,8 @@ class Event:
     finish: Finish | None = None
     stop_token: int | None = None
     """The token of ``stop_token_ids`` that ended it (the end-of-sequence token is told by None)."""
+    stop_string: str | None = None
+    """The stop string that ended it, where the engine itself watched the text."""
     error: str = ""
     """With finish "error": what went wrong."""
     cached_tokens: int = 0

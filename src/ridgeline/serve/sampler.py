@@ -39,7 +39,7 @@ class Sampler:
         """One token for each row of ``logits`` [R, V], which may be changed."""
         self.adjust(logits, seqs)
         chosen = [0] * len(seqs)
-        greedy = [i for i, s in enumerate(seqs) if s.group.request.sampling.temperature == 0]
+        greedy = [i for i, s in enumerate(seqs) if s.group.request.sampling.greedy]
         if greedy:
             rows = logits if len(greedy) == len(seqs) else logits[greedy]
             for i, token in zip(greedy, self.argmax(rows).tolist(), strict=True):
@@ -47,7 +47,7 @@ class Sampler:
         for filtered in (False, True):
             some = [
                 i for i, s in enumerate(seqs)
-                if s.group.request.sampling.temperature > 0 and _filters(s.group.request.sampling) == filtered
+                if not s.group.request.sampling.greedy and _filters(s.group.request.sampling) == filtered
             ]  # fmt: skip
             if some:
                 settings = [seqs[i].group.request.sampling for i in some]

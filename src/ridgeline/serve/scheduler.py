@@ -2,8 +2,9 @@
 
 There are no phases. A sequence that lacks one token decodes, one that lacks many reads its prompt; both are rows of one
 packed batch under a budget of tokens. Sequences that run go first, in the order in which they were admitted and those
-that lack one token before those that lack more; then the queue. What does not fit the pool sends the last admitted back
-to the front of the queue, to be computed again: a prefix of its blocks usually survives.
+that lack one token before those that lack more; then the queue, by priority. What does not fit the pool sends the last
+admitted of the least urgent back to the front of the queue, to be computed again: a prefix of its blocks usually
+survives.
 """
 
 from __future__ import annotations
@@ -43,8 +44,18 @@ class Scheduler:
         self._admitted = 0
 
     def add(self, seq: Sequence) -> None:
-        """Put a sequence at the end of the queue."""
-        self.waiting.append(seq)
+        """Put a sequence into the queue, behind those of its priority."""
+        at, own = len(self.waiting), seq.group.request.priority
+        while at and self.waiting[at - 1].group.request.priority > own:
+            at -= 1
+        self.waiting.insert(at, seq)
+
+    def _again(self, seq: Sequence) -> None:
+        """Put a sequence that ran already into the queue, before those of its priority."""
+        at, own = 0, seq.group.request.priority
+        while at < len(self.waiting) and self.waiting[at].group.request.priority < own:
+            at += 1
+        self.waiting.insert(at, seq)
 
     def run(self, seq: Sequence, beside: Sequence) -> None:
         """Let a fork run, in the place behind the one that it was forked from."""
@@ -52,7 +63,7 @@ class Scheduler:
         at = self.running.index(beside) + 1 if beside in self.running else 0
         if beside not in self.running:
             seq.admitted = -1
-            self.waiting.appendleft(seq)
+            self._again(seq)
         else:
             self.running.insert(at, seq)
 
@@ -72,6 +83,9 @@ class Scheduler:
         # Decodes first: a prompt must not delay the next token of those that already stream.
         for seq in sorted(lacking, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
             if seq.admitted < 0:  # sent back meanwhile
+                continue
+            if len(plan.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
+                seq.draft = []
                 continue
             n = self._share(seq, self._left(plan), not plan.tokens)
             if n and self._room(seq, n, plan):
@@ -105,7 +119,7 @@ class Scheduler:
     def _room(self, seq: Sequence, n: int, plan: Plan) -> bool:
         """Blocks for the next ``n`` tokens of a running sequence, at the cost of those admitted last if need be."""
         while (copies := self._grow(seq, n)) is None:
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=lambda s: s.group.request.priority)
             if victim is seq:
                 victim = self._idle() or seq
             self._preempt(victim, plan)
@@ -129,7 +143,7 @@ class Scheduler:
         plan.copies = [c for c in plan.copies if c[1] not in held]
         self.blocks.release(seq)
         seq.admitted, seq.draft, seq.group.hidden = -1, [], None
-        self.waiting.appendleft(seq)
+        self._again(seq)
         self.preemptions += 1
 
     def _idle(self) -> Sequence | None:
@@ -143,7 +157,8 @@ class Scheduler:
             if most is not None and self._admitted - before >= most:
                 return
             seq = self.waiting[0]
-            if sum(s.total > s.n_computed for s in self.running) >= self.limits.max_num_seqs:
+            busy = sum(s.width for s in self.running if s.total > s.n_computed)
+            if busy and busy + seq.width > self.limits.max_num_seqs:
                 return
             found = 0 if self.whole or _reads(seq) else self.blocks.match(seq)
             n = self._share(seq, budget, not plan.tokens)

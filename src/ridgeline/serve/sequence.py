@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ridgeline.serve.request import Finish, Grammar, Request, TokenLogprob
+from ridgeline.serve.request import Finish, Grammar, Request, TokenLogprob, Watch
 
 if TYPE_CHECKING:
     from ridgeline.serve.beam import Beams
@@ -33,6 +33,8 @@ class Sequence:
     counts: dict[int, int] = field(default_factory=dict)
     """How often each generated token occurs."""
     grammar: Grammar | None = None
+    watch: Watch | None = None
+    """Finds the stop strings of an output that is ranked."""
     logprob: float = 0.0
     """Sum of the log-probabilities of the generated tokens, where the request ranks its outputs."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -54,6 +56,11 @@ class Sequence:
     def generated(self) -> int:
         """Tokens made so far."""
         return len(self.tokens) - len(self.group.request.prompt)
+
+    @property
+    def width(self) -> int:
+        """Sequences that it counts as: before its first token, all that will go on from its prompt."""
+        return 1 if self.generated or self.group.request.embed else self.group.request.sampling.sequences
 
 
 @dataclass(slots=True, eq=False)
@@ -78,11 +85,4 @@ class Group:
     @property
     def ranked(self) -> bool:
         """Whether its outputs are told of only when all have ended."""
-        s = self.request.sampling
-        return self.beams is not None or (s.best_of is not None and s.best_of > s.n)
-
-    @property
-    def outputs(self) -> int:
-        """Outputs that are made by sampling."""
-        s = self.request.sampling
-        return s.best_of if s.best_of is not None else s.n
+        return self.request.sampling.ranked

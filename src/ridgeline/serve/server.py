@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
+from ridgeline.serve.connections import connection_class
 from ridgeline.serve.loop import EngineLoop, Limits
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.service import Labels, Service
@@ -53,11 +54,13 @@ class Server(uvicorn.Server):
     """Uvicorn with a drain: the first signal lets requests finish for ``drain`` seconds, the second ends at once."""
 
     def __init__(
-        self, app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None]
-    ) -> None:
+        self, app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None],
+        connections: int | None = None,
+    ) -> None:  # fmt: skip
+        """``connections``: how many may be open at once; None: any number."""
         super().__init__(
             uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, server_header=False,
-                           timeout_graceful_shutdown=_LAST_BYTES)
+                           http=connection_class(connections), ws="none", timeout_graceful_shutdown=_LAST_BYTES)
         )  # fmt: skip
         self.loop, self.drain, self.say = loop, drain, say
         self._signals = 0
@@ -93,7 +96,10 @@ class Server(uvicorn.Server):
         self._running.call_later(0.5, setattr, self, "should_exit", True)  # first the answers that say so
 
 
-def serve(app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None]) -> bool:
+def serve(
+    app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None],
+    connections: int | None = None,
+) -> bool:  # fmt: skip
     """Serve until told to stop → whether the engine was well to the end. Raises :class:`UserError` for a taken port."""
     try:
         with socket.create_server((host, port), family=_family(host), reuse_port=False):
@@ -101,7 +107,7 @@ def serve(app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, sa
     except OSError as e:
         raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
     _one_heap()
-    Server(app, loop, host, port, drain, say).run()
+    Server(app, loop, host, port, drain, say, connections).run()
     if not loop.stop():
         say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
         os._exit(1)  # nothing else ends its thread

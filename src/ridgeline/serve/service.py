@@ -23,7 +23,7 @@ from ridgeline.serve.openai import (
     Tokenize,
     prompts_of,
 )  # fmt: skip
-from ridgeline.serve.request import Invalid, Request, Sampling
+from ridgeline.serve.request import TOO_LONG, Invalid, Request, Sampling
 from ridgeline.serve.text import Job, Vocabulary
 from ridgeline.spec.errors import UserError
 from ridgeline.train.examples import BadRecord, Template
@@ -89,8 +89,6 @@ class Service:
     """Texts of special tokens, as the checkpoint's ``tokenizer_config.json`` names them."""
     labels: Labels | None = None
     """Of a model for sequence classification."""
-    max_prompts: int = 256
-    """Prompts in one body."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -131,6 +129,8 @@ class Service:
         if not found:
             raise UserError(f"no adapters in {folder}", "give a directory that holds a folder for each adapter")
         for path in found:
+            if path.name == self.name:
+                raise UserError(f"{path} has the name of the model that is served", "rename it, or --served-model-name")
             self.loop.engine.load_adapter(path.name, path)
             self.adapters[path.name] = str(path)
 
@@ -157,19 +157,20 @@ class Service:
     def completion(self, body: Completion, key: bytes) -> Asked:
         """The jobs of a completion. Raises :class:`Invalid`."""
         silent = body.max_tokens == 0 and body.echo
-        sampling = body.sampling(
-            1 if silent else 16 if body.max_tokens is None else body.max_tokens,
-            body.logprobs,
-            self.grammars,
-            prompt_logprobs=body.logprobs if body.echo else None,
-        )
+        given = prompts_of(body.prompt, "prompt")
         if body.echo and body.logprobs is not None and (body.use_beam_search or (body.best_of or 0) > body.outputs):
             raise Invalid("echo", "with logprobs does not go with ranked outputs", "leave out best_of and beams")
-        prompts = self._prompts(prompts_of(body.prompt, "prompt"), "prompt", body.add_special_tokens)
+        sampling = self._sampling(
+            body,
+            1 if silent else 16 if body.max_tokens is None else body.max_tokens,
+            body.logprobs,
+            len(given),
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        prompts = self._prompts(given, "prompt", body.add_special_tokens)
         asked = self._asked("cmpl", body, prompts, sampling, key)
         asked.echo, asked.silent = body.echo, silent
         if body.echo:
-            given = prompts_of(body.prompt, "prompt")
             asked.texts = [
                 text if isinstance(text, str) else self.vocabulary.decode(ids, body.skip_special_tokens)
                 for text, ids in zip(given, prompts, strict=True)
@@ -178,11 +179,22 @@ class Service:
 
     def chat(self, body: ChatCompletion, key: bytes) -> Asked:
         """The job of a chat completion. Raises :class:`Invalid`."""
-        prompt = self.conversation(body.messages, body.add_generation_prompt)
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        room = max(1, self.max_model_len - len(prompt))
-        sampling = body.sampling(room if wanted is None else wanted, body.logprob_count(), self.grammars)
+        longest = self.max_model_len if wanted is None else wanted
+        sampling = self._sampling(body, longest, body.logprob_count())
+        prompt = self.conversation(body.messages, body.add_generation_prompt)
+        if wanted is None:
+            sampling = replace(sampling, max_tokens=max(1, self.max_model_len - len(prompt)))
         return self._asked("chatcmpl", body, [prompt], sampling, key)
+
+    def _sampling(
+        self, body: Sampled, max_tokens: int, logprobs: int | None, prompts: int = 1, **more: Any
+    ) -> Sampling:
+        """How the outputs of so many prompts are made. What is wrong or too much is told before there is any work."""
+        self.adapter(body.model)
+        made = body.sampling(max_tokens, logprobs, self.vocab_size, **more)
+        self.loop.bound(prompts * made.sequences)
+        return replace(made, grammar=body.grammar(self.grammars))
 
     def embedding(self, body: Embedding, key: bytes) -> Asked:
         """The jobs of embeddings. Raises :class:`Invalid`."""
@@ -194,8 +206,8 @@ class Service:
 
     def _read(self, kind: str, body: Embedding | Classification, salt: bytes, classify: bool) -> Asked:
         """The jobs of prompts that are read, and not continued."""
-        prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
         adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
+        prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
         jobs = [
             Job(
                 Request(f"{base}-{i}", prompt, adapter=adapter, salt=salt, priority=body.priority, embed=True,
@@ -212,7 +224,7 @@ class Service:
             raise Invalid("prompt", "give a prompt, or messages, and not both", "leave one out")
         if body.messages is not None:
             return self.conversation(body.messages, body.add_generation_prompt)
-        return self.vocabulary.encode(body.prompt or "", body.add_special_tokens)
+        return self._encode(body.prompt or "", "prompt", body.add_special_tokens)
 
     def conversation(self, messages: Sequence[Message], prompt: bool) -> list[int]:
         """A conversation as the checkpoint's template writes it. Raises :class:`Invalid`."""
@@ -222,24 +234,45 @@ class Service:
             text = self.template.render([m.plain() for m in messages], prompt=prompt)
         except BadRecord as e:
             raise Invalid("messages", str(e), "write messages that the template takes") from None
-        return self.vocabulary.encode(text, special=False)
+        tokens = self._encode(text, "messages", special=False)
+        self._fits(tokens, "messages")
+        return tokens
 
     def _prompts(self, given: Sequence[str | list[int]], param: str, special: bool) -> list[list[int]]:
-        if len(given) > self.max_prompts:
-            raise Invalid(
-                param, f"holds {len(given)} prompts, of {self.max_prompts} at most", "ask in several requests"
-            )
-        prompts = [self.vocabulary.encode(p, special) if isinstance(p, str) else p for p in given]
-        for prompt in prompts:
+        for text in given:
+            if isinstance(text, str):
+                self._short(text, param)
+        prompts = []
+        for one in given:
+            prompt = self._encode(one, param, special) if isinstance(one, str) else one
             if not prompt:
                 raise Invalid(param, "has no tokens", "give at least one")
+            self._fits(prompt, param)
             self.known(prompt, param)
+            prompts.append(prompt)
         return prompts
+
+    def _encode(self, text: str, param: str, special: bool) -> list[int]:
+        self._short(text, param)
+        return self.vocabulary.encode(text, special)
+
+    def _short(self, text: str, param: str) -> None:
+        """Raise :class:`Invalid` for a text that no tokens of one context can stand for, before it is tokenised."""
+        most = self.max_model_len * self.vocabulary.longest
+        size = len(text) if len(text) > most else len(text.encode())
+        if size > most:
+            what = f"has {size} bytes of text, where the context of {self.max_model_len} tokens takes {most} at most"
+            raise Invalid(param, what, "send less", TOO_LONG)
+
+    def _fits(self, tokens: Sequence[int], param: str) -> None:
+        if len(tokens) > self.max_model_len:
+            what = f"has {len(tokens)} tokens, and the context is {self.max_model_len}"
+            raise Invalid(param, what, "send a shorter one", TOO_LONG)
 
     def known(self, tokens: Sequence[int], param: str) -> None:
         """Raise :class:`Invalid` for a token that the model does not have."""
-        if (most := max(tokens, default=0)) >= self.vocab_size:
-            raise Invalid(param, f"holds token {most} of a vocabulary of {self.vocab_size}", "use its ids")
+        if (bad := next((t for t in tokens if t >= self.vocab_size), None)) is not None:
+            raise Invalid(param, f"holds token {bad} of a vocabulary of {self.vocab_size}", "use its ids")
 
     def _asked(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes

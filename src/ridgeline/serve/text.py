@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.grammar import Matcher
@@ -39,10 +39,13 @@ def _parts(decoder: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
 class Vocabulary:
     """A tokenizer, and the exact bytes that each token id below ``size`` stands for (none: it stands for nothing).
 
-    Raises :class:`UserError` for a tokenizer whose tokens have no bytes of their own.
+    A tokenizer that pads or cuts what it is given no longer does. Raises :class:`UserError` for one whose tokens have
+    no bytes of their own.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
         self.tokenizer = tokenizer
         self.size = size
         added = tokenizer.get_added_tokens_decoder()
@@ -52,10 +55,13 @@ class Vocabulary:
         for text, i in tokenizer.get_vocab(with_added_tokens=True).items():
             if i < size:
                 self.bytes[i] = text.encode() if i in added else _bytes_of(text, parts)
+        self.longest = max(LONGEST_WORD, *map(len, self.bytes))
+        """Bytes that a token stands for at most."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of ``text``; with ``special`` also those that the tokenizer puts around one (as ``<s>``)."""
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        # Of a batch of one: unlike ``Tokenizer.encode`` it lets other threads run meanwhile.
+        return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def decode(self, tokens: Iterable[int], skip_special: bool = True) -> str:
         """The text of whole ``tokens``."""
@@ -72,6 +78,8 @@ class Vocabulary:
 
 
 _LETTERS = _byte_of()
+LONGEST_WORD = 128
+"""Bytes that a token has room for in any case: WordPiece makes a word of more than 100 letters one unknown token."""
 
 
 def _bytes_of(text: str, parts: dict[str, dict[str, Any]]) -> bytes:
@@ -207,9 +215,16 @@ class Job:
     skip_special: bool = True
 
     def __post_init__(self) -> None:
+        if self.stops and self.request.sampling.ranked:
+            self.request = replace(self.request, watch=self._detokenizer)
         self._outputs: dict[int, tuple[Detokenizer, list[Entry]]] = {}
         self.open = set(range(1 if self.request.embed else self.request.sampling.n))
         """Outputs that have not ended."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that the engine makes for it."""
+        return 1 if self.request.embed else self.request.sampling.sequences
 
     def read(self, event: Event) -> Delta | None:
         """The event as text; None for an output that has ended. Raises nothing.
@@ -223,7 +238,8 @@ class Job:
         delta = Delta(self.ordinal, event.index, finish=event.finish, stop_reason=event.stop_token, error=event.error,
                       cached_tokens=event.cached_tokens, prompt_logprobs=event.prompt_logprobs,
                       embedding=event.embedding)  # fmt: skip
-        ends = len(event.tokens) - 1 if event.finish == "stop" and not self.include_stop else -1
+        ended = event.finish == "stop" and event.stop_string is None  # by a token
+        ends = len(event.tokens) - 1 if ended and not self.include_stop else -1
         for i, token in enumerate(event.tokens):
             if event.logprobs is not None:
                 entries.append(Entry(event.logprobs[i], text.length))

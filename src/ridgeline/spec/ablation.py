@@ -13,6 +13,10 @@ from ridgeline.spec.result import Check, Metric, Result
 Verdict = Literal["faster", "slower", "no difference", "baseline", "failed"]
 
 
+NOISY = 1.5
+"""An interval of a speed-up whose ends differ by this factor allows no verdict."""
+
+
 class Outcome(BaseModel):
     """One plan of an ablation."""
 
@@ -33,6 +37,13 @@ class Outcome(BaseModel):
     verdict: Verdict = "failed"
     checks: list[Check] = Field(default_factory=list)
     """Sameness of the loss against the baseline, per the cards of the techniques."""
+
+    @property
+    def too_noisy(self) -> bool:
+        """Whether the interval of the speed-up is too wide for a verdict."""
+        s = self.speedup
+        known = self.verdict != "baseline" and s is not None and s.low is not None and s.high is not None
+        return known and not s.high < NOISY * s.low  # type: ignore[union-attr,operator]
 
 
 class Ablation(BaseModel):

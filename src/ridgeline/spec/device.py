@@ -105,10 +105,17 @@ class Device(BaseModel):
     """What an operator costs in a step of the serving engine beyond what it costs timed alone, by rising size of the
     model: [bytes of weights, seconds with 1 row, …] for each of ``STEP_ROWS``. Weights that caches hold are read faster
     than alone (negative seconds); where they outgrow them, every operator starts in cold ones."""
+    training_only: bool = False
+    """Whether a probe measured what training needs and left out inference."""
     efficiency: Efficiency | None = None
     """Constants fitted on this very device (see ``predict/calibrate.py``); None: those of its architecture."""
     source: str = ""
     """Where each figure comes from."""
+
+    @property
+    def sparse_cores(self) -> bool:
+        """Whether it multiplies 2:4 weights at twice the dense rate (NVIDIA, from Ampere on: arXiv:2104.08378)."""
+        return self.architecture.lower() in ("ampere", "ada", "hopper", "blackwell")
 
     @property
     def extra_latency(self) -> float:

@@ -35,6 +35,23 @@ class Limits:
     """Whether every sequence of a step takes as many rows as the one with most new tokens; pads count as tokens."""
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """Drafts as far as they can be predicted."""
+
+    tokens: int
+    """Tokens of one draft."""
+    acceptance: float
+    """Probability that a drafted token is kept, each like the next."""
+    model: ModelSpec | None = None
+    """The smaller model that drafts; None: drafts cost nothing."""
+
+    @property
+    def made(self) -> float:
+        """Tokens that a pass is expected to make: (1 - a^(k+1)) / (1 - a) (arXiv:2211.17192, equation 1)."""
+        return sum(self.acceptance**i for i in range(self.tokens + 1))
+
+
 @dataclass(kw_only=True)
 class Scheduling:
     """What techniques may change about scheduling (:meth:`Technique.scheduling`); as it is without any of them."""
@@ -46,6 +63,8 @@ class Scheduling:
     """Whether equal prefixes share blocks."""
     cache_kind: str = ""
     """fp8, int8 or int4: the pool holds codes; empty: the weights' dtype."""
+    speculation: Speculation | None = None
+    """Drafts of a known acceptance, for the prediction; None: none, or not known."""
 
     def asked(self, w: Serve) -> None:
         """Take what the workload itself says."""

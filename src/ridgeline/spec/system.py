@@ -30,8 +30,8 @@ class Reported(_Data):
     of one rank, at rest; speedup: tokens/s over those of the plan ``against``. Empty: nothing that can be compared."""
     value: float = Field(default=0.0, ge=0)
     """The paper's number, in SI units."""
-    within: float = Field(default=1.0, ge=1)
-    """Largest factor, either way, by which our prediction is held to differ from it."""
+    apart: float = Field(default=1.0, gt=0)
+    """What we count over what the paper counts, where ``says`` has the reason."""
     against: list[str] = []
     """The plan that ``speedup`` compares with."""
 

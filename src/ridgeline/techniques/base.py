@@ -69,6 +69,8 @@ class Card:
     """Options that other techniques' examples need beside it, by their names."""
     requires: tuple[str, ...] = ()
     """Techniques that must be on with it in training (the support matrix adds them)."""
+    unpredicted: Mapping[str, str] = field(default_factory=dict)
+    """Why the prediction of its example is the same without it, by task; in other tasks it is another (a test)."""
     runs: bool = True
     """Whether it has a real side; False: it can be predicted, not yet run."""
     runs_in: frozenset[str] | None = None

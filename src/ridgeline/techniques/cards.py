@@ -36,6 +36,7 @@ def card(cls: type[Technique]) -> dict[str, Any]:
         "claim": c.claim,
         "min_ranks": c.min_ranks,
         "requires": list(c.requires),
+        "unpredicted": dict(c.unpredicted),
         "runs": c.runs,
         "options": options,
     }
@@ -60,6 +61,7 @@ def card_table(c: dict[str, Any]) -> str:
         f"  tasks     {', '.join(c['tasks'])}",
         f"  contract  {_contract(c)}",
         *([] if c["runs"] else ["  state     can be predicted, not yet run"]),
+        *(f"  the same  in {tasks}: {why}" for why, tasks in unpredicted(c).items()),
         "",
         "  options" if c["options"] else "  no options",
     ]
@@ -68,6 +70,14 @@ def card_table(c: dict[str, Any]) -> str:
     example = c["options"][0] if c["options"] else None
     use = f"{c['name']}:{example['name']}={_value(example['default'])}" if example else c["name"]
     return "\n".join([*lines, "", f"  use       --with {use}"])
+
+
+def unpredicted(c: dict[str, Any]) -> dict[str, str]:
+    """{why a card's technique changes no prediction: the tasks in which that is so}."""
+    found: dict[str, list[str]] = {}
+    for task, why in sorted(c["unpredicted"].items()):
+        found.setdefault(why, []).append(task)
+    return {why: ", ".join(tasks) for why, tasks in found.items()}
 
 
 def system_card(s: System) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class DataParallel(Technique):
         lossless=True,
         claim="near-linear scaling to 256 GPUs when communication overlaps with backward",
         min_ranks=2,
+        unpredicted=dict.fromkeys(("pretrain", "finetune"), "several ranks train so in any case"),
     )
     phase: ClassVar[Phase] = "shard"
     splits_batch: ClassVar[bool] = True
@@ -77,15 +78,19 @@ class DataParallel(Technique):
         assert run.mesh is not None
         mesh = run.mesh
         whole, shared = mesh.group("outer", "inner", "cp"), mesh.group("outer", "cp")
-        experts = {p for n, p in run.root.named_parameters() if ".experts." in n and run.experts_divided}
-        trained = [p for p in run.root.parameters() if p.requires_grad]
-        reducer = Reducer.make(
-            trained,
-            lambda p: shared if p in experts else whole,
-            self.bucket_mb * 2**20,
-            self.overlap,
-            run.send_bucket,
-        )
-        run.sync = reducer.sync
-        run.after_backward.append(reducer.finish)
+
+        def fill_buckets() -> None:
+            experts = {p for n, p in run.root.named_parameters() if ".experts." in n and run.experts_divided}
+            trained = [p for p in run.root.parameters() if p.requires_grad]
+            reducer = Reducer.make(
+                trained,
+                lambda p: shared if p in experts else whole,
+                self.bucket_mb * 2**20,
+                self.overlap,
+                run.send_bucket,
+            )
+            run.sync = reducer.sync
+            run.after_backward.append(reducer.finish)
+
+        run.filled.append(fill_buckets)
         run.keep_gradients = True  # dropped ones would be made anew beside the buckets that they are copied into

@@ -34,6 +34,7 @@ class DynamicBatchLoading(Technique):
         bound="falls",
         quality="other data in each step: the training loss must fall",
         example={"domains": ("stdlib", "stdlib-code"), "limit": "60kB", "every": 2},
+        unpredicted=dict.fromkeys(("pretrain", "finetune"), "a step costs the same whatever it reads"),
     )
     phase: ClassVar[Phase] = "loop"
     order: ClassVar[int] = -3

@@ -28,6 +28,7 @@ class FlashAttention(Technique):
         tasks=frozenset({"pretrain", "finetune", "generate", "serve"}),
         lossless=True,
         claim="-35 % forward and -25 % backward attention time (measured in arXiv:2311.03687)",
+        unpredicted={"serve": "engines attend in one kernel whatever the plan says"},
     )
     phase: ClassVar[Phase] = "compile"
 

@@ -77,6 +77,15 @@ class FP8(Technique):
         low = e.plan.option("mixed_precision", "weights") == "low"
         self.needs(low or not self.states, "states=true narrows the master weights, but weights=fp32 has none",
                    "add mixed_precision with weights=low, or use states=false")  # fmt: skip
+        for other, why in (
+            ("zero", "a rank that has a part of a tensor does not know its scale"),
+            ("tensor_parallel", "a rank that has a part of a tensor does not know its scale"),
+            ("expert_parallel", "a rank that has a part of a tensor does not know its scale"),
+            ("zero_offload", "the host's update keeps them in fp32"),
+            ("zero_infinity", "the host's update keeps them in fp32"),
+        ):
+            self.needs(not (self.states and e.plan.has(other)), f"states=true cannot be used with {other}: {why}",
+                       f"use states=false, or drop {other}")  # fmt: skip
 
     def build(self, run: Build) -> None:
         """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
@@ -99,10 +108,8 @@ class FP8(Technique):
         if self.states:
             from ridgeline.runtime.flat import FlatWeights
 
-            owner = getattr(run.make_optimizer, "__self__", None)
-            if not isinstance(owner, FlatWeights):
-                raise Incompatible("fp8: states=true needs the update of weights=low, which another technique replaces",
-                                   "drop that technique, or use states=false")  # fmt: skip
+            owner = run.make_optimizer.__self__  # type: ignore[attr-defined]
+            assert isinstance(owner, FlatWeights)
             owner.compact = True
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
@@ -215,11 +222,7 @@ def _store(b: Block, compute: str) -> None:
 
 def _narrow(op: Op, width: float, compute: str) -> Op:
     rows, out, inner = op.shape[-3:]
-    operands = op.bytes - rows * out * width  # the result stays wide
-    inputs = 0.0 if compute else rows * inner * width  # without fp8 units only the weights are narrow
-    return changed(
-        op,
-        bytes=rows * out * width + inputs + (operands - inputs) / width,
-        dtype=compute or op.dtype,
-        weight_dtype="fp8",
-    )
+    weights = out * inner * op.experts
+    inputs = rows * inner * (1.0 if compute else width)  # without fp8 units only the weights are narrow
+    return changed(op, bytes=rows * out * width + inputs + weights, weight_bytes=weights, dtype=compute or op.dtype,
+                   weight_dtype="fp8")  # fmt: skip

@@ -27,6 +27,9 @@ class LengthDP(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="the highest throughput of all ways to batch requests of varying length (TurboTransformers)",
+        unpredicted={
+            "serve": "the order of the queue is not simulated: padding is predicted as first come, first served"
+        },
     )
     phase: ClassVar[Phase] = "loop"
 

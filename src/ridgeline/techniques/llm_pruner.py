@@ -92,7 +92,7 @@ class LLMPruner(Technique):
         counts = [
             n
             for n in range(1, spec.num_kv_heads + 1)
-            if spec.family != "llama" or spec.hidden_size % (n * queries) == 0
+            if n == spec.num_kv_heads or spec.family != "llama" or spec.hidden_size % (n * queries) == 0
         ]
         kv = min(counts, key=lambda n: (abs(n - left * spec.num_kv_heads), -n)) if self.heads else spec.num_kv_heads
         update = {"num_kv_heads": kv, "num_heads": kv * queries,

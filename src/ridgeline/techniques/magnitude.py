@@ -24,6 +24,7 @@ class Magnitude(Pruning):
         claim="the baseline of every later pruning method",
         tolerance=0.09,
         quality="layer error and perplexity above Wanda's at the same sparsity",
+        example={"pattern": "2:4"},
         runs_in=frozenset({"compress"}),
     )
 

@@ -1,4 +1,4 @@
-"""The support matrix: every pair of techniques either works (and has a parity test) or is refused with a sentence."""
+"""The support matrix: every pair of techniques runs (and has a parity test), can only be predicted, or is refused."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ class Pair(BaseModel):
 
     a: str
     b: str
-    status: Literal["works", "refused"]
+    status: Literal["works", "predicted", "refused"]
+    """``works``: it runs, and a parity test holds it to that. ``predicted``: one of the two does not run in this task
+    (its card says in which it does)."""
     reason: str = ""
     task: str = ""
     plan: list[str] = []
     ranks: int = 1
-    runs: bool = True
-    """False: the pair can be predicted, not yet run."""
+
+    @property
+    def mark(self) -> str:
+        """The sign in tables."""
+        return {"works": "✓", "predicted": "○", "refused": "✗"}[self.status]
 
 
 def pair_experiment(*names: str) -> Experiment:
@@ -89,7 +94,8 @@ def judge(*names: str) -> Pair:
     except Incompatible as refusal:
         return Pair(a=first, b=last, status="refused", reason=f"{refusal.what}; {refusal.fix}")
     runs = all(t.runs and (t.card.runs_in is None or e.task in t.card.runs_in) for t in techniques(e.plan))
-    return Pair(a=first, b=last, status="works", task=e.task, plan=e.plan.strings(), ranks=e.world, runs=runs)
+    status: Literal["works", "predicted"] = "works" if runs else "predicted"
+    return Pair(a=first, b=last, status=status, task=e.task, plan=e.plan.strings(), ranks=e.world)
 
 
 def support_matrix(known: dict[str, type[Technique]] | None = None) -> list[Pair]:

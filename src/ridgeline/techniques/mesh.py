@@ -18,14 +18,17 @@ def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:
     """A GEMM op with its dimensions (as of ``op.shape``) divided; FLOPs and bytes follow."""
     rows, cols, inner = op.shape
     small = (max(1, rows // m), max(1, cols // n), max(1, inner // k))
-    whole = rows * inner + rows * cols + cols * inner * op.experts
-    part = small[0] * small[2] + small[0] * small[1] + small[1] * small[2] * op.experts
-    return changed(op, flops=op.flops / (m * n * k), bytes=op.bytes * part / whole, shape=small)
+    whole, part = float(rows * (inner + cols)), float(small[0] * (small[1] + small[2]))
+    weights = op.weight_bytes * small[1] * small[2] / (cols * inner)
+    if not op.weight_bytes:
+        whole, part = whole + cols * inner * op.experts, part + small[1] * small[2] * op.experts
+    moved = (op.bytes - op.weight_bytes) * part / whole + weights
+    return changed(op, flops=op.flops / (m * n * k), bytes=moved, weight_bytes=weights, shape=small)
 
 
 def split_bytes(op: Op, by: float) -> Op:
     """An elementwise op over ``by`` times fewer elements."""
-    return changed(op, flops=op.flops / by, bytes=op.bytes / by)
+    return changed(op, flops=op.flops / by, bytes=op.bytes / by, weight_bytes=op.weight_bytes / by)
 
 
 def split_saved(b: Block, names: Iterable[str], by: float) -> None:

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
-from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    import torch
-
     from ridgeline.runtime.build import TrainBuild
 
 _MATMUL = {"gemm", "bmm", "attention"}
@@ -68,8 +65,8 @@ class MixedPrecision(Technique):
         return [cls(dtype=dtype, weights="fp32"), cls(dtype=dtype, weights="low")]
 
     def lazy(self) -> bool:
-        """16-bit weights are views of one buffer."""
-        return self.weights == "fp32"
+        """It rounds parameters once they have values."""
+        return True
 
     def check(self, e: Experiment) -> None:
         """Needs fp32 master weights."""
@@ -95,45 +92,13 @@ class MixedPrecision(Technique):
             run.scaler = run.states["scaler"] = DynamicScale(self.loss_scale, self.growth_interval)
         if self.weights == "fp32":
             run.compute_dtype = dtype
-        else:
-            self._make_low(run, dtype)
+            return
+        from ridgeline.runtime.flat import FlatWeights, lower
 
-    def _make_low(self, run: TrainBuild, dtype: torch.dtype) -> None:
-        import torch
-
-        from ridgeline.runtime.flat import FlatWeights
-        from ridgeline.runtime.optimizer import make_optimizer
-
-        sharded = run.experiment.plan.has("zero")
-        divided = any(type(p) is not torch.nn.Parameter for p in run.root.parameters())
-        if sharded or divided:
-            by = "zero" if sharded else "a parallel technique"
-            raise Incompatible(
-                f"mixed_precision: weights=low runs on whole parameters, but {by} divides them (it can be predicted)",
-                "use weights=fp32: divided fp32 weights are the master copy, and are cast when they are gathered",
-            )
-        if run.make_optimizer is not make_optimizer:
-            raise Incompatible(
-                "mixed_precision: weights=low updates the weights by itself, but another technique does too",
-                "use weights=fp32, or drop the other one",
-            )
-        if not hasattr(torch.Tensor, "grad_dtype"):
-            raise Incompatible(
-                f"mixed_precision: weights=low needs fp32 gradients of 16-bit weights, which PyTorch"
-                f" {torch.__version__} does not have",
-                "install a newer PyTorch, or use weights=fp32",
-            )
-        trained = []
-        for name, p in run.root.named_parameters():
-            if p.dtype != torch.float32 or name.endswith(".scales"):  # codes of a quantised base, and their scales
-                continue
-            if p.requires_grad:
-                trained.append(p)
-            else:
-                p.data = p.data.to(dtype)
-        flat = FlatWeights.make(trained, dtype)
+        flat = FlatWeights(run.masters)
+        run.low_weights = dtype
+        run.filled.append(lambda: run.masters.update(lower(run.root, dtype)))
         run.sync = flat.sync
-        run.keep_gradients = True
         run.make_optimizer = flat.optimizer
 
 
@@ -145,7 +110,7 @@ def _all_low(g: Graph, dtype: str) -> Graph:
     g.optimizer_bytes += 4.0
 
     def low(o: Op) -> Op:
-        if o.dtype != "fp32" or o.kind == "loss" or "dequantise" in o.name:
+        if o.dtype != "fp32" or o.kind == "loss" or "dequantise" in o.name or (o.axis and o.name.startswith("loss.")):
             return o
         return changed(o, dtype=dtype, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
 

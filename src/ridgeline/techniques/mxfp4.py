@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.weight_only import narrow
 
 BITS = 4 + 8 / 32
 """Bits of one weight: 4, and its share of the block's 8-bit scale."""
@@ -61,10 +62,8 @@ def _shrink(b: Block, part: str, native: bool) -> None:
 
 
 def _narrow(op: Op, width: float, native: bool) -> Op:
-    rows, out, inner = op.shape[-3:]
-    io = rows * out * 2.0 + rows * inner * (1.0 if native else 2.0)
-    weights = max(0.0, op.bytes - rows * out * 2.0 - rows * inner * width)
-    if native:
-        return changed(op, bytes=io + weights * BITS / 8 / width, dtype="fp8")
-    return changed(op, bytes=io + weights * BITS / 8 / width, dtype="bf16" if op.dtype == "fp8" else op.dtype,
-                   weight_dtype="int4")  # fmt: skip
+    low = narrow(op, BITS / 8, width, "int4")
+    if not native:
+        return low
+    rows, _, inner = op.shape
+    return changed(low, bytes=low.bytes - rows * inner * (width - 1.0), dtype="fp8", weight_dtype="")

@@ -31,6 +31,7 @@ class NormTweaking(Technique):
         tolerance=0.05,
         quality="each block's distance to the original never above the quantiser's, on windows held out",
         runs_in=frozenset({"compress"}),
+        unpredicted=dict.fromkeys(("compress", "generate", "serve"), "it changes the values of the norms only"),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = TUNE

@@ -28,7 +28,7 @@ class PaddingFree(Technique):
     phase: ClassVar[Phase] = "loop"
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators are those of real tokens with and without it: the simulated engines pack their batches."""
+        """Operators stay as they are; the simulated scheduler knows. Other engines than our own pack in any case."""
         return g
 
     def scheduling(self, s: Scheduling) -> None:

@@ -139,14 +139,10 @@ class PipelineParallel(Technique):
             return self._in_turn(g, e)
         pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or ())
         g.pipeline = pipe
-        # In Megatron-LM (low weights) tensor-parallel ranks each send a part of the stream that they all hold
-        # (arXiv:2104.04473, section 4.1); PyTorch's runtime sends it whole.
-        tp = 1 if e.plan.has("sequence_parallel") else e.parallel.get("tp", 1)
 
         def connect(graph: Graph) -> None:
-            size = graph.residual / (tp if graph.low_weights else 1)
-            send = Op("send", "communication", "p2p", bytes=size, link_bytes=size, ranks=2, axis="pp",
-                      stride=e.stride("pp"))  # fmt: skip
+            send = Op("send", "communication", "p2p", bytes=graph.residual, link_bytes=graph.residual, ranks=2,
+                      axis="pp", stride=e.stride("pp"))  # fmt: skip
             graph.pipeline = replace(pipe, send=send)
 
         g.closing.append(connect)
@@ -200,6 +196,6 @@ def _sum_tied(g: Graph, degree: int, stride: int) -> None:
     """The first and the last stage sum the gradients of their copies of the embedding, after all other reductions."""
     for b in (g.blocks[0], g.blocks[-1]):
         table = next(p for p in b.params if p.name == "embed.tokens.weight")
-        size = table.numel / table.grad_shards * 4.0
+        size = table.numel / table.state_shards * 4.0
         b.reduce.append(Op("tied.reduce", "communication", "all_reduce", "backward", bytes=size, link_bytes=size,
                            ranks=2, axis="pp", stride=stride * (degree - 1)))  # fmt: skip

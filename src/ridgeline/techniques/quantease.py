@@ -67,7 +67,8 @@ class QuantEase(WeightOnly):
             aside = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
             for p in b.params:
                 p.bytes_per_element += self.outliers * _HELD if p.name in aside else 0.0
-            b.forward = [changed(o, bytes=o.bytes + aside.get(o.param, 0.0)) for o in b.forward]
+            b.forward = [changed(o, bytes=o.bytes + aside[o.param], weight_bytes=o.weight_bytes + aside[o.param])
+                         if o.param in aside else o for o in b.forward]  # fmt: skip
 
         g = super().rewrite(g, e)
         return g.each_block(add, layers_only=True) if self.outliers else g

@@ -91,8 +91,8 @@ class RingAttention(Technique):
         g.length //= c
         g.residual /= c
         stride = e.stride("cp")
-        wide = pair * 4 / DTYPE_BYTES[g.dtype]  # gradients travel in fp32
-        g.closing.insert(0, lambda graph: _exchange(graph, pair, wide, c, stride))
+        elements = pair / DTYPE_BYTES[g.dtype]
+        g.closing.insert(0, lambda graph: _exchange(graph, elements, c, stride))
         return g
 
     def build(self, run: TrainBuild) -> None:
@@ -136,8 +136,9 @@ def _balanced(op: Op, c: int) -> Op:
     return changed(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
 
 
-def _exchange(g: Graph, pair: float, wide: float, c: int, stride: int) -> None:
-    """Keys and values round the ring in forward; once more, and their gradients back, in backward."""
+def _exchange(g: Graph, elements: float, c: int, stride: int) -> None:
+    """Keys and values round the ring in forward; once more, and their gradients back in fp32, in backward."""
+    pair, wide = elements * DTYPE_BYTES[g.dtype], elements * 4.0
 
     def ring(name: str, direction: str, behind: Op, size: float = pair) -> Op:
         return Op(name, "communication", "ring", direction, bytes=size, link_bytes=size, ranks=c, axis="cp",

@@ -28,6 +28,7 @@ class SparseGPT(Pruning):
         claim="50-60 % sparsity in one shot with little loss; a 175B model in under 4.5 hours",
         tolerance=0.05,
         quality="layer error and perplexity below Wanda's and magnitude pruning's at the same sparsity",
+        example={"pattern": "2:4"},
         runs_in=frozenset({"compress"}),
     )
 

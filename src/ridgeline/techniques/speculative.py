@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.result import Result
+from ridgeline.spec.serving import Scheduling, Speculation
 from ridgeline.techniques.base import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ class Speculative(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="2-3x faster decoding of T5-XXL, with identical outputs",
+        example={"acceptance": 0.7},
     )
     phase: ClassVar[Phase] = "loop"
 
@@ -40,6 +45,9 @@ class Speculative(Technique):
     """Longest n-gram that is looked for in the text so far; shorter ones follow."""
     draft: str = ""
     """Checkpoint directory of a smaller model with the same vocabulary that drafts instead."""
+    acceptance: float | None = Field(default=None, ge=0, lt=1)
+    """Probability that a drafted token is kept, for predictions: it depends on the text, so say what was measured.
+    None: predicted as if nothing were drafted."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -47,8 +55,21 @@ class Speculative(Technique):
         return []
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """How many drafts are accepted depends on the text: predicted as if none were."""
+        """Operators stay as they are; the simulated engine makes several tokens of a pass."""
         return g
+
+    def scheduling(self, s: Scheduling) -> None:
+        """What the simulation needs to know."""
+        if self.acceptance is not None:
+            model = ModelSpec.from_path(Path(self.draft)) if self.draft else None
+            s.speculation = Speculation(self.tokens, self.acceptance, model)
+
+    def note(self, e: Experiment, result: Result) -> None:
+        """What is assumed."""
+        known = self.acceptance is not None
+        result.notes.append(f"speculative: each draft is kept with probability {self.acceptance:g}, as stated" if known
+                            else "speculative: predicted as if nothing were drafted; state what share is kept with"
+                            " acceptance")  # fmt: skip
 
     def serve(self, run: ServeBuild) -> None:
         """Draft where it pays."""

@@ -183,7 +183,7 @@ def _divide_linear(op: Op, column: bool, tail: str, by: int) -> Op:
 
 def _sum_partial(g: Graph, t: int, sequence: bool) -> None:
     """One collective, once per step, for replicated parameters of which a rank's gradient is only a part."""
-    size = sum(p.numel / p.grad_shards * 4.0 * n for p, n in g.params if p.trainable and _is_partial(p.name, sequence))
+    size = sum(p.numel / p.state_shards * 4.0 * n for p, n in g.params if p.trainable and _is_partial(p.name, sequence))
     if size:
         size /= g.stages
         g.before_update.insert(0, Op("partial.reduce", "communication", "all_reduce", "update", bytes=size,

@@ -30,6 +30,9 @@ class ThreadBlockFolding(Technique):
         claim="hidden sizes to 12288 and lengths to 4096; EET runs a decoder layer 1.40-4.20x as fast as"
         " FasterTransformer 4.0 on an A100",
         requires=("fused_layers",),
+        unpredicted=dict.fromkeys(
+            ("pretrain", "finetune", "serve"), "a tile that is read again comes out of the cache"
+        ),
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 6

@@ -25,6 +25,7 @@ class Wanda(Pruning):
         claim="far better than magnitude pruning without any update of the weights",
         tolerance=0.09,
         quality="layer error and perplexity below magnitude pruning's at the same sparsity",
+        example={"pattern": "2:4"},
         runs_in=frozenset({"compress"}),
     )
 

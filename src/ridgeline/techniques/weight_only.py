@@ -178,9 +178,10 @@ def packed(
 
 def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
     """The product with weights of ``each`` bytes instead of ``wide``; rows and results stay as they are."""
-    _, out, inner = op.shape[-3:]
+    rows, out, inner = op.shape[-3:]
     weights = out * inner * op.experts
-    return changed(op, bytes=op.bytes - weights * (wide - each), weight_dtype=dtype)
+    return changed(op, bytes=rows * (out + inner) * wide + weights * each, weight_bytes=weights * each,
+                   weight_dtype=dtype)  # fmt: skip
 
 
 def in_int8(g: Graph, e: Experiment) -> Graph:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,16 +16,23 @@ from ridgeline.techniques.base import Card, Phase, Technique
 from ridgeline.techniques.mesh import reductions
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ridgeline.runtime.build import TrainBuild
+    from ridgeline.runtime.sharded_update import Among
 
 
 class Zero(Technique):
-    """ZeRO data parallelism on PyTorch's ``fully_shard``.
+    """ZeRO data parallelism.
 
-    Every stage keeps a rank's parameters, gradients and optimizer states as shards between steps. Stage 3 gathers a
-    block's parameters only while it runs, forward and backward; stage 2 keeps them gathered from forward to backward;
-    stage 1 also keeps unreduced gradients through gradient accumulation and reduces once per step. Without
-    accumulation stages 1 and 2 therefore do the same work.
+    On PyTorch's ``fully_shard`` every stage keeps a rank's parameters, gradients and optimizer states as shards between
+    steps. Stage 3 gathers a block's parameters only while it runs, forward and backward; stage 2 keeps them gathered
+    from forward to backward; stage 1 also keeps unreduced gradients through gradient accumulation and reduces once per
+    step. Without accumulation stages 1 and 2 therefore do the same work.
+
+    With ``mixed_precision:weights=low`` stage 3 shards the 16-bit weights and their fp32 masters. In stages 1 and 2, as
+    in DeepSpeed and Megatron-LM, the 16-bit weights stay whole on every rank; masters and moments (stage 2: summed
+    gradients too) are divided, and the new weights handed round after the update. Gradients are reduced in fp32.
     """
 
     card: ClassVar[Card] = Card(
@@ -98,8 +106,8 @@ class Zero(Technique):
         ranks, stride = (self.degree or e.data_parallel) * parts, e.stride("cp")
         copies = e.gradient_ranks // ranks
         low = g.dtype if g.dtype in ("bf16", "fp16") else None
-        if g.low_weights:
-            self._shard_lazily(g, ranks, stride)
+        if g.low_weights and self.stage < 3:
+            self._shard_update(g, ranks, stride)
         else:
             self._shard_fully(g, ranks, stride)
         if copies > 1:  # each shard's gradient is then averaged over the copies
@@ -126,6 +134,7 @@ class Zero(Technique):
         """
         low = g.dtype in ("bf16", "fp16")
         pipe = g.pipeline
+        g.gradients_resident = False
         reshard = self.reshards(pipe is not None)
         if pipe:
             g.layer_gathers = 1.0
@@ -153,35 +162,31 @@ class Zero(Technique):
             whole = replace(unit[0], params=[p for b in unit for p in b.params])
             unit[0].reduce += reductions(whole, "reduce_scatter", ranks, stride)
 
-    def _shard_lazily(self, g: Graph, ranks: int, stride: int) -> None:
-        """DeepSpeed's and Megatron's way: only what the stage names is divided; stages 1 and 2 hand the new weights
-        round once, after the update."""
-        g.reduce_every_micro_batch = self.stage >= 2 and not g.pipeline
+    def _shard_update(self, g: Graph, ranks: int, stride: int) -> None:
+        """DeepSpeed's and Megatron's way with 16-bit weights: they stay whole, and only what the stage names is
+        divided. New weights are handed round once, after the update."""
+        early = self.stage == 2 and not g.pipeline
+        g.reduce_every_micro_batch = early
+        g.gradients_resident = self.stage == 1
         for b in g.blocks:
             for p in b.params:
-                share = max(1, ranks // p.spread)
-                p.state_shards = share
-                p.grad_shards = share if self.stage >= 2 else 1
-                if self.stage == 3:
-                    p.shards, p.working_bytes = share, p.bytes_per_element
-            if self.stage == 3:
-                unshard = self._gathers([b], ranks, stride)
-                b.gather_forward += unshard
-                if b.name.startswith(("layers", "encoder")):
-                    b.gather_backward += unshard
+                p.state_shards = max(1, ranks // p.spread)
+                p.grad_shards = p.state_shards if early else 1
             b.reduce += reductions(b, "reduce_scatter", ranks, stride)
-        if self.stage < 3:
-            size = sum(p.numel * p.bytes_per_element * n for p, n in g.params if p.trainable) / g.stages
-            g.after_update.append(
-                Op("all_gather", "communication", "all_gather", "update", bytes=size, link_bytes=size, ranks=ranks,
-                   axis="dp", stride=stride)
-            )  # fmt: skip
+            sizes: dict[int, float] = {}
+            for p in (p for p in b.params if p.trainable):
+                sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.bytes_per_element
+            b.after_update += [changed(o, direction="update") for o in self._all_gathers(sizes, ranks, stride)]
 
     def _gathers(self, blocks: list[Block], ranks: int, stride: int) -> list[Op]:
-        """The gathers before some blocks; experts divided over ranks are gathered over fewer."""
+        """The gathers before some blocks."""
         sizes: dict[int, float] = {}
         for p in (p for b in blocks for p in b.params):
             sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.working_bytes
+        return self._all_gathers(sizes, ranks, stride)
+
+    def _all_gathers(self, sizes: dict[int, float], ranks: int, stride: int) -> list[Op]:
+        """``sizes``: bytes by the ranks that they are divided over already (experts), and are gathered without."""
         return [
             Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
                ranks=ranks // spread, axis="dp", stride=stride * spread)
@@ -190,41 +195,28 @@ class Zero(Technique):
         ]  # fmt: skip
 
     def build(self, run: TrainBuild) -> None:
-        """``fully_shard`` each block, then the rest; sums instead of averages; reduce late in stage 1."""
-        from contextlib import contextmanager
+        """``fully_shard`` each block, then the rest; sums instead of averages; reduce late in stage 1.
 
-        import torch
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        16-bit weights with master copies stay whole in stages 1 and 2, and only their update is divided.
+        """
+        if run.low_weights is not None and self.stage < 3:
+            from ridgeline.runtime.sharded_update import ShardedUpdate
 
-        assert run.mesh is not None
-        policy = MixedPrecisionPolicy()
-        if run.compute_dtype is not None:
-            policy = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-        if self.degree and self.degree < run.experiment.data_parallel:
-            mesh = run.mesh.pair(("outer",), ("inner", "cp"))
-        else:
-            mesh = run.mesh.sub("outer", "inner", "cp")
+            run.filled.append(lambda: ShardedUpdate(run, self.stage, self._among(run)).start())
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        from ridgeline.runtime.sharded_update import keep_wide
+
         reshard = self.reshards(len(run.chunks) > 1 or run.chunks[0] is not run.root)
-        for chunk in run.chunks:
-            for block in chunk.model.layers.children():
-                feed: Any = block.mlp
-                held = set()  # experts that are divided over ranks are shared by fewer
-                if run.experts_divided and hasattr(feed, "experts"):
-                    if run.mesh.size("outer", "cp") > 1:
-                        others = run.mesh.sub("outer", "cp")
-                        fully_shard(feed.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
-                    else:
-                        held = set(feed.experts.parameters())
-                fully_shard(
-                    block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=held or None
-                )
-            fully_shard(chunk, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-            self._prefetch([*chunk.model.layers.values()])
+        self._shard(run, reshard)
         sharded = [m for chunk in run.chunks for m in chunk.modules() if isinstance(m, FSDPModule)]
         for module in sharded:
             module.set_gradient_divide_factor(1.0)
             if run.device.type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
+            if run.low_weights is not None:
+                keep_wide(module)
 
         def release() -> None:
             # Without a backward nothing would free the gathered parameters, and the next forward would reuse them.
@@ -234,6 +226,7 @@ class Zero(Technique):
         run.after_evaluation = release
         root = run.root
         if not isinstance(root, FSDPModule):
+            run.sync = lambda last: nullcontext()
             return  # a pipeline's runtime gathers before its first action and reduces after its last
 
         @contextmanager
@@ -243,6 +236,50 @@ class Zero(Technique):
             yield
 
         run.sync = sync
+
+    def _shard(self, run: TrainBuild, reshard: bool) -> None:
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy()
+        if run.compute_dtype is not None or run.low_weights is not None:
+            policy = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
+        mesh, others = self._ranks(run)
+        for chunk in run.chunks:
+            for block in chunk.model.layers.children():
+                feed: Any = block.mlp
+                held = set()  # experts that are divided over ranks are shared by fewer
+                if run.experts_divided and hasattr(feed, "experts"):
+                    if others.size() > 1:
+                        fully_shard(feed.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
+                    else:
+                        held = set(feed.experts.parameters())
+                fully_shard(
+                    block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=held or None
+                )
+            fully_shard(chunk, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            self._prefetch([*chunk.model.layers.values()])
+
+    def _ranks(self, run: TrainBuild) -> tuple[DeviceMesh, DeviceMesh]:
+        """The ranks over which parameters are divided, and those over which experts are that are divided already."""
+        assert run.mesh is not None
+        others = run.mesh.sub("outer", "cp")
+        if self.degree and self.degree < run.experiment.data_parallel:
+            return run.mesh.pair(("outer",), ("inner", "cp")), others
+        return run.mesh.sub("outer", "inner", "cp"), others
+
+    def _among(self, run: TrainBuild) -> Callable[[str], Among | None]:
+        """The same by the name of a parameter; None: it is divided as far as it can be."""
+        from ridgeline.runtime.sharded_update import Among
+
+        mesh, others = self._ranks(run)
+
+        def among(name: str) -> Among | None:
+            if not run.experts_divided or ".experts." not in name:
+                return Among(mesh)
+            return Among(others, experts=True) if others.size() > 1 else None
+
+        return among
 
     def _prefetch(self, layers: list[Any]) -> None:
         """Tell each layer which ones to gather while it computes; PyTorch's own choice is the next one."""

@@ -139,7 +139,8 @@ class ZeroInfinity(Technique):
         folder, need = None, 0
         if "disk" in (weights, states):
             folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
-            need = disk_bytes(parts_of(run.root), weights, states, run.experiment.training.optimizer)
+            optimizer = run.experiment.training.optimizer
+            need = disk_bytes(parts_of(run.root), weights, states, optimizer, bool(run.masters))
         run.store = Store(run.device, folder, need)
         host = HostStates(run, run.store, states, weights, rest)
         if rest:

@@ -66,6 +66,8 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
     weights; ``twice``: two sets of gradients.
     """
     g.host_states = True
+    if g.low_weights and not g.bucket_bytes and not any(b.reduce for b in g.blocks):
+        g.gradients_resident = False  # the flat buffer belongs to the device's own update
     masters_on_disk = disk if weights_on_disk is None else weights_on_disk
     if not g.gradients_resident and not any(b.reduce for b in g.blocks):
         g.reduce_every_micro_batch = True  # nothing to wait for
@@ -73,12 +75,12 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
     staged = added = 0.0
     for b in g.blocks:
         for params, tiles in moved_together(b):
-            grads, weights, held, states = (size / tiles for size in _sizes(params, g, rest))
+            sent, grads, weights, held, states = (size / tiles for size in _sizes(params, g, rest))
             times = (b.repeat // g.stages or 1) * tiles
             if not grads:
                 g.host_bytes += held * times * (not masters_on_disk)
                 continue
-            out = [host_copy("offload.gradients", "d2h", grads, "backward")]
+            out = [host_copy("offload.gradients", "d2h", sent, "backward")]
             ops: list[Op] = []
             if disk:
                 out.append(host_copy("offload.gradients_out", "disk_write", grads, "backward"))
@@ -91,8 +93,8 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
                 ops.append(host_copy("offload.weights", "h2d", weights, "update"))
             after += ops * times
             g.host_bytes += (held * (not masters_on_disk) + (grads * (1 + twice) + states) * (not disk)) * times
-            if g.accumulation > 1 and g.reduce_every_micro_batch:
-                added = max(added, grads)
+            if sent < grads or (g.accumulation > 1 and g.reduce_every_micro_batch):
+                added = max(added, sent)
             staged = max(staged, held * masters_on_disk + (grads + states) * disk)
     # What arrives to be added; the part that is worked on, and the buffers through which others come and go.
     g.host_bytes += added + 4 * staged
@@ -105,21 +107,22 @@ def moved_together(b: Block) -> list[tuple[list[Param], int]]:
     return [([p for p in b.params if p.tiles == 1], 1), *tiled]
 
 
-def _sizes(params: list[Param], g: Graph, rest: bool) -> tuple[float, float, float, float]:
-    """Bytes of parameters: gradients as they travel, weights that go back, what the host keeps of weights, and the
-    optimizer's states. Under low weights the master copy counts among the states."""
-    grads = weights = held = states = 0.0
+def _sizes(params: list[Param], g: Graph, rest: bool) -> tuple[float, float, float, float, float]:
+    """Bytes of parameters: gradients as they travel and as they are summed, weights that go back, what the host keeps
+    of weights, and the optimizer's states. Under low weights the master copy counts among the states."""
+    sent = grads = weights = held = states = 0.0
     for p in params:
         if p.trainable:
             share = p.numel / max(p.grad_shards, p.state_shards)
-            grads += share * min(p.grad_bytes, 2.0 if g.low_weights else 4.0)
+            sent += share * min(p.grad_bytes, 2.0 if g.low_weights else 4.0)
+            grads += share * p.grad_bytes
             weights += share * p.bytes_per_element
             states += share * g.optimizer_bytes
     if rest:
         held = sum(p.stored_bytes for p in params)
     elif not g.low_weights:
         held = weights
-    return grads, weights, held, states
+    return sent, grads, weights, held, states
 
 
 def _both(size: float, what: str) -> list[Op]:

@@ -34,9 +34,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def assemble(run: TrainBuild, made: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
     """Build the techniques, given in canonical order, asserting after every phase what trains.
 
-    Between what divides parameters and what takes them or their gradients away, ``fill`` may give them memory, and
-    gradients that are parts are made whole after each backward: those partial over tensor-parallel ranks, and those of
-    a parameter that two stages hold.
+    Between what divides parameters and what takes them or their gradients away, ``fill`` may give them memory, and what
+    waits for their values is done; gradients that are parts are made whole after each backward: those partial over
+    tensor-parallel ranks, and those of a parameter that two stages hold.
     """
     run.assert_trainable()
     divided = False
@@ -53,6 +53,8 @@ def assemble(run: TrainBuild, made: list[Technique], fill: Callable[[TrainBuild]
             divided = True
             if fill:
                 fill(run)
+            for finish in run.filled:
+                finish()
             if run.partial or run.tied:
                 run.after_backward.append(complete)
         if technique is not None:

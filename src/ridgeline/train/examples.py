@@ -9,10 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
 
 TEMPLATES = {
     "chatml": (
@@ -69,9 +74,10 @@ class Template:
             raise TemplateError(message)
 
         env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
         )
         env.globals["raise_exception"] = refuse
+        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         try:
             self._template = env.from_string(self.source)
@@ -80,11 +86,10 @@ class Template:
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         """The text of ``messages``; with ``prompt`` it ends where the assistant is to begin. Raises BadRecord."""
-        from jinja2 import TemplateError
-
+        known = {"tools": None, "documents": None, **self.tokens}  # templates ask whether they are None
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **self.tokens)
-        except (TemplateError, TypeError) as e:
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **known)
+        except Exception as e:  # a template is a program, and its messages are anybody's
             raise BadRecord(f"the chat template does not take it: {e}") from None
 
     def example(self, messages: list[dict[str, Any]]) -> Example:
@@ -100,6 +105,22 @@ class Template:
                 raise BadRecord("the chat template changes earlier messages when later ones follow")
             answers.append((start, min(len(upto), len(text))))
         return Example(text, tuple(answers), ends=False)
+
+
+def _generation() -> type[Extension]:
+    """Jinja's ``{% generation %} … {% endgeneration %}``, by which Hugging Face's templates mark what the assistant
+    says. Here it writes what is in it."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return Generation
 
 
 def find_template(named: str | None, checkpoint: str | None) -> Template | None:

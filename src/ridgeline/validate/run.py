@@ -18,6 +18,8 @@ from ridgeline.validate.table import BadCell, Row, Skip, Table, read_table
 
 WORST = 5
 """Rows listed per file."""
+_HOLES = (ValueError, TypeError, ArithmeticError, LookupError, AssertionError)
+"""What a hole in a model may raise for one row: the others count all the same."""
 
 
 class Schema(Protocol):
@@ -154,7 +156,7 @@ def _file(name: str, schema: Schema, table: Table, progress: Callable[[str, int,
                     cases.append(replace(case, line=row.line))
         except (BadCell, UserError) as e:
             skipped.append(Skip(row.line, str(e)))
-        except (ValueError, ArithmeticError, LookupError, AssertionError) as e:  # a hole in a model: the others count
+        except _HOLES as e:
             skipped.append(Skip(row.line, f"cannot be predicted: {type(e).__name__}: {_first_line(e)}"))
         if progress and i % 64 == 0:
             progress(name, i, len(table.rows))

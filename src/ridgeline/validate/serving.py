@@ -29,11 +29,19 @@ REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
+ALONE = ", fields only"
+"""End of the groups of predictions that take nothing from the judged rows."""
+
 _WIDE = ("bf16", "fp16", "float16", "bfloat16", "half", "auto", "16")
 _INT8 = ("int8", "int8_wo", "w8a16")
 _FP8 = ("fp8", "fp8_block", "fp8_static", "fp8_e4m3", "fp8_kv", "mxfp8", "w8a8")
 _FOUR_BITS = ("fp4", "nvfp4", "mxfp4", "int4", "int4_wo", "awq", "awq_marlin", "gptq", "gptq_marlin", "w4a8", "w4a16",
               "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")  # fmt: skip
+
+
+def stated(prompt: int, output: int) -> dict[str, Any]:
+    """Workload fields as the row has them: exact lengths, and the engine's own token budget."""
+    return {"prompt_len": prompt, "output_len": output}
 
 
 def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
@@ -44,7 +52,7 @@ def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, A
     prompt beside the decoding batch (its times to the first token are the same multiple of a prefill at every length).
     """
     if backend == "trtllm":
-        return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": prompt + clients}
+        return {**stated(prompt, output), "max_num_batched_tokens": prompt + clients}
     mean = {"prompt_len": max(1, round(0.9 * prompt)), "output_len": max(1, round(0.9 * output))}
     return {**mean, "length_cv": 0.064}
 
@@ -64,19 +72,23 @@ def plan_of(model: ModelSpec, precision: str, backend: str) -> list[str]:
     raise UserError(f"precision {precision!r} is not known", "use bf16, fp16, fp8, int8 or fp4")
 
 
-def experiment(row: Row) -> Experiment:
-    """The row as an experiment. Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted."""
+def experiment(row: Row, inferred: bool = True) -> Experiment:
+    """The row as an experiment, of the load that :func:`harness` takes to be behind it, or as :func:`stated`.
+
+    Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted.
+    """
     prompt, output, clients = row.count("input_len"), row.count("output_len"), row.count("concurrency")
-    tp = row.count("tp", 1)
+    tp, ep = row.count("tp", 1), row.count("ep", 1, least=0)
     if row.count("pp", 1) > 1:
         raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")
     model = model_of(row)
     backend = row.text("backend", "vllm").lower()
     software = ALIASES.get(backend, backend)
-    fields = harness(software, prompt, output, clients)
+    fields = harness(software, prompt, output, clients) if inferred else stated(prompt, output)
     workload = Serve(concurrency=clients, requests=WAVES * clients, engine=backend, **fields)
     plan = plan_of(model, row.text("precision", "bf16"), software)
     plan += [f"tensor_parallel:degree={tp}"] if tp > 1 else []
+    plan += [f"expert_parallel:degree={ep}"] if ep > 1 else []
     return normalise(
         Experiment(
             model=long_enough(model, prompt + output),
@@ -105,8 +117,13 @@ def steady(e: Experiment) -> tuple[float, float]:
 
 
 def cases(row: Row) -> list[Case]:
-    """Mean time to the first token and per further token of one row."""
-    e = experiment(row)
+    """Mean time to the first token and per further token of one row, with what is taken of its load generator; and
+    what the row's own fields alone give."""
+    return [*_judged(row, True), *_judged(row, False)]
+
+
+def _judged(row: Row, inferred: bool) -> list[Case]:
+    e = experiment(row, inferred)
     w = e.workload
     assert isinstance(w, Serve)
     ttft, tpot = steady(e)
@@ -119,15 +136,15 @@ def cases(row: Row) -> list[Case]:
     stream = m.num_active_parameters / (e.world * device.memory_bandwidth)
     clients = float(w.concurrency or 1)
     same = (m.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
-    out = []
+    out, suffix = [], "" if inferred else ALONE
     for name, predicted, terms in (
         ("ttft_s", ttft, (flops, 1.0)),
         ("tpot_s", tpot, (stream, flops * clients / w.output_len, 1.0)),
     ):
         if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
             out.append(
-                Case(f"{group} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted, label=label,
-                     terms=terms, rivals=same if name == "tpot_s" else None, line=row.line,
+                Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), predicted,
+                     label=label, terms=terms, rivals=same if name == "tpot_s" and inferred else None, line=row.line,
                      spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
                      source=source_of(e.cluster))
             )  # fmt: skip

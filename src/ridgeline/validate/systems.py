@@ -20,17 +20,20 @@ class Reproduction(NamedTuple):
     result: Result
     predicted: float | None
     """The quantity that the paper reports; None: it reports none that can be compared."""
+    factor: float
+    """Half the width of its own 95 % interval, as a factor."""
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over reported."""
-        return None if self.predicted is None else self.predicted / self.system.reported.value
+        """Predicted over reported, counted alike."""
+        said = self.system.reported
+        return None if self.predicted is None else self.predicted / said.value / said.apart
 
     @property
     def holds(self) -> bool:
-        """Whether the plan fits the paper's cluster, and the prediction lies within the stated factor."""
+        """Whether the plan fits the paper's cluster, and the number lies in the prediction's own interval."""
         r = self.ratio
-        near = r is None or 1 / self.system.reported.within <= r <= self.system.reported.within
+        near = r is None or 1 / self.factor <= r <= self.factor
         return self.result.status == "ok" and near
 
 
@@ -47,4 +50,6 @@ def reproduce(system: System) -> Reproduction:
         predicted = result.metrics["tokens_per_s"].value / base.metrics["tokens_per_s"].value
     elif said.quantity:
         predicted = result.metrics[said.quantity].value
-    return Reproduction(system, e, result, predicted)
+    held = result.metrics["peak_bytes" if said.quantity == "states_bytes" else "tokens_per_s"]
+    factor = held.high / held.value if held.high else 1.0
+    return Reproduction(system, e, result, predicted, factor)

@@ -48,7 +48,7 @@ def experiment(row: Row) -> Experiment:
     micro = row.count("micro_batch", max(1, row.count("global_batch", ranks) // ranks))
     share = ranks * micro
     micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
-    workload = Pretrain(seq_len=row.count("seq_len"), batch_size=micros * share, micro_batch_size=micro)
+    workload = Pretrain(seq_len=row.count("seq_len", least=2), batch_size=micros * share, micro_batch_size=micro)
 
     def made(policy: str) -> Experiment:
         plan = Plan.parse(_plan(row, degrees, cluster.device, micros, policy))

@@ -50,9 +50,10 @@ def workloads(
 
 
 def make_prompts(
-    api: Api, data: str | None, tokenizer: str | None, vocab_size: int, shared: int, seed: int
+    api: Api, data: str | None, tokenizer: str | None, vocab_size: int, shared: int, seed: int, run: int = 0
 ) -> tuple[Prompts, str]:
-    """Prompts for an API, and what they are made of in a word. Chat takes text; completions take token ids."""
+    """Prompts for an API, and what they are made of in a word. Chat takes text; completions take token ids.
+    Prompts of another ``run`` are other ones."""
     known = None
     if tokenizer:
         from ridgeline.train.data import load_tokenizer
@@ -60,7 +61,7 @@ def make_prompts(
         known = load_tokenizer(tokenizer)
     if api == "completions" and data is None:
         below = known.get_vocab_size() if known else vocab_size
-        return RandomIds(below, seed, shared), f"random token ids below {below}"
+        return RandomIds(below, seed, shared, run), f"random token ids below {below}"
     from ridgeline.train.text import documents
 
     source, text = data or "stdlib", ""
@@ -69,8 +70,8 @@ def make_prompts(
         if len(text) >= _TEXT:
             break
     if known is None:
-        return Characters(text[:_TEXT], seed, shared), f"4 characters a token of {source}"
-    return TextIds(text[:_TEXT], known, api == "chat", seed, shared), f"pieces of {source}"
+        return Characters(text[:_TEXT], seed, shared, run), f"4 characters a token of {source}"
+    return TextIds(text[:_TEXT], known, api == "chat", seed, shared, run), f"pieces of {source}"
 
 
 def extra_fields(text: str) -> dict[str, Any]:

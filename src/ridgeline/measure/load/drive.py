@@ -31,6 +31,8 @@ class Drive:
     began: float
     ended: float
     interrupted: bool = False
+    template: int = 0
+    """Tokens that the server counts beside a prompt's own, as of a chat template: all prompts share those."""
 
 
 def drive(
@@ -59,7 +61,7 @@ class _Driver:
         self.endpoint, self.asked, self.prompts, self.concurrency = endpoint, asked, prompts, concurrency
         self.timeout, self.progress = timeout, progress
         self.records: list[Record] = []
-        self.settled = self.failed = 0
+        self.settled = self.failed = self.template = 0
 
     async def run(self, warmup: int) -> Drive:
         self.loop = asyncio.get_running_loop()
@@ -83,7 +85,7 @@ class _Driver:
             work.result()
         if self.concurrency and self.records:
             began = min(r.intended for r in self.records)
-        return Drive(self.records, began, ended, interrupted)
+        return Drive(self.records, began, ended, interrupted, self.template)
 
     async def _open(self, began: float) -> None:
         for i, request in enumerate(self.asked):
@@ -130,7 +132,9 @@ class _Driver:
 
     async def _warm(self, i: int) -> None:
         """One request of its own prompt, so that no cache of prompts is warmed for those that count."""
-        record, body = self._prepare(-1 - i, self.asked[i % len(self.asked)])
+        request = self.asked[i % len(self.asked)]
+        bare = i == 0 and isinstance(self.prompts.make(-1, 1), str)  # what is counted of one token is the template's
+        record, body = self._prepare(-1 - i, request._replace(prompt=1) if bare else request)
         record.intended = self.loop.time()
         over: list[Record] = []
         self.pool.send(body, record, over.append)
@@ -145,6 +149,8 @@ class _Driver:
                 raise refused(where, int(record.error.split()[1]), record.detail)
             raise UserError(f"the first request to {where} failed: {record.error}: {record.detail}",
                             "check the address, --api and --model")  # fmt: skip
+        if bare:
+            self.template = max(0, (record.prompt_tokens or 1) - 1)
 
     async def _watch(self) -> None:
         """Now and then: time-outs, and news for the progress bar."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -20,59 +24,106 @@ CHARACTERS_PER_TOKEN = 4
 PREFIX = 1 << 40
 """Index that the shared beginning is drawn by."""
 
+LETTERS = string.ascii_lowercase + string.digits
+MARK = 4
+"""Random tokens (or letters) at the beginning of a prompt's own part: pieces of a short text are often the same."""
+
 T = TypeVar("T")
+P = TypeVar("P", "RandomIds", "TextIds", "Characters")
 
 
 class Prompts(Protocol):
-    """Prompt ``index`` of ``length`` tokens; the same index and length always give the same prompt."""
+    """Prompt ``index`` of ``length`` tokens. A function of the seed, the run, the rate's number and these two alone."""
 
     def make(self, index: int, length: int) -> Prompt: ...  # noqa: D102
+
+    def at_rate(self, number: int) -> Prompts:
+        """The prompts of rate ``number`` of a sweep: other ones, behind the same shared beginning."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What random choices depend on, beside a prompt's index. A server's prefix cache outlives a run: prompts of one
+    run, or of one rate, must be no other's."""
+
+    seed: int = 0
+    run: int = 0
+    rate: int = 0
+
+    def generator(self, index: int) -> np.random.Generator:
+        """The generator of prompt ``index``; warm-up has negative ones."""
+        return np.random.Generator(np.random.PCG64([self.seed, self.run, self.rate, index & ((1 << 63) - 1)]))
 
 
 class RandomIds:
     """Token ids drawn evenly from a vocabulary. ``shared``: so many tokens at the beginning are the same in all."""
 
-    def __init__(self, vocab_size: int = LEAST_VOCABULARY, seed: int = 0, shared: int = 0) -> None:
-        self.vocab_size, self.seed = vocab_size, seed
-        self.prefix = _ids(seed, PREFIX, shared, vocab_size)
+    def __init__(self, vocab_size: int = LEAST_VOCABULARY, seed: int = 0, shared: int = 0, run: int = 0) -> None:
+        self.vocab_size, self.draw = vocab_size, Draw(seed, run)
+        self.prefix = self._ids(Draw(seed), PREFIX, shared)
+
+    def at_rate(self, number: int) -> RandomIds:
+        """Those of another rate."""
+        return _at_rate(self, number)
 
     def make(self, index: int, length: int) -> Prompt:
         """The prompt as token ids."""
         own = max(1, length - len(self.prefix))
-        return [*self.prefix[: length - own], *_ids(self.seed, index, own, self.vocab_size)]
+        return [*self.prefix[: length - own], *self._ids(self.draw, index, own)]
+
+    def _ids(self, draw: Draw, index: int, length: int) -> list[int]:
+        found: list[int] = draw.generator(index).integers(self.vocab_size, size=length).tolist()
+        return found
 
 
 class TextIds:
-    """Token ids of pieces of a text from random places; as text again where ``decoded``."""
+    """Token ids of pieces of a text from random places, each behind a few random ones of it; as text again where
+    ``decoded``."""
 
-    def __init__(self, text: str, tokenizer: Tokenizer, decoded: bool, seed: int = 0, shared: int = 0) -> None:
-        self.tokenizer, self.decoded, self.seed = tokenizer, decoded, seed
+    def __init__(
+        self, text: str, tokenizer: Tokenizer, decoded: bool, seed: int = 0, shared: int = 0, run: int = 0
+    ) -> None:
+        self.tokenizer, self.decoded, self.draw = tokenizer, decoded, Draw(seed, run)
         self.ids: list[int] = tokenizer.encode(_enough(text)).ids
-        self.prefix = _piece(self.ids, _start(seed, PREFIX, len(self.ids) - shared), shared)
+        self.prefix = _piece(self.ids, Draw(seed).generator(PREFIX), shared)
+
+    def at_rate(self, number: int) -> TextIds:
+        """Those of another rate."""
+        return _at_rate(self, number)
 
     def make(self, index: int, length: int) -> Prompt:
         """The prompt; decoded, it may count a token more or less where two pieces meet."""
         own = max(1, length - len(self.prefix))
-        ids = self.prefix[: length - own] + _piece(self.ids, _start(self.seed, index, len(self.ids) - own), own)
+        generator = self.draw.generator(index)
+        mark = [self.ids[i] for i in generator.integers(len(self.ids), size=min(MARK, own))]
+        ids = self.prefix[: length - own] + mark + _piece(self.ids, generator, own - len(mark))
         return str(self.tokenizer.decode(ids)) if self.decoded else ids
 
 
 class Characters:
-    """Pieces of a text from random places, about as long as wanted."""
+    """Pieces of a text from random places, about as long as wanted, each behind a few random letters."""
 
-    def __init__(self, text: str, seed: int = 0, shared: int = 0) -> None:
-        self.text, self.seed = _enough(text), seed
-        self.prefix = self._piece(PREFIX, shared * CHARACTERS_PER_TOKEN)
+    def __init__(self, text: str, seed: int = 0, shared: int = 0, run: int = 0) -> None:
+        self.text, self.draw = _enough(text), Draw(seed, run)
+        self.prefix = "".join(_piece(self.text, Draw(seed).generator(PREFIX), shared * CHARACTERS_PER_TOKEN))
+
+    def at_rate(self, number: int) -> Characters:
+        """Those of another rate."""
+        return _at_rate(self, number)
 
     def make(self, index: int, length: int) -> Prompt:
         """The prompt."""
         total = length * CHARACTERS_PER_TOKEN
         own = max(1, total - len(self.prefix))
-        return self.prefix[: total - own] + self._piece(index, own)
+        generator = self.draw.generator(index)
+        mark = "".join(LETTERS[i] for i in generator.integers(len(LETTERS), size=min(MARK, own)))
+        return self.prefix[: total - own] + mark + "".join(_piece(self.text, generator, own - len(mark)))
 
-    def _piece(self, index: int, length: int) -> str:
-        start = _start(self.seed, index, len(self.text) - length)
-        return "".join(_piece(list(self.text[start : start + length]), 0, length)) if length else ""
+
+def _at_rate(prompts: P, number: int) -> P:
+    other = copy.copy(prompts)
+    other.draw = replace(prompts.draw, rate=number)
+    return other
 
 
 def _enough(text: str) -> str:
@@ -81,22 +132,10 @@ def _enough(text: str) -> str:
     return text
 
 
-def _piece(units: list[T], start: int, length: int) -> list[T]:
-    """So many from ``start`` on, over again if there are too few."""
-    found = units[start : start + length]
+def _piece(units: Sequence[T], generator: np.random.Generator, length: int) -> list[T]:
+    """So many from a random place on, over again if there are too few."""
+    start = int(generator.integers(max(1, len(units) - length)))
+    found = list(units[start : start + length])
     while len(found) < length:
         found += units[: length - len(found)]
-    return found
-
-
-def _start(seed: int, index: int, room: int) -> int:
-    return int(_generator(seed, index).integers(max(1, room)))
-
-
-def _generator(seed: int, index: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64([seed, index & ((1 << 63) - 1)]))  # warm-up has negative indices
-
-
-def _ids(seed: int, index: int, length: int, vocab_size: int) -> list[int]:
-    found: list[int] = _generator(seed, index).integers(vocab_size, size=length).tolist()
     return found

@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+TEXTS = ("content", "reasoning_content", "reasoning")
+"""Where a chat's chunk may have text: the answer, and thoughts as older and newer servers name them."""
+
 
 @dataclass(slots=True)
 class Record:
@@ -96,7 +99,7 @@ class Record:
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         delta = choice.get("delta")
-        text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
+        text = choice.get("text") if delta is None else next((delta[k] for k in TEXTS if delta.get(k)), None)
         if text:
             self.chunks.append(now)
             self.end = now

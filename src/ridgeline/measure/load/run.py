@@ -34,6 +34,8 @@ class Settings:
     """Tokens at each prompt's beginning that are the same in all."""
     prompts: str = "random ids"
     """What prompts are made of."""
+    run: int = 0
+    """Number of the run, by which prompts differ from those of others."""
 
 
 def measure_load(
@@ -57,10 +59,10 @@ def measure_load(
         experiment_id=experiment.id if experiment else hashlib.sha256(key.encode()).hexdigest()[:12],
         name=(experiment.name if experiment else "") or label(endpoint.model, w),
         experiment=asked,
-        environment={**fingerprint(), **told, "load_average": load_average()},
+        environment={**fingerprint(), **told, "run": settings.run, "load_average": load_average()},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return summarise(d, w, result), d
+    return summarise(d, w, result, settings.shared_prefix), d
 
 
 def label(model: str, w: Serve) -> str:

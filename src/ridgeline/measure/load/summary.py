@@ -20,12 +20,15 @@ from ridgeline.spec.workload import Serve
 QUANTILES = (0.5, 0.9, 0.99)
 POINTS = 201
 """Of a stored distribution."""
+CHANCE = 4
+"""First tokens in which prompts may agree by chance; some caches count single tokens."""
 ON_TIME = 0.02
 """Share of the median time to first token that the median lateness of sending may make up."""
 
 
-def summarise(d: Drive, w: Serve, result: Result) -> Result:
-    """Fill a Result with what the run gave: metrics, distributions, checks, notes, status."""
+def summarise(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
+    """Fill a Result with what the run gave: metrics, distributions, checks, notes, status. ``shared``: tokens of the
+    beginning that all prompts have in common."""
     served = [r for r in d.records if r.ok]
     failed = [r for r in d.records if r.error and r.error != "interrupted"]
     _errors(result, d.records, failed)
@@ -74,6 +77,7 @@ def summarise(d: Drive, w: Serve, result: Result) -> Result:
         result.metrics["cached_share"] = _metric(
             sum(cached) / sum(said), "", "higher", "prompt tokens found in a cache"
         )
+        _cache(result, d, served, shared)
     if w.concurrency is None:
         result.metrics["offered_per_s"] = _metric(_offered(d.records), "requests/s", "", "as intended")
         result.metrics["schedule_lag_s"] = _metric(statistics.fmean(lags), "s", "lower", "sent after the intended time")
@@ -168,6 +172,23 @@ def _trust(result: Result, d: Drive, w: Serve, served: Sequence[Record]) -> None
         if last > 2 * early and last - early > 0.05:
             result.notes.append("TTFT grew all through the run: the server is asked for more than it gives, and the"
                                 " latencies depend on how long the run lasted")  # fmt: skip
+
+
+def _cache(result: Result, d: Drive, served: Sequence[Record], shared: int) -> None:
+    """Whether the workload itself explains what the server found in its prefix cache."""
+    explained = 0.0
+    counted = [(r.prompt_tokens, r.prompt_len) for r in served if r.prompt_tokens is not None]
+    for said, asked in counted:
+        denser = max(1.0, (said - d.template) / asked)  # text is cut by an estimate: the server may count more
+        explained += min(said, d.template + shared * denser + CHANCE)
+    share, got = explained / sum(said for said, _ in counted), result.metrics["cached_share"].value
+    check = Check(name="the workload explains the cached prompts", passed=got <= share, expected=share, got=got,
+                  note="expected: the most that its prompts share")  # fmt: skip
+    result.checks.append(check)
+    if not check.passed:
+        result.notes.append(f"{got:.0%} of the prompt tokens came out of the server's prefix cache, where the prompts"
+                            f" share {share:.0%} at most: the server has seen them before, and the latencies are not"
+                            " those of new prompts")  # fmt: skip
 
 
 def _offered(records: Sequence[Record]) -> float:

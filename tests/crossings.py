@@ -1,0 +1,29 @@
+"""Which crossings of techniques, families and options `make test` runs; the nightly `make test-all` runs every one.
+
+Whatever a case crosses has a test of its own besides, so that a case left for the night is never the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+SHARE = 4
+"""``make test`` runs one in so many crossings, drawn by their names."""
+
+
+def crossing(name: str, share: int = SHARE) -> list[Any]:
+    """The marks of the case ``name``: none, or that of a nightly one."""
+    return [pytest.mark.nightly] if crc32(name.encode()) % share else []
+
+
+def crossings(cases: Iterable[tuple[Any, ...]], share: int = SHARE, alone: int = 1) -> list[Any]:
+    """Cases as parameters of one argument, named by their parts; those of ``alone`` parts or fewer always run."""
+    out = []
+    for case in cases:
+        name = "+".join(map(str, case))
+        out.append(pytest.param(case, marks=crossing(name, share) if len(case) > alone else [], id=name))
+    return out

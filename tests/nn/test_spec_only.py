@@ -1,0 +1,70 @@
+"""A checkpoint whose family is predicted, not run: whatever loads it says so, and which families run."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.compressing import squeeze
+
+from ridgeline.cli import app
+from ridgeline.measure.evaluation import evaluate
+from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.packed_model import load_packed
+from ridgeline.serve.build import load_engine
+from ridgeline.spec.errors import UserError
+from ridgeline.train.adapters import merged_model
+from ridgeline.train.data import train_tokenizer
+
+SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+         "num_experts_per_tok": 2, "tie_word_embeddings": False}  # fmt: skip
+CONFIGS = {
+    "qwen3_moe": {**SIZES, "num_experts": 4, "moe_intermediate_size": 16, "intermediate_size": 16},
+    "gpt_oss": {**SIZES, "num_local_experts": 4, "intermediate_size": 16, "sliding_window": 16,
+                "quantization_config": {"quant_method": "mxfp4"}},
+}  # fmt: skip
+
+
+@pytest.fixture(params=CONFIGS)
+def folder(request, tmp_path):
+    """A checkpoint directory with a tokenizer, text to read, and examples to learn from."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": request.param, **CONFIGS[request.param]}))
+    save_file({"x": torch.zeros(1)}, path / "model.safetensors")
+    train_tokenizer(["a"], 258).save(str(path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("abcdefgh " * 1000)
+    (tmp_path / "examples.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    (tmp_path / "train.toml").write_text(
+        f'model = "{path}"\non = "local"\n[workload]\nkind = "pretrain"\nseq_len = 16\nbatch_size = 1\n'
+    )
+    return path
+
+
+def command(*args):
+    app(list(map(str, args)), standalone_mode=False)
+
+
+LOADS = {
+    "engine": load_engine,
+    "checkpoint": load_checkpoint,
+    "packed": load_packed,
+    "compress": lambda p: squeeze(p, p.parent / "out", "rtn"),
+    "eval": lambda p: evaluate({"checkpoint": str(p), "text": str(p.parent / "text.txt"), "seq_len": 16, "windows": 2,
+                                "prompt_len": 4, "output_len": 2}, torch.device("cpu"), print),
+    "merge": lambda p: merged_model(p, p),
+    "generate": lambda p: command("generate", p, "--prompt", "a"),
+    "serve": lambda p: command("serve", p, "--port", 0),
+    "finetune": lambda p: command("finetune", p, "--data", p.parent / "examples.jsonl", "--out", p.parent / "out"),
+    "train": lambda p: command("train", p.parent / "train.toml"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_every_path_that_loads_it_names_the_family_and_those_that_run(folder, load):
+    with pytest.raises(UserError) as e:
+        LOADS[load](folder)
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    assert f"family '{family}' is spec only" in e.value.what
+    assert all(name in e.value.fix for name in ("llama", "qwen3", "mixtral", "gpt2", "opt", "bert"))

@@ -1,0 +1,88 @@
+"""Effects that techniques are predicted to have, each against what its paper or its bytes say."""
+
+import json
+
+import pytest
+
+from ridgeline import catalog, experiments
+from ridgeline.graph import Op
+from ridgeline.graph.graph import changed
+from ridgeline.predict import predict
+from ridgeline.predict.kernel import op_time
+from ridgeline.spec.huggingface import to_hf_config
+from ridgeline.spec.serving import Speculation
+
+STEADY = {"kind": "serve", "concurrency": 1, "requests": 4, "prompt_len": 512, "output_len": 129}
+
+
+def metrics(plan, on="a100-80g-sxm", **workload):
+    r = predict(experiments.make("llama2-7b", on, {**STEADY, **workload}, plan))
+    assert r.status == "ok", r.reason
+    return {name: m.value for name, m in r.metrics.items()}, r
+
+
+def test_expected_tokens_of_a_draft_are_those_of_the_paper():
+    """arXiv:2211.17192, equation 1 and figure 2."""
+    for k, a in ((1, 0.5), (4, 0.7), (7, 0.9)):
+        assert Speculation(k, a).made == pytest.approx((1 - a ** (k + 1)) / (1 - a))
+    assert Speculation(4, 0.0).made == 1
+
+
+def test_accepted_drafts_divide_the_time_of_a_token():
+    plain, drafted = (metrics(p)[0]["tpot_s"] for p in ([], ["speculative:tokens=4,acceptance=0.7"]))
+    made = Speculation(4, 0.7).made
+    # Five rows wait for the same weights as one: at least the plain pass, and at most that and half of it again.
+    assert plain < drafted * made < 1.5 * plain
+    crowd = [metrics(p, concurrency=256, requests=512, engine="vllm")[0]["tokens_per_s"]
+             for p in ([], ["speculative:tokens=16,acceptance=0.1"])]  # fmt: skip
+    assert crowd[1] == pytest.approx(crowd[0]), "drafts that do not pay are left out"
+
+
+def test_a_drafting_model_takes_time_of_its_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(catalog.model("llama3.2-1b"))))
+    free, paid = (metrics([f"speculative:acceptance=0.8{draft}"])[0]["tpot_s"] for draft in ("", f",draft={tmp_path}"))
+    small = predict(experiments.make("llama3.2-1b", "a100-80g-sxm", STEADY, [])).metrics["tpot_s"].value
+    passes = (paid - free) * Speculation(4, 0.8).made
+    assert 0.5 * small < passes / 4 < small, "four passes of it, without the engine's own time between two iterations"
+
+
+def test_an_unknown_acceptance_is_said():
+    plain, (silent, result) = metrics([])[0], metrics(["speculative"])
+    assert silent == plain
+    assert any("acceptance" in note for note in result.notes)
+
+
+def test_sparse_cores_double_products_and_almost_halve_weights():
+    """arXiv:2104.08378: twice the dense rate; two bits for the place of every kept weight of sixteen."""
+    device = catalog.device("a100-80g-sxm")
+    op = Op("x", "mlp", "gemm", flops=2.0 * 8192**3, bytes=6.0 * 8192**2, dtype="bf16", shape=(8192, 8192, 8192))
+    assert op_time(op, device).seconds / op_time(changed(op, sparse=True), device).seconds == pytest.approx(2, rel=0.1)
+
+    def memory(plan, on="a100-80g-sxm"):
+        w = {"kind": "generate", "batch_size": 1, "prompt_len": 128, "output_len": 8, "engine": "vllm"}
+        r = predict(experiments.make("llama2-7b", on, w, plan))
+        return next(m.bytes for m in r.memory if m.category == "parameters"), r.metrics["tpot_s"].value
+
+    (dense, slow), (sparse, fast) = memory([]), memory(["wanda:pattern=2:4"])
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008) * 2
+    assert dense - sparse == pytest.approx((1 - 9 / 16) * layers)
+    assert 1 < slow / fast < 16 / 9
+    assert memory(["wanda"]) == memory([]), "scattered zeros are stored and multiplied"
+    assert memory(["wanda:pattern=2:4"], "v100-32g-sxm") == memory([], "v100-32g-sxm")
+    assert memory(["wanda:pattern=2:4", "gptq"]) == memory(["gptq"]), "codes have kernels of their own"
+
+
+def test_adapters_take_memory_of_the_cache_and_time():
+    plain, loaded = (metrics(p)[0] for p in ([], ["multi_adapter:adapters=16,rank=32"]))
+    held = 16 * 32 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008)) * 2
+    per_token = 2 * 32 * 32 * 128 * 2
+    assert plain["kv_cache_tokens"] - loaded["kv_cache_tokens"] == pytest.approx(held / per_token, abs=1)
+    assert loaded["tpot_s"] > plain["tpot_s"]
+
+
+def test_pads_cost_what_lengths_differ():
+    def rate(plan, cv):
+        fields = {"engine": "ridgeline", "concurrency": 16, "requests": 64, "length_cv": cv}
+        return metrics(["continuous_batching", *plan], **fields)[0]["tokens_per_s"]
+
+    assert rate(["padding_free"], 0.8) > 1.2 * rate([], 0.8)
