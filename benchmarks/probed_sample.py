@@ -22,6 +22,7 @@ from typing import Any
 from ridgeline import experiments
 from ridgeline.measure.ablate import measure_plan, order
 from ridgeline.measure.environment import fingerprint, load_average
+from ridgeline.measure.merge import merge
 from ridgeline.measure.probe import probe
 from ridgeline.predict import predict
 
@@ -55,7 +56,7 @@ def main() -> int:
         result = measure_plan(made[cell.plan], repeat=cell.repeat, memory=cell.repeat == 0)
         if result.status != "ok":
             raise SystemExit(f"{cell.plan}: {result.status}: {result.reason}")
-        runs[cell.plan].append({"tokens_per_s": result.metrics["tokens_per_s"].value, "load": busy or 0.0,
+        runs[cell.plan].append({"tokens_per_s": merge([result]).metrics["tokens_per_s"].value, "load": busy or 0.0,
                                 **({"peak_bytes": result.peak_bytes} if result.memory else {})})  # fmt: skip
         print(f"  {cell.plan}: {runs[cell.plan][-1]}", file=sys.stderr)
     rows = [_row(name, found) for name, found in runs.items()]

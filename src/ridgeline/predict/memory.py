@@ -114,12 +114,12 @@ def training_peak(g: Graph) -> Peak:
         late = 0.0
         if pipe.schedule == "zero_bubble":
             late = (min(rank, g.accumulation - 1) + 1) * sum(_output_gradients(b) * b.repeat for b in mine)
-        # What was sent stays until its gradient is back; one message of each kind is on its way in.
+        # One message is on its way out, and one of each kind on its way in.
         virtual = pipe.degree * pipe.chunks
         sends = sum(v < virtual - 1 for v in range(rank, virtual, pipe.degree))
         receives = sends + sum(v > 0 for v in range(rank, virtual, pipe.degree))
         peak = _rank_peak(g, mine, sizes, held, g.accumulation > held, late)
-        messages = (sends * held + receives) * g.residual
+        messages = (min(sends, 1) + receives) * g.residual
         peak.categories["activations"] = peak.categories.get("activations", 0.0) + messages
         if peak.total > best.total:
             best = Peak(peak.categories, f"{peak.instant}, stage {rank}")

@@ -20,19 +20,32 @@ if TYPE_CHECKING:
 _BACKWARD = {True: _ComputationType.BACKWARD_INPUT, False: _ComputationType.FULL_BACKWARD}
 
 
+class _GraphOf(torch.autograd.Function):
+    """The autograd graph behind a tensor, without its values: [...] of one element in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, [0] * x.dim(), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 class Stage(PipelineStage):
     """A stage that holds a message only while it is needed.
 
-    It is received into memory made for it, which goes with its use. What was sent goes when an answer shows that it has
-    arrived: an activation when its gradient is here, a gradient when an activation is that the stage before sent later.
+    It is received into memory allocated for it and freed after its use. A sent activation is freed before this stage
+    computes again, once it has arrived; its graph stays for the backward pass (Megatron-LM's
+    ``deallocate_pipeline_outputs``). A sent gradient is freed when the previous stage is known to have used it.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.sent: dict[int, list[dist.Work]] = {}
-        """Activations under way, by micro-batch."""
+        self.sent: list[dist.Work] = []
+        """Activations in flight."""
         self.returned: dict[int, list[dist.Work]] = {}
-        """Gradients under way, by micro-batch."""
+        """Gradients in flight, by micro-batch."""
         self.taken: dict[int, set[int]] = {}
         """Micro-batches whose gradients the stage before has used when it sends an activation."""
         self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
@@ -73,7 +86,9 @@ class Stage(PipelineStage):
 
     def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
         """Sends an activation; PyTorch would hold it to the end of the step."""
-        self.sent[chunk] = _send(super().get_fwd_send_ops(chunk))
+        self.sent += _send(super().get_fwd_send_ops(chunk))
+        outputs, inputs = self.fwd_cache[chunk]
+        self.fwd_cache[chunk] = tuple(map(_GraphOf.apply, outputs)), inputs
         return []
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
@@ -84,6 +99,7 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """The forward pass of a micro-batch."""
         self._begin()
+        self._free_sent()
         for done in self.taken.get(fwd_chunk_id, set()) & self.returned.keys():
             _wait(self.returned.pop(done))
         out = super().forward_one_chunk(fwd_chunk_id, *args, **options)
@@ -92,18 +108,25 @@ class Stage(PipelineStage):
         return out
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        """The backward pass of a micro-batch, whose activation has arrived: its gradient is here."""
-        _wait(self.sent.pop(bwd_chunk_id, []))
+        """The backward pass of a micro-batch."""
+        self._free_sent()
         out = super().backward_one_chunk(bwd_chunk_id, *args, **options)
         for info in self.grad_recv_info.get(bwd_chunk_id, ()):
             self._drop(info)
         return out
 
+    def _free_sent(self) -> None:
+        """Wait for the activations that were sent: the peer's receive comes before what this stage computes next in the
+        order of communication that both follow, so this cannot deadlock."""
+        _wait(self.sent)
+        self.sent = []
+
     def finish(self) -> None:
         """Wait for all that was sent."""
-        for works in (*self.sent.values(), *self.returned.values()):
+        self._free_sent()
+        for works in self.returned.values():
             _wait(works)
-        self.sent, self.returned = {}, {}
+        self.returned = {}
 
 
 def _send(ops: list[dist.P2POp]) -> list[dist.Work]:
