@@ -32,7 +32,7 @@ from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
 from ridgeline.nn import load_checkpoint, save_checkpoint
-from ridgeline.nn.packed_model import load_packed
+from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.runtime.solve.fold import readers
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment

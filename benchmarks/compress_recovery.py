@@ -29,9 +29,9 @@ from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
 from ridgeline.nn import load_checkpoint
-from ridgeline.nn.checkpoint import Reader
-from ridgeline.nn.packed_model import load_packed
-from ridgeline.nn.ternary import TernaryLinear
+from ridgeline.nn.checkpoint.checkpoint import Reader
+from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.nn.quant.ternary import TernaryLinear
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Compress
 

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 
 from ridgeline.compress.calibration import calibration_windows, held_out_windows, load_text
+from ridgeline.jobs.launch import Job, run_job
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
-from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Compress
 from ridgeline.techniques.matrix import CPU
-from ridgeline.train.launch import Job, run_job
 
 HERE = Path(__file__).parent
 OURS = {"gptq": "gptq", "quantease": "quantease", "rtn": "rtn"}

@@ -18,22 +18,22 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.environment import fingerprint
-from ridgeline.measure.generation import timed_generation
-from ridgeline.measure.probe import device_of
-from ridgeline.measure.probe_worker import probe_rank
-from ridgeline.nn.init import build
-from ridgeline.nn.meter import keep_freed_memory
-from ridgeline.nn.transformer import Transformer
+from ridgeline.measure.probing.probe import device_of
+from ridgeline.measure.probing.probe_worker import probe_rank
+from ridgeline.nn.memory.meter import keep_freed_memory
+from ridgeline.nn.model.init import build
+from ridgeline.nn.model.transformer import Transformer
 from ridgeline.predict import predict
-from ridgeline.runtime.build import Build
+from ridgeline.runtime.train_build import Build
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import check, normalise
-from ridgeline.train.engine import DTYPES
+from ridgeline.train.trainer import DTYPES
 
 MODEL = ModelSpec(
     name="bench-100m", family="llama", vocab_size=8000, hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=4,

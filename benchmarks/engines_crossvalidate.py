@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ridgeline.predict import engine
+from ridgeline.predict.serving.simulate import engine_costs as engine
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import generation, serving
-from ridgeline.validate.table import BadCell, read_table
+from ridgeline.validate import generation_rows as generation
+from ridgeline.validate import serving_rows as serving
+from ridgeline.validate.csv_table import BadCell, read_table
 
 START = {
     "vllm-2023": {"dispatch_s": 3e-5, "iteration_s": 3e-3, "sequence_s": 2e-4, "request_s": 2e-2, "spill_s": 5e-5},

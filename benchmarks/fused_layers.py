@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn import fused
-from ridgeline.nn.attention import Backend, Mask, naive_attention
-from ridgeline.nn.init import build
 from ridgeline.nn.kernels import functions, native
-from ridgeline.nn.loss import token_loss
-from ridgeline.nn.meter import keep_freed_memory
-from ridgeline.nn.mlp import gated
-from ridgeline.nn.norm import RMSNorm
+from ridgeline.nn.memory.meter import keep_freed_memory
+from ridgeline.nn.model import fused
+from ridgeline.nn.model.attention import Backend, Mask, naive_attention
+from ridgeline.nn.model.init import build
+from ridgeline.nn.model.loss import token_loss
+from ridgeline.nn.model.mlp import gated
+from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.spec.model import ModelSpec
-from ridgeline.techniques.fused_layers import chunk_rows
+from ridgeline.techniques.kernels.fused_layers import chunk_rows
 
 MODEL = ModelSpec(
     name="bench", family="llama", vocab_size=8000, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.meter import keep_freed_memory
+from ridgeline.nn.memory.meter import keep_freed_memory
 from ridgeline.predict import predict
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -24,7 +24,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import normalise
-from ridgeline.train.engine import Trainer
+from ridgeline.train.trainer import Trainer
 
 
 def experiment(steps, length, plan):

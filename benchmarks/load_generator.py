@@ -33,7 +33,7 @@ from ridgeline.measure.load.drive import drive
 from ridgeline.measure.load.endpoint import find_endpoint
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.summary import gaps
-from ridgeline.predict.arrivals import Request
+from ridgeline.predict.serving.arrivals import Request
 
 TTFT, GAP, TOKENS, PROMPT = 0.1, 0.02, 16, 128
 Times = list[tuple[float, list[float]]]
@@ -138,7 +138,7 @@ def _post(name: str, session: Any, url: str, body: dict[str, Any]) -> Any:
 
 def guidellm(program: str, url: str, rate: float, seconds: float, out: Path) -> dict[str, Any]:
     """Guidellm's own means on the same server, at a constant rate."""
-    from ridgeline.train.data import train_tokenizer
+    from ridgeline.data.batches import train_tokenizer
 
     folder = out / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)

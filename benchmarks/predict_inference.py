@@ -16,8 +16,9 @@ from pathlib import Path
 from ridgeline import experiments
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import generation, serving
-from ridgeline.validate.table import BadCell, read_table
+from ridgeline.validate import generation_rows as generation
+from ridgeline.validate import serving_rows as serving
+from ridgeline.validate.csv_table import BadCell, read_table
 
 
 def judge(path, schema):

@@ -26,8 +26,8 @@ from scipy.optimize import nnls
 
 from ridgeline import catalog
 from ridgeline.predict.calibrate import Sample, calibrate, family_of
-from ridgeline.predict.collective import collective_time
-from ridgeline.predict.kernel import op_time, peak_flops
+from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.predict.operators.kernel import op_time, peak_flops
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.efficiency import Efficiency
 from ridgeline.validate.samples import OPERATORS, samples

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from ridgeline.predict import pace
 from ridgeline.predict.predict import predict
+from ridgeline.predict.step.streams import pace
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import memory, training
+from ridgeline.validate import memory_rows as memory
+from ridgeline.validate import training_rows as training
 from ridgeline.validate.case import Case
-from ridgeline.validate.table import BadCell, read_table
+from ridgeline.validate.csv_table import BadCell, read_table
 
 KINDS = pace.GROUPS
 

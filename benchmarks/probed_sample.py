@@ -23,7 +23,7 @@ from ridgeline import experiments
 from ridgeline.measure.ablate import measure_plan, order
 from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.measure.merge import merge
-from ridgeline.measure.probe import probe
+from ridgeline.measure.probing.probe import probe
 from ridgeline.predict import predict
 
 MODEL = "llama-mini"

@@ -21,11 +21,11 @@ import torch
 
 from ridgeline import experiments
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.packed import Stored
-from ridgeline.runtime.compression import CompressBuild, Layer, Site, Together
+from ridgeline.nn.quant.packed import Stored
+from ridgeline.runtime.compress_build import CompressBuild, Layer, Site, Together
 from ridgeline.runtime.solve.statistics import Gram
 from ridgeline.spec.model import ModelSpec
-from ridgeline.techniques.qmoe import QMoE
+from ridgeline.techniques.quantization.qmoe import QMoE
 
 SHAPES = {"narrow": (64, 256, 128), "middling": (16, 512, 512), "wide": (4, 1024, 2048)}
 """Experts, hidden size, width of one expert."""

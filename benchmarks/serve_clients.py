@@ -27,16 +27,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from load_generator import run_guidellm
 from tests.serve.running import TEMPLATE, process
 
+from ridgeline.data.batches import load_tokenizer, train_tokenizer
 from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.measure.load.ask import EVEN
 from ridgeline.measure.load.endpoint import find_endpoint
 from ridgeline.measure.load.prompts import TextIds
-from ridgeline.measure.load.run import Settings, measure_load
-from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
-from ridgeline.nn.init import build
+from ridgeline.measure.load.run_load import Settings, measure_load
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from ridgeline.nn.model.init import build
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Serve
-from ridgeline.train.data import load_tokenizer, train_tokenizer
 
 VOCABULARY, CONTEXT, PROMPT, TOKENS = 2048, 512, 64, 16
 MODEL = {"family": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "num_layers": 4, "num_heads": 4,

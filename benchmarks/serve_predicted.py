@@ -19,7 +19,7 @@ from typing import Any
 from ridgeline import experiments
 from ridgeline.measure.ablate import measure_plan
 from ridgeline.measure.environment import fingerprint, load_average
-from ridgeline.measure.probe import probe
+from ridgeline.measure.probing.probe import probe
 from ridgeline.predict import predict
 from ridgeline.spec.experiment import Experiment
 

@@ -35,7 +35,7 @@ from tests.serve.running import lora, process, tiny
 from tests.serve.traffic import Traffic, hammer
 
 from ridgeline.measure.environment import fingerprint, load_average
-from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 
 SAMPLES = 200
 WARM = 0.05

@@ -36,10 +36,10 @@ import torch
 
 from ridgeline import catalog
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn import topk
-from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
-from ridgeline.nn.init import build
-from ridgeline.serve.build import DEFAULT_PLAN, load_engine, make_engine
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from ridgeline.nn.model.init import build
+from ridgeline.serve import topk
+from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine, make_engine
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.request import Request, Sampling
 from ridgeline.spec.experiment import Experiment
@@ -200,7 +200,7 @@ def _llama_cpp(folder: Path, prompt: list[int], new: int) -> dict[str, Callable[
         import llama_cpp
     except ImportError:
         return {}
-    from ridgeline.nn.formats.gguf import write_gguf
+    from ridgeline.nn.checkpoint.formats.gguf import write_gguf
 
     whole = folder / "fp32.gguf"
     write_gguf(folder, whole)
@@ -342,7 +342,7 @@ def search(checkpoint: Path, rounds: int, vocab: int = 128256) -> dict[str, Any]
 
 def adapters(checkpoint: Path, rounds: int, count: int = 16, new: int = 24) -> dict[str, Any]:
     """One request for each of ``count`` adapters: in one batch, and one after the other."""
-    from ridgeline.nn.peft import save_lora
+    from ridgeline.nn.checkpoint.peft import save_lora
     from ridgeline.spec.targets import chosen
 
     spec = ModelSpec.from_path(checkpoint)

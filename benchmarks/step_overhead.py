@@ -41,10 +41,10 @@ def main() -> None:
     args = parser.parse_args()
 
     from ridgeline.experiments import make
+    from ridgeline.jobs.worker import setup
     from ridgeline.measure.environment import fingerprint
     from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
-    from ridgeline.train.engine import Trainer
-    from ridgeline.train.worker import setup
+    from ridgeline.train.trainer import Trainer
 
     workload = {"kind": "pretrain", "seq_len": 128, "batch_size": 2, "steps": args.steps, "lr": 1e-3}
     e = make("llama-mini", "local", workload, [])

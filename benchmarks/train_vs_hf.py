@@ -37,8 +37,8 @@ def experiment(steps: int, plan: list[str]):
 def run_ridgeline(steps: int, plan: list[str]) -> dict:
     import torch
 
-    from ridgeline.train.engine import Trainer
-    from ridgeline.train.worker import setup
+    from ridgeline.jobs.worker import setup
+    from ridgeline.train.trainer import Trainer
 
     trainer = Trainer(experiment(steps, plan), setup(1))
     times, losses = [], []
@@ -56,9 +56,9 @@ def run_hf(steps: int, attention: str) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from ridgeline.nn.checkpoint import save_checkpoint
+    from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
     from ridgeline.runtime.optimizer import learning_rate
-    from ridgeline.train.engine import Trainer as Ours
+    from ridgeline.train.trainer import Trainer as Ours
 
     e = experiment(steps, [])
     ours = Ours(e)

@@ -60,7 +60,7 @@ class Answers:
 
 def serving_rows(path: Path) -> list[Any]:
     """Some rows of each asked model and layout."""
-    from ridgeline.validate.table import read_table
+    from ridgeline.validate.csv_table import read_table
 
     groups = defaultdict(list)
     for row in read_table(path):
@@ -71,7 +71,7 @@ def serving_rows(path: Path) -> list[Any]:
 
 def generation_rows(path: Path) -> list[Any]:
     """One repeat of every third configuration."""
-    from ridgeline.validate.table import read_table
+    from ridgeline.validate.csv_table import read_table
 
     groups = defaultdict(list)
     for row in read_table(path):
@@ -132,8 +132,9 @@ def ask_ridgeline(rows: list[tuple[Any, bool]], start_s: float) -> Answers:
     """Ridgeline's answers, through the functions that ``ridgeline validate`` uses."""
     import ridgeline
     from ridgeline.spec.errors import UserError
-    from ridgeline.validate import generation, serving
-    from ridgeline.validate.table import BadCell
+    from ridgeline.validate import generation_rows as generation
+    from ridgeline.validate import serving_rows as serving
+    from ridgeline.validate.csv_table import BadCell
 
     out = Answers("ridgeline", ridgeline.__version__, start_s)
     for row, served in rows:
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "vs_predictors.json")
     args = parser.parse_args()
     start = time.perf_counter()
-    from ridgeline.validate import generation, serving  # noqa: F401 (timed as an import)
+    from ridgeline.validate import serving_rows as serving  # noqa: F401 (timed as an import)
 
     start_s = time.perf_counter() - start
     from ridgeline.measure.environment import fingerprint

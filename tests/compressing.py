@@ -6,10 +6,10 @@ import torch
 
 from ridgeline import experiments
 from ridgeline.compress.driver import compress
-from ridgeline.nn.checkpoint import save_checkpoint
-from ridgeline.nn.init import build
+from ridgeline.data.batches import train_tokenizer
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.model.init import build
 from ridgeline.spec.model import ModelSpec
-from ridgeline.train.data import train_tokenizer
 
 LLAMA = {
     "family": "llama", "vocab_size": 258, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,

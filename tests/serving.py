@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from ridgeline import catalog
-from ridgeline.nn.init import build
-from ridgeline.nn.peft import save_lora, save_own, state_of
-from ridgeline.serve.build import DEFAULT_PLAN, make_engine
+from ridgeline.nn.checkpoint.peft import save_lora, save_own, state_of
+from ridgeline.nn.model.init import build
+from ridgeline.serve.build_engine import DEFAULT_PLAN, make_engine
 from ridgeline.serve.request import Request, Sampling
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import make
-from ridgeline.train.adapters import attach, load_adapter
+from ridgeline.train.adapter_folder import attach, load_adapter
 
 FIELDS = {"vocab_size": 300, "max_positions": 128, "num_layers": 2, "tie_embeddings": False}
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from tests.world import world
 
-from ridgeline.runtime.build import Batch, Batches
+from ridgeline.data.batches import IGNORE
+from ridgeline.runtime.train_build import Batch, Batches
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -18,8 +19,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import normalise
-from ridgeline.train.data import IGNORE
-from ridgeline.train.engine import Trainer
+from ridgeline.train.trainer import Trainer
 
 MODEL = ModelSpec(
     name="test-tiny", family="llama", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,

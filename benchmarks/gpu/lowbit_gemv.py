@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from ridgeline import catalog
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.packed import Packed
-from ridgeline.nn.packed_linear import PackedLinear
-from ridgeline.nn.ternary import VECTOR_LINES, ZEROS, Ternary, TernaryLinear
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.ternary import VECTOR_LINES, ZEROS, Ternary, TernaryLinear
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))
 ROWS = (1, 2, 4, 8, 16, 64, 256)

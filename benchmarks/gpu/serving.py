@@ -22,9 +22,9 @@ import torch
 
 from ridgeline import catalog
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.checkpoint import save_checkpoint
-from ridgeline.nn.init import build
-from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.model.init import build
+from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
 from ridgeline.serve.request import Request, Sampling
 from ridgeline.spec.model import ModelSpec
 

@@ -40,8 +40,8 @@ def cell(args: argparse.Namespace) -> None:
 
     import torch
 
-    from ridgeline.train.engine import Trainer
-    from ridgeline.train.worker import setup
+    from ridgeline.jobs.worker import setup
+    from ridgeline.train.trainer import Trainer
 
     device = setup(1)
     trainer = Trainer(experiment(args, PLANS[args.cell]), device)

@@ -13,9 +13,10 @@ from tests.training import write_corpus
 from ridgeline.compress.calibration import Hidden, calibration_windows
 from ridgeline.compress.driver import compress
 from ridgeline.compress.walk import Walker
+from ridgeline.data.batches import load_tokens
 from ridgeline.nn import build, save_checkpoint
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.runtime.compression import CompressBuild
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.runtime.compress_build import CompressBuild
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -23,7 +24,6 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Compress
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import techniques
-from ridgeline.train.data import load_tokens
 
 LLAMA = ModelSpec(
     name="llama", family="llama", vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from ridgeline.compress import driver as driving
 from ridgeline.compress.calibration import Hidden, calibration_windows, held_out_windows, load_text, own_windows
 from ridgeline.compress.driver import compress
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.packed import unpack_bits
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.quant.packed import unpack_bits
 from ridgeline.runtime.solve.grid import Affine, nearest
 from ridgeline.spec.errors import UserError
 

@@ -8,16 +8,16 @@ from tests.compress.conftest import with_outliers
 
 from ridgeline import experiments
 from ridgeline.compress.calibration import calibration_windows
+from ridgeline.data.batches import load_tokens
 from ridgeline.nn import build
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.formats import reader
-from ridgeline.nn.input_code import InputCode, fake_quantise
-from ridgeline.nn.packed_model import load_packed
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.checkpoint.formats import reader
+from ridgeline.nn.quant.activation_quant import InputCode, fake_quantise
+from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.runtime.solve.fold import fold, unfoldable
 from ridgeline.spec.errors import Incompatible, UserError
-from ridgeline.techniques.fptq import equaliser
+from ridgeline.techniques.quantization.fptq import equaliser
 from ridgeline.techniques.registry import check, normalise
-from ridgeline.train.data import load_tokens
 
 
 def rms(found, wanted):

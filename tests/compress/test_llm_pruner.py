@@ -6,14 +6,14 @@ from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze
 
 from ridgeline import experiments
 from ridgeline.graph import decode_graph, prefill_graph
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.init import build
-from ridgeline.nn.loss import token_loss
-from ridgeline.runtime.saliency import saliency
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.model.init import build
+from ridgeline.nn.model.loss import token_loss
 from ridgeline.runtime.structure import groups
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.model import ModelSpec
-from ridgeline.techniques.llm_pruner import LLMPruner, _in_blocks
+from ridgeline.techniques.pruning.llm_pruner import LLMPruner, _in_blocks
+from ridgeline.techniques.pruning.llm_pruner_torch import saliency
 from ridgeline.techniques.registry import techniques
 
 BIG = {**LLAMA, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 96}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.runtime.tweak import DISTANCES, HELD_OUT, batches, of_channels, of_outputs
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.spec.errors import Incompatible
+from ridgeline.techniques.quantization.norm_tweaking_torch import DISTANCES, HELD_OUT, batches, of_channels, of_outputs
 from ridgeline.techniques.registry import check, normalise
 
 PLAN = ("gptq:bits=2,group_size=32",)

@@ -5,8 +5,8 @@ import pytest
 from ridgeline import experiments
 from ridgeline.graph import prefill_graph
 from ridgeline.predict import predict
+from ridgeline.techniques.quantization.weight_only import WeightOnly, coded_weights
 from ridgeline.techniques.registry import make, registry
-from ridgeline.techniques.weight_only import WeightOnly, coded_weights
 
 
 def generation(*plan, on="a100"):

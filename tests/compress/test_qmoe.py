@@ -6,19 +6,19 @@ from safetensors.torch import load_file
 from tests.compressing import LLAMA, MIXTRAL, checkpoint, squeeze, text
 
 from ridgeline.compress import walk
-from ridgeline.nn.checkpoint import Reader, load_checkpoint
-from ridgeline.nn.generate import generate
-from ridgeline.nn.meter import Meter
-from ridgeline.nn.packed import Packed
-from ridgeline.nn.packed_model import load_packed
-from ridgeline.nn.ternary import Ternary as Code
-from ridgeline.nn.ternary import TernaryLinear
-from ridgeline.runtime.compression import Together
+from ridgeline.nn.checkpoint.checkpoint import Reader, load_checkpoint
+from ridgeline.nn.memory.meter import Meter
+from ridgeline.nn.model.generate import generate
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.nn.quant.ternary import Ternary as Code
+from ridgeline.nn.quant.ternary import TernaryLinear
+from ridgeline.runtime.compress_build import Together
 from ridgeline.runtime.solve.grid import Ternary, nearest
 from ridgeline.runtime.solve.sweep import relative_error, sweep
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.model import ModelSpec
-from ridgeline.techniques.qmoe import BATCH_ELEMENTS, QMoE
+from ridgeline.techniques.quantization.qmoe import BATCH_ELEMENTS, QMoE
 
 WIDE = {**MIXTRAL, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
 

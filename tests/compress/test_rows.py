@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.compress.test_sweep import error, layer
 
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.runtime.compression import CompressBuild, Layer, Site
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.runtime.compress_build import CompressBuild, Layer, Site
 from ridgeline.runtime.solve.fold import readers
 from ridgeline.runtime.solve.grid import Affine
 from ridgeline.spec.plan import Call

@@ -8,13 +8,13 @@ from torch.func import functional_call
 
 from ridgeline import experiments
 from ridgeline.graph import decode_graph
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.init import build
-from ridgeline.nn.loss import token_loss
-from ridgeline.runtime.shearing import BETA, HIGH, LOW, Gates, Shearing, _finished, masked, shear
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.model.init import build
+from ridgeline.nn.model.loss import token_loss
 from ridgeline.runtime.structure import smaller
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.model import ModelSpec
+from ridgeline.techniques.pruning.sheared_llama_torch import BETA, HIGH, LOW, Gates, Shearing, _finished, masked, shear
 from ridgeline.techniques.registry import techniques
 
 DEEP = {**LLAMA, "num_layers": 3}

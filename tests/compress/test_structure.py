@@ -5,7 +5,7 @@ import torch
 from tests.compressing import LLAMA, MIXTRAL
 from torch.func import functional_call
 
-from ridgeline.nn.init import build
+from ridgeline.nn.model.init import build
 from ridgeline.runtime.structure import cut, groups, scale
 from ridgeline.spec.model import ModelSpec
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ridgeline.runtime.solve.descend import descend
 from ridgeline.runtime.solve.grid import Affine, Ternary, nearest
 from ridgeline.runtime.solve.support import NM, Given, Unstructured
 from ridgeline.runtime.solve.sweep import relative_error, sweep, sweep_stack
+from ridgeline.techniques.quantization.quantease_torch import descend
 
 
 def layer(out, width, rows=None, seed=0, dtype=torch.float32):

@@ -6,7 +6,7 @@ import torch
 from ridgeline import experiments, nn
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rewritten
-from ridgeline.runtime.build import TrainBuild
+from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import check
 

@@ -5,7 +5,7 @@ import torch
 
 from ridgeline import catalog, experiments, nn
 from ridgeline.graph import prefill_graph, training_graph
-from ridgeline.graph.build import kv_cache_bytes
+from ridgeline.graph.build_graph import kv_cache_bytes
 
 
 def test_parameters_of_every_family(spec, twins):

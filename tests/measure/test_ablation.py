@@ -11,7 +11,7 @@ from tests.training import MODEL, experiment
 from ridgeline import catalog
 from ridgeline.experiments import load_ablation
 from ridgeline.measure.ablate import CellRef, cell_file, order, require_local, run_ablation
-from ridgeline.measure.cell import measure_cell
+from ridgeline.measure.cells.training_cell import measure_cell
 from ridgeline.measure.merge import merge, sameness
 from ridgeline.spec.ablation import Ablation
 from ridgeline.spec.device import Cluster
@@ -63,7 +63,7 @@ def test_an_ablation_survives_what_happens_to_it(spec, tmp_path):
     def kill(cell, message):
         events.append((cell, message))
         if cell == cells[2] and message.get("step") == 1:
-            ranks = [p for p in psutil.Process().children() if "ridgeline.train.worker" in " ".join(p.cmdline())]
+            ranks = [p for p in psutil.Process().children() if "ridgeline.jobs.worker" in " ".join(p.cmdline())]
             next(p for p in ranks if p.environ()["RANK"] == "1").send_signal(signal.SIGKILL)
 
     hit = run_ablation(spec, folder, watch=kill)

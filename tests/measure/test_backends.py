@@ -10,7 +10,7 @@ from tests.training import MODEL, experiment, train
 from ridgeline.measure import backends
 from ridgeline.measure.ablate import require_local
 from ridgeline.measure.backends import BACKENDS, require
-from ridgeline.measure.cell import measure_cell
+from ridgeline.measure.cells.training_cell import measure_cell
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.result import Result
 from ridgeline.techniques.registry import registry
@@ -126,7 +126,7 @@ def test_peft_trains_the_same_curve(corpus):
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 @pytest.mark.parametrize("plan", [("zero:stage=2",), ("zero:stage=3",)], ids=" ".join)
 def test_deepspeed_trains_the_same_curve(plan, corpus):
-    from ridgeline.train.launch import Job, run_job
+    from ridgeline.jobs.launch import Job, run_job
 
     e = experiment(corpus, *plan, ranks=2, grad_clip=0.2, micro_batch_size=1, lr=1e-2)
     ours = train(e, uneven=False)

@@ -14,14 +14,15 @@ from tests.compress.conftest import Bench
 from ridgeline import catalog, experiments
 from ridgeline.compress.calibration import held_out_windows, load_text, windows_of
 from ridgeline.compress.driver import compress
+from ridgeline.data.batches import load_tokenizer
 from ridgeline.measure.ablate import run_ablation
-from ridgeline.measure.compression import compression_cell
+from ridgeline.measure.cells.compression_cell import compression_cell
 from ridgeline.measure.evaluation import evaluate, stored_size
 from ridgeline.measure.harness import harness, require_harness
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.packed_model import load_packed
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.predict import predict
 from ridgeline.report.charts.pareto import frontier, pareto_chart
 from ridgeline.report.html import ablation_html
@@ -30,7 +31,6 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import normalise
-from ridgeline.train.data import load_tokenizer
 
 
 @pytest.fixture(scope="module")

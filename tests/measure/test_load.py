@@ -18,8 +18,8 @@ from ridgeline.measure.load.ask import make_prompts, workloads
 from ridgeline.measure.load.drive import drive
 from ridgeline.measure.load.endpoint import Endpoint, find_endpoint
 from ridgeline.measure.load.prompts import RandomIds
-from ridgeline.measure.load.run import measure_load
-from ridgeline.predict.arrivals import Request, requests
+from ridgeline.measure.load.run_load import measure_load
+from ridgeline.predict.serving.arrivals import Request, requests
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Serve
@@ -301,7 +301,7 @@ def test_workloads_as_written(tmp_path):
 
 
 def test_prompts_are_of_the_asked_length_and_share_what_they_should(tmp_path):
-    from ridgeline.train.data import train_tokenizer
+    from ridgeline.data.batches import train_tokenizer
 
     ids = RandomIds(1000, seed=1, shared=20)
     a, b = ids.make(0, 50), ids.make(1, 50)

@@ -8,7 +8,7 @@ from ridgeline.measure.ablate import measure_plan
 from ridgeline.measure.backends import require
 from ridgeline.measure.bench import merge_generation
 from ridgeline.predict import predict
-from ridgeline.serve.build import DEFAULT_PLAN
+from ridgeline.serve.build_engine import DEFAULT_PLAN
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan

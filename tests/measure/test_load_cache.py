@@ -11,16 +11,16 @@ pytest.importorskip("fastapi")
 from tests.serve.running import running, tiny
 
 from ridgeline import cli
+from ridgeline.data.batches import train_tokenizer
 from ridgeline.measure.load.ask import make_prompts
 from ridgeline.measure.load.drive import Drive
 from ridgeline.measure.load.endpoint import find_endpoint
 from ridgeline.measure.load.prompts import Characters, RandomIds, TextIds
 from ridgeline.measure.load.record import Record
-from ridgeline.measure.load.run import Settings, measure_load
+from ridgeline.measure.load.run_load import Settings, measure_load
 from ridgeline.measure.load.summary import summarise
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Serve
-from ridgeline.train.data import train_tokenizer
 
 CHECK = "the workload explains the cached prompts"
 

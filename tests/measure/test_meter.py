@@ -6,8 +6,8 @@ from tests.training import MODEL, experiment, make_trainer
 from tests.world import world
 from torch import nn
 
-from ridgeline.measure.cell import metered_step
-from ridgeline.nn.meter import Meter, process_memory
+from ridgeline.measure.cells.training_cell import metered_step
+from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.predict import predict
 from ridgeline.spec.result import MEMORY_CATEGORIES
 from ridgeline.techniques.matrix import pair_experiment

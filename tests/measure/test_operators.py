@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ridgeline import catalog
-from ridgeline.measure import operators
-from ridgeline.measure.probe import datasheet, gpu_device
-from ridgeline.predict.kernel import op_time
+from ridgeline.measure.probing import gpu_operators as operators
+from ridgeline.measure.probing.probe import datasheet, gpu_device
+from ridgeline.predict.operators.kernel import op_time
 from ridgeline.validate.samples import as_samples
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.graph import optimizer_ops, training_graph
-from ridgeline.measure.probe import probe
+from ridgeline.measure.probing.probe import probe
 from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
-from ridgeline.predict.kernel import find_rate
+from ridgeline.predict.operators.kernel import find_rate
 from ridgeline.techniques.registry import check
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.measure.probe import (
+from ridgeline.measure.probing.probe import (
     DECODE_REFERENCE,
     NARROW_STEPS,
     SERVED,
@@ -13,8 +13,8 @@ from ridgeline.measure.probe import (
     with_serving,
 )  # fmt: skip
 from ridgeline.predict import predict
-from ridgeline.predict.engine import find_engine
-from ridgeline.predict.iteration import Iterations
+from ridgeline.predict.serving.engine_costs import find_engine
+from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.spec.device import STEP_ROWS, Device, Rate
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import check, normalise

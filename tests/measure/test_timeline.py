@@ -6,8 +6,8 @@ from tests.training import MODEL, experiment, make_trainer
 from tests.world import world
 from torch import nn
 
-from ridgeline.measure.cell import metered_step
-from ridgeline.nn.timeline import Recorder, Timeline, record
+from ridgeline.measure.cells.training_cell import metered_step
+from ridgeline.nn.memory.timeline import Recorder, Timeline, record
 
 
 def recorded(trainer) -> Timeline:

@@ -6,18 +6,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from ridgeline.nn import build
-from ridgeline.nn.adapters.base import Tasks, merge, placed, put, unmerge
-from ridgeline.nn.adapters.bitfit import BitFitLinear
-from ridgeline.nn.adapters.bottleneck import BottleneckLinear
+from ridgeline.nn.adapters.adapter import Tasks, merge, placed, put, unmerge
 from ridgeline.nn.adapters.diff import OPEN, DiffLinear, _draw, open_chance, projected, settled
 from ridgeline.nn.adapters.dropout import Dropout
+from ridgeline.nn.adapters.lora_linear import LoRALinear
 from ridgeline.nn.adapters.mask import MaskLinear, pack, unpack
-from ridgeline.nn.lora import LoRALinear
-from ridgeline.nn.nf4 import NF4Linear
-from ridgeline.nn.quantised import IntLinear
+from ridgeline.nn.quant.nf4 import NF4Linear
+from ridgeline.nn.quant.quantized import IntLinear
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.targets import chosen, linears, matching, shortest
+from ridgeline.techniques.adapters.bitfit_torch import BitFitLinear
+from ridgeline.techniques.adapters.bottleneck_adapter_torch import BottleneckLinear
 
 SPEC = ModelSpec(
     name="test-tiny", family="llama", vocab_size=60, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2,

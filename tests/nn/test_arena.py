@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.nn.arena import ALIGNMENT, lower_bound, offsets, padded, writer_of
+from ridgeline.nn.memory.arena import ALIGNMENT, lower_bound, offsets, padded, writer_of
 
 SPANS = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(0, 40), st.integers(1, 20)).map(lambda s: (s[0], s[1], s[1] + s[2])),

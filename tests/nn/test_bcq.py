@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.nn.bcq import BinaryLinear, expand, fit, pack, unpack
-from ridgeline.nn.quantised import expanded
+from ridgeline.nn.quant.bcq import BinaryLinear, expand, fit, pack, unpack
+from ridgeline.nn.quant.quantized import expanded
 
 
 def weight(rows: int = 12, width: int = 128, seed: int = 0) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ridgeline.nn.codec import decode_blockwise8, dynamic_map, encode_blockwise8
+from ridgeline.nn.quant.codec import decode_blockwise8, dynamic_map, encode_blockwise8
 
 
 def numbers(n: int = 10_000, seed: int = 0) -> torch.Tensor:

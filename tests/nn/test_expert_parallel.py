@@ -10,8 +10,8 @@ from tests.nn.conftest import spec_of
 from tests.world import world
 from torch import nn
 
-from ridgeline.nn.expert_parallel import Exchange
-from ridgeline.nn.moe import MoE
+from ridgeline.nn.model.moe import MoE
+from ridgeline.techniques.parallel.expert_parallel_torch import Exchange
 
 TOKENS = 24
 

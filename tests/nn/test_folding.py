@@ -5,9 +5,9 @@ import torch
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_kernels import chunks_of, gradients, pair
 
-from ridgeline.nn import fused
 from ridgeline.nn.kernels import functions
-from ridgeline.nn.loss import token_loss
+from ridgeline.nn.model import fused
+from ridgeline.nn.model.loss import token_loss
 
 COLUMNS = 1024
 

@@ -3,11 +3,11 @@ import json
 import pytest
 import torch
 
-from ridgeline.nn.formats import formats, reader, writer
-from ridgeline.nn.formats.ridgeline import Ridgeline
-from ridgeline.nn.input_code import InputCode
-from ridgeline.nn.packed import Outliers, Packed
-from ridgeline.nn.ternary import Ternary
+from ridgeline.nn.checkpoint.formats import formats, reader, writer
+from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
+from ridgeline.nn.quant.activation_quant import InputCode
+from ridgeline.nn.quant.packed import Outliers, Packed
+from ridgeline.nn.quant.ternary import Ternary
 from ridgeline.spec.errors import UserError
 
 

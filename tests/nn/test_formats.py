@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.nn import build, save_checkpoint
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.formats import formats, reader, writer
-from ridgeline.nn.formats.compressed_tensors import CompressedTensors
-from ridgeline.nn.formats.gptq import GPTQFormat
-from ridgeline.nn.packed import Packed, pack_bits, unpack_bits
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.checkpoint.formats import formats, reader, writer
+from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
+from ridgeline.nn.checkpoint.formats.gptq import GPTQFormat
+from ridgeline.nn.quant.packed import Packed, pack_bits, unpack_bits
 from ridgeline.runtime.solve.grid import Affine, nearest
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
@@ -109,7 +109,7 @@ def checkpoint(folder, form, bits, group_size, symmetric, mixed=False, spec=SPEC
     """A random model whose linear layers are rounded and written in a format; returns the rounded model."""
     from safetensors.torch import save_file
 
-    from ridgeline.nn.hf_names import links
+    from ridgeline.nn.checkpoint.hf_names import links
 
     model = build(spec, seed=3)
     tensors, layers = {}, {}
@@ -182,7 +182,7 @@ def test_gptq_checkpoints_load(tmp_path, symmetric):
 def test_gguf_keeps_every_value(tmp_path, family, bits, group_size, symmetric, kind):
     import gguf
 
-    from ridgeline.nn.formats.gguf import write_gguf
+    from ridgeline.nn.checkpoint.formats.gguf import write_gguf
 
     own = {"qwen2": {"qkv_bias": True, "tie_embeddings": True}, "qwen3": {"qk_norm": True}}
     spec = SPEC.model_copy(update={"family": family, **own.get(family, {})})
@@ -201,7 +201,7 @@ def test_gguf_keeps_every_value(tmp_path, family, bits, group_size, symmetric, k
 @needs_gguf
 def test_transformers_loads_gguf(tmp_path):
     transformers = pytest.importorskip("transformers")
-    from ridgeline.nn.formats.gguf import write_gguf
+    from ridgeline.nn.checkpoint.formats.gguf import write_gguf
 
     ours = checkpoint(tmp_path / "c", CompressedTensors(), 4, 32, True)
     write_gguf(tmp_path / "c", tmp_path / "c" / "m.gguf")
@@ -213,7 +213,7 @@ def test_transformers_loads_gguf(tmp_path):
 
 @needs_gguf
 def test_gguf_says_what_it_cannot(tmp_path):
-    from ridgeline.nn.formats.gguf import blocks_of, require_gguf, write_gguf
+    from ridgeline.nn.checkpoint.formats.gguf import blocks_of, require_gguf, write_gguf
 
     with pytest.raises(UserError, match="3 bits"):
         blocks_of(packed(3), "m")

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from ridgeline.nn import codec, fp8
+from ridgeline.nn.quant import codec
+from ridgeline.techniques.precision import fp8_linear_torch as fp8
 
 
 def nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

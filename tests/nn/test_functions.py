@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from tests.nn.conftest import randomise, spec_of
 
 from ridgeline.nn import token_loss
-from ridgeline.nn.attention import Mask, flash_attention, naive_attention
-from ridgeline.nn.mlp import gated
-from ridgeline.nn.moe import MoE
-from ridgeline.nn.norm import RMSNorm
-from ridgeline.nn.rotary import Rotary, rotate
+from ridgeline.nn.model.attention import Mask, flash_attention, naive_attention
+from ridgeline.nn.model.mlp import gated
+from ridgeline.nn.model.moe import MoE
+from ridgeline.nn.model.norm import RMSNorm
+from ridgeline.nn.model.rotary import Rotary, rotate
 
 
 def normal(*shape, dtype=torch.float64, seed=0):

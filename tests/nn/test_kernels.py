@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ridgeline.nn import fused
-from ridgeline.nn.attention import Backend, naive_attention
-from ridgeline.nn.init import build
 from ridgeline.nn.kernels import functions, native
-from ridgeline.nn.loss import token_loss
+from ridgeline.nn.model import fused
+from ridgeline.nn.model.attention import Backend, naive_attention
+from ridgeline.nn.model.init import build
+from ridgeline.nn.model.loss import token_loss
 from ridgeline.spec.model import ModelSpec
 
 _LLAMA = {
@@ -127,7 +127,7 @@ def test_a_second_backward_is_refused():
 @needs_kernels
 def test_masked_softmax_of_rows_far_apart():
     q, k, v = (100 * torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(3))
-    from ridgeline.nn.attention import Mask
+    from ridgeline.nn.model.attention import Mask
 
     bias = torch.full((9, 9), torch.finfo(torch.float64).min / 2, dtype=torch.float64).triu(1)
     want = naive_attention(q, k[:, :2], v[:, :2], Mask(bias, False))
@@ -204,7 +204,7 @@ def test_a_compiler_that_hangs_or_fails_costs_a_notice(monkeypatch):
 
 
 def test_chunks_take_the_memory_of_the_hidden_states():
-    from ridgeline.techniques.fused_layers import CHUNK, chunk_rows
+    from ridgeline.techniques.kernels.fused_layers import CHUNK, chunk_rows
 
     assert chunk_rows(64, 512, 32) == 64
     assert chunk_rows(8192, 128256, 4096) == CHUNK * math.ceil(8192 * 4096 / 128256 / CHUNK)

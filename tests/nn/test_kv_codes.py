@@ -4,11 +4,11 @@ import pytest
 import torch
 from tests.nn.test_packed_model import SPEC
 
-from ridgeline.nn.generate import decode, make_cache, prefill
-from ridgeline.nn.init import build
-from ridgeline.nn.kv_codes import CodedCache
+from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.nn.model.init import build
+from ridgeline.nn.quant.quantized_kv import CodedCache
 from ridgeline.predict import predict
-from ridgeline.runtime.build import Build
+from ridgeline.runtime.train_build import Build
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_packed_linear import record, rows
 
-from ridgeline.nn.kernels.lowbit import lowbit_product
-from ridgeline.nn.packed import pack_bits
+from ridgeline.nn.kernels.lowbit_matmul import lowbit_product
+from ridgeline.nn.quant.packed import pack_bits
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])

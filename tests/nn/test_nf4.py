@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.nn.nf4 import NF4Linear, codebook, dequantise, expand, quantise, quantise_peaks
-from ridgeline.nn.quantised import expanded
+from ridgeline.nn.quant.nf4 import NF4Linear, codebook, dequantise, expand, quantise, quantise_peaks
+from ridgeline.nn.quant.quantized import expanded
 
 PUBLISHED = [  # arXiv:2305.14314, appendix E
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ridgeline.nn import packed_linear
-from ridgeline.nn.input_code import InputCode, code_input
-from ridgeline.nn.packed import Outliers, Packed
-from ridgeline.nn.packed_linear import PackedLinear
+from ridgeline.nn.quant import packed_linear
+from ridgeline.nn.quant.activation_quant import InputCode, code_input
+from ridgeline.nn.quant.packed import Outliers, Packed
+from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.lowbit import FEW_NIBBLES, held, held_bytes
 

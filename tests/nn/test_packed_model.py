@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from ridgeline.compress.output import config_of, their_tensors
-from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
-from ridgeline.nn.formats import writer
-from ridgeline.nn.init import build
-from ridgeline.nn.input_code import InputCode
-from ridgeline.nn.packed_linear import PackedLinear
-from ridgeline.nn.packed_model import PackedExperts, holds_codes, load_packed
-from ridgeline.runtime.compression import Layer
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from ridgeline.nn.checkpoint.formats import writer
+from ridgeline.nn.model.init import build
+from ridgeline.nn.quant.activation_quant import InputCode
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import PackedExperts, holds_codes, load_packed
+from ridgeline.runtime.compress_build import Layer
 from ridgeline.runtime.solve.grid import Affine
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config

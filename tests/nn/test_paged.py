@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ridgeline.nn import paged
-from ridgeline.nn.attention import BACKENDS, Mask
-from ridgeline.nn.paged import Layout, PagedCache, Piece
+from ridgeline.nn.memory import kv_pool as paged
+from ridgeline.nn.memory.kv_pool import Layout, PagedCache, Piece
+from ridgeline.nn.model.attention import BACKENDS, Mask
 
 EXTENTS = [(40, 30), (3, 5), (100, 9), (80, 12), (10, 2)]
 """(first slot, slots) of one sequence, in order."""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.serving import ask, engine, greedy, model, run
 
-from ridgeline.nn.kernels.paged import paged_decode
+from ridgeline.nn.kernels.paged_attention import paged_decode
 
 
 @pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 16), (6, 2, 24), (8, 1, 64)])

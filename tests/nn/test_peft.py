@@ -7,12 +7,12 @@ import torch
 from tests.nn.test_huggingface import hf_model
 
 from ridgeline.nn import load_checkpoint
-from ridgeline.nn.adapters.base import placed
-from ridgeline.nn.peft import load_lora, places, save_lora
+from ridgeline.nn.adapters.adapter import placed
+from ridgeline.nn.checkpoint.peft import load_lora, places, save_lora
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Call
 from ridgeline.spec.targets import chosen, linears
-from ridgeline.train.adapters import Loaded, attach, load_adapter, merged_model
+from ridgeline.train.adapter_folder import Loaded, attach, load_adapter, merged_model
 
 peft = pytest.importorskip("peft")
 

@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.nn import qft
-from ridgeline.nn.qft import IntegerEmbedding, IntegerLinear, encode_rows, expand, lion_rows, outliers_of, quantise
-from ridgeline.nn.quantised import expanded
+from ridgeline.nn.quant.quantized import expanded
+from ridgeline.techniques.optimizers import qft_linear_torch as qft
+from ridgeline.techniques.optimizers.qft_linear_torch import (
+    IntegerEmbedding,
+    IntegerLinear,
+    encode_rows,
+    expand,
+    lion_rows,
+    outliers_of,
+    quantise,
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.nn.semi_structured import is_2_4, use_sparse_cores
+from ridgeline.nn.quant.semi_structured import is_2_4, use_sparse_cores
 
 
 def pruned(out=128, width=128):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ridgeline.nn.formats import reader, writer
-from ridgeline.nn.packed import Packed
-from ridgeline.nn.sparse import Sparse
+from ridgeline.nn.checkpoint.formats import reader, writer
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.nn.quant.sparse import Sparse
 
 
 @pytest.mark.parametrize("shape", [(5, 70), (1, 32), (3, 1)])

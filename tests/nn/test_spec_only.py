@@ -8,13 +8,13 @@ from safetensors.torch import save_file
 from tests.compressing import squeeze
 
 from ridgeline.cli import app
+from ridgeline.data.batches import train_tokenizer
 from ridgeline.measure.evaluation import evaluate
-from ridgeline.nn.checkpoint import load_checkpoint
-from ridgeline.nn.packed_model import load_packed
-from ridgeline.serve.build import load_engine
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.serve.build_engine import load_engine
 from ridgeline.spec.errors import UserError
-from ridgeline.train.adapters import merged_model
-from ridgeline.train.data import train_tokenizer
+from ridgeline.train.adapter_folder import merged_model
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
          "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",

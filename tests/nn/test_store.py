@@ -8,9 +8,9 @@ from collections import namedtuple
 import pytest
 import torch
 
-from ridgeline.nn import store as module
-from ridgeline.nn.meter import Meter
-from ridgeline.nn.store import Store, check_folder, is_host, making, mark_host, on_host
+from ridgeline.nn.memory import tiered_store as module
+from ridgeline.nn.memory.meter import Meter
+from ridgeline.nn.memory.tiered_store import Store, check_folder, is_host, making, mark_host, on_host
 from ridgeline.spec.errors import UserError
 
 CPU = torch.device("cpu")

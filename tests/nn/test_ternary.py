@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ridgeline.nn import ternary
-from ridgeline.nn.ternary import PAIRS, WORDS, ZEROS, Ternary, dictionary
+from ridgeline.nn.quant import ternary
+from ridgeline.nn.quant.ternary import PAIRS, WORDS, ZEROS, Ternary, dictionary
 
 
 def drawn(out, width, zeros, seed=0):

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from tests.nn.interpreter import DEVICE
 from tests.nn.test_ternary import coded, drawn
 
-from ridgeline.nn.kernels.ternary import ternary_product
-from ridgeline.nn.ternary import Ternary
+from ridgeline.nn.kernels.ternary_decode import ternary_product
+from ridgeline.nn.quant.ternary import Ternary
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.6, 0.885, 1.0])

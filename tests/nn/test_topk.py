@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ridgeline.nn import topk
+from ridgeline.serve import topk
 
 
 @pytest.mark.parametrize("width", [5, 127, 128, 129, 1000, 32000])

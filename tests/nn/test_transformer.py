@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ridgeline.nn import (
     build,
     decode,
-    generate,
     init_weights,
     load_checkpoint,
     load_into,
@@ -21,7 +20,8 @@ from ridgeline.nn import (
     save_checkpoint,
     token_loss,
 )
-from ridgeline.nn.transformer import Transformer
+from ridgeline.nn.model import generate
+from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 

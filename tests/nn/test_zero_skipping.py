@@ -3,10 +3,10 @@ import torch
 from tests.compressing import LLAMA
 from torch import nn
 
-from ridgeline.nn.attention import Mask, find_backend, make_mask, naive_attention
-from ridgeline.nn.init import build
-from ridgeline.nn.zero_skipping import SkippingLinear, Tally, skipping_attention
+from ridgeline.nn.model.attention import Mask, find_backend, make_mask, naive_attention
+from ridgeline.nn.model.init import build
 from ridgeline.spec.model import ModelSpec
+from ridgeline.techniques.pruning.zero_skipping_torch import SkippingLinear, Tally, skipping_attention
 
 
 def rectified(*shape, seed=0):
@@ -103,8 +103,8 @@ def test_attention_error_is_bounded(threshold):
 
 
 def test_whole_model_decodes_alike():
-    from ridgeline.nn.generate import generate
-    from ridgeline.nn.mlp import MLP
+    from ridgeline.nn.model.generate import generate
+    from ridgeline.nn.model.mlp import MLP
 
     spec = ModelSpec(**{**LLAMA, "activation": "relu", "gated": False})
     model = build(spec)

@@ -8,8 +8,8 @@ import pytest
 from ridgeline import catalog
 from ridgeline.graph import Op
 from ridgeline.predict.calibrate import Sample, calibrate
-from ridgeline.predict.collective import collective_time
-from ridgeline.predict.kernel import op_time
+from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.predict.operators.kernel import op_time
 from ridgeline.spec.device import Cluster
 
 DEVICE = catalog.device("a100-80g-sxm")

@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline import catalog
 from ridgeline.graph import Op
-from ridgeline.predict.collective import collective_time
+from ridgeline.predict.operators.collective_time import collective_time
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast")
 

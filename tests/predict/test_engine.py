@@ -8,8 +8,8 @@ from ridgeline import catalog, experiments
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.layers import distinct_experts
 from ridgeline.predict.common import rank_cluster
-from ridgeline.predict.engine import ENGINES, find_engine
-from ridgeline.predict.iteration import GRID, Iterations, one_shot
+from ridgeline.predict.serving.engine_costs import ENGINES, find_engine
+from ridgeline.predict.serving.iteration_time import GRID, Iterations, one_shot
 from ridgeline.spec.errors import UserError
 from ridgeline.techniques.registry import check
 

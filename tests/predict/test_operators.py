@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ridgeline import catalog
 from ridgeline.graph import Op
-from ridgeline.predict.host import host_time
-from ridgeline.predict.kernel import op_time, peak_flops, roof_seconds
+from ridgeline.predict.operators.host_work import host_time
+from ridgeline.predict.operators.kernel import op_time, peak_flops, roof_seconds
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device, Link
 
 GPUS = [n for n in catalog.devices() if catalog.device(n).kind == "gpu"]

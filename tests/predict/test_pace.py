@@ -1,7 +1,7 @@
 """The pace of a training step: where it applies."""
 
 from ridgeline import catalog
-from ridgeline.predict.pace import ALONE, TRAINING, group, throttle, training_pace
+from ridgeline.predict.step.pace import ALONE, TRAINING, group, throttle, training_pace
 from ridgeline.spec.device import Rate
 
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.predict.test_scheduler import Toy
 
-from ridgeline.predict.arrivals import Request
-from ridgeline.predict.packed import PackedSimulation
+from ridgeline.predict.serving.arrivals import Request
+from ridgeline.predict.serving.native_schedule import PackedSimulation
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.serving import Limits, Scheduling
+from ridgeline.spec.scheduling import Limits, Scheduling
 from ridgeline.techniques.registry import techniques
 
 PLANS = [
@@ -39,7 +39,7 @@ def real(made, plan, asked, **work):
     """(tokens of each sequence, step by step; preemptions) of the real engine, all requests there at once."""
     from tests.serving import ask, experiment
 
-    from ridgeline.serve.build import make_engine
+    from ridgeline.serve.build_engine import make_engine
 
     engine = make_engine(experiment(made.spec, plan, **work), __import__("torch").device("cpu"), made)
     engine.sampler.ends = engine.eos = frozenset()

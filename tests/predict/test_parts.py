@@ -4,11 +4,11 @@ import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.graph import Block, Graph, Op, Param, Saved
-from ridgeline.predict.collective import collective_time, path
-from ridgeline.predict.kernel import op_time, roof_seconds
-from ridgeline.predict.memory import training_peak
+from ridgeline.predict.operators.collective_time import collective_time, path
+from ridgeline.predict.operators.kernel import op_time, roof_seconds
 from ridgeline.predict.predict import predict
-from ridgeline.predict.step import simulate
+from ridgeline.predict.step.peak_memory import training_peak
+from ridgeline.predict.step.streams import simulate
 from ridgeline.spec.device import Cluster, Device, Link, Rate
 from ridgeline.spec.efficiency import CollectiveConstants, Efficiency
 

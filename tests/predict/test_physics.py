@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from ridgeline import catalog, experiments
 from ridgeline.graph import Op, training_graph
 from ridgeline.predict import predict
-from ridgeline.predict.collective import collective_time
 from ridgeline.predict.common import rewritten
-from ridgeline.predict.kernel import op_time, roof_seconds
+from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.predict.operators.kernel import op_time, roof_seconds
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.registry import check

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.training import MODEL, experiment, make_trainer, write_corpus
 
-from ridgeline.measure.cell import metered_step
+from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.kernels import native
 from ridgeline.predict import predict
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.predict.arrivals import Request
-from ridgeline.predict.scheduler import Limits, Simulation
+from ridgeline.predict.serving.arrivals import Request
+from ridgeline.predict.serving.discrete_events import Limits, Simulation
 
 
 class Toy:

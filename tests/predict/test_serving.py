@@ -12,8 +12,8 @@ import pytest
 
 from ridgeline import experiments
 from ridgeline.predict import predict
-from ridgeline.predict.arrivals import read_trace, requests
-from ridgeline.predict.serving import percentile, weighted_percentiles
+from ridgeline.predict.serving.arrivals import read_trace, requests
+from ridgeline.predict.serving.simulate import percentile, weighted_percentiles
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import Serve
 

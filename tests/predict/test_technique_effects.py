@@ -8,9 +8,9 @@ from ridgeline import catalog, experiments
 from ridgeline.graph import Op
 from ridgeline.graph.graph import changed
 from ridgeline.predict import predict
-from ridgeline.predict.kernel import op_time
+from ridgeline.predict.operators.kernel import op_time
 from ridgeline.spec.huggingface import to_hf_config
-from ridgeline.spec.serving import Speculation
+from ridgeline.spec.scheduling import Speculation
 
 STEADY = {"kind": "serve", "concurrency": 1, "requests": 4, "prompt_len": 512, "output_len": 129}
 

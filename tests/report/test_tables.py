@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ridgeline.measure.compare import compare
-from ridgeline.report.dissect import attributed, breakdown_table, grouped, memory_table
+from ridgeline.report.dissection import attributed, breakdown_table, grouped, memory_table
 from ridgeline.report.table import Column, Table, html, markdown
 from ridgeline.report.tables import (
     ablation_tables,

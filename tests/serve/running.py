@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import torch
 from tests.compressing import LLAMA, checkpoint
 
-from ridgeline.nn.peft import save_lora, state_of
+from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.serve.app import create_app
-from ridgeline.serve.build import DEFAULT_PLAN, load_engine
-from ridgeline.serve.loop import Limits
+from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
+from ridgeline.serve.engine_loop import Limits
 from ridgeline.serve.server import Server, make_service
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.registry import make

@@ -14,9 +14,9 @@ from ridgeline.serve.batching import Batches, CostTable, free, measure_costs
 from ridgeline.serve.request import Request
 from ridgeline.serve.sequence import Group, Sequence
 from ridgeline.spec.errors import Incompatible
-from ridgeline.spec.serving import Limits
-from ridgeline.techniques.length_dp import dp_batches
-from ridgeline.techniques.multi_adapter import two_stage_batches
+from ridgeline.spec.scheduling import Limits
+from ridgeline.techniques.serving.length_dp import dp_batches
+from ridgeline.techniques.serving.multi_adapter import two_stage_batches
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=9)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.serving import ask, engine, model, run
 
-from ridgeline.nn.checkpoint import save_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 
 transformers = pytest.importorskip("transformers")
 

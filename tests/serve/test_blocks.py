@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.serve.blocks import Blocks, runs
+from ridgeline.serve.block_manager import Blocks, runs
 from ridgeline.serve.request import Request
 from ridgeline.serve.sequence import Group, Sequence
 

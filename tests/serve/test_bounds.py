@@ -10,9 +10,9 @@ import pytest
 from tests.serve.running import CONTEXT, running
 from tests.serve.test_reliability import Slow, call, error, opened
 
-from ridgeline.serve import text
+from ridgeline.serve import detokenize as text
 from ridgeline.serve.bodies import WrongBody, parse
-from ridgeline.serve.loop import Limits
+from ridgeline.serve.engine_loop import Limits
 from ridgeline.serve.openai import ChatCompletion, Completion, Detokenize, Embedding
 
 JSON = "application/json"

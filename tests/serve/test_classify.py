@@ -9,13 +9,13 @@ from tests.serve.test_reliability import call, error
 from tests.serving import engine, model, run
 from tests.training import experiment
 
-from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
+from ridgeline.data.batches import train_tokenizer
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ridgeline.serve.request import Invalid, Request
 from ridgeline.serve.service import Labels
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import check
-from ridgeline.train.data import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 NAMES = ["good", "bad", "neither"]

@@ -14,7 +14,7 @@ from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
 from ridgeline.measure.wire import Wire
 from ridgeline.predict.common import rewritten
-from ridgeline.serve.build import make_engine, make_follower
+from ridgeline.serve.build_engine import make_engine, make_follower
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment

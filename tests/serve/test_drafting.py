@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.serving import alone, ask, engine, greedy, model, run, spec
 
-from ridgeline.nn.checkpoint import save_checkpoint
-from ridgeline.nn.init import build
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.model.init import build
 from ridgeline.serve.drafting import TERM, TRIAL, Drafting, lookup
 from ridgeline.spec.errors import UserError
 

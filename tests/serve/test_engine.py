@@ -299,8 +299,8 @@ def test_a_decoder_embeds_too(llama):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
 def test_a_pool_of_codes_gives_the_tokens_of_the_coded_cache(dtype):
-    from ridgeline.nn.generate import generate
-    from ridgeline.nn.kv_codes import CodedCache
+    from ridgeline.nn.model.generate import generate
+    from ridgeline.nn.quant.quantized_kv import CodedCache
 
     made = model()
     got, _ = run(

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from ridgeline.data.batches import train_tokenizer
+from ridgeline.serve.detokenize import Job, Vocabulary
 from ridgeline.serve.grammar import MAX_DEPTH, Grammars, Matcher
 from ridgeline.serve.request import Event, Invalid, Request, Sampling
-from ridgeline.serve.text import Job, Vocabulary
-from ridgeline.train.data import train_tokenizer
 
 WORDS = Vocabulary(train_tokenizer(['{"name": "ab", "count": 12}'] * 5, 290), 300)  # ten ids without a token
 GRAMMARS = Grammars(WORDS, frozenset([0]))

@@ -12,12 +12,12 @@ import torch
 from tests.crossings import crossing
 from tests.serving import ask, collect, run
 
-from ridgeline.nn import packed_linear
-from ridgeline.nn.generate import make_cache
-from ridgeline.nn.init import build
-from ridgeline.nn.packed_linear import PackedLinear
-from ridgeline.runtime.build import Build
-from ridgeline.serve.build import make_engine
+from ridgeline.nn.model.generate import make_cache
+from ridgeline.nn.model.init import build
+from ridgeline.nn.quant import packed_linear
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.runtime.train_build import Build
+from ridgeline.serve.build_engine import make_engine
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
-from ridgeline.nn.arena import lower_bound, padded
+from ridgeline.nn.memory.arena import lower_bound, padded
 from ridgeline.serve.request import Request
 from ridgeline.spec.errors import Incompatible
-from ridgeline.techniques.dynamic_memory import place_in_buffers
-from ridgeline.techniques.length_aware_memory import CHUNK, place_in_chunks
+from ridgeline.techniques.serving.dynamic_memory import place_in_buffers
+from ridgeline.techniques.serving.length_aware_memory import CHUNK, place_in_chunks
 
 SPANS = st.lists(
     st.tuples(st.integers(1, 3 << 20), st.integers(0, 40), st.integers(1, 20)).map(lambda s: (s[0], s[1], s[1] + s[2])),
@@ -113,7 +113,7 @@ def test_two_recorded_passes_plan_every_length(name):
 
 def test_lengths_with_operators_of_their_own_are_recorded_for_themselves():
     """Operators that change with T are noticed, and from there on results are allocated."""
-    from ridgeline.nn.pass_memory import PassMemory
+    from ridgeline.nn.memory.pass_memory import PassMemory
 
     weight = torch.randn(8, 8)
 
@@ -136,7 +136,7 @@ def test_lengths_with_operators_of_their_own_are_recorded_for_themselves():
 
 @pytest.mark.parametrize("changed", ["dtype", "strides"])
 def test_an_operator_on_another_dtype_or_layout_is_not_the_recorded_one(changed):
-    from ridgeline.nn.pass_memory import PassMemory
+    from ridgeline.nn.memory.pass_memory import PassMemory
 
     weight = torch.randn(8, 8)
     table = {"dtype": weight.double(), "strides": weight.t().contiguous().t()}[changed]

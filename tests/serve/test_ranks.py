@@ -10,12 +10,12 @@ import torch
 from tests.serving import greedy, model
 
 from ridgeline import catalog
-from ridgeline.nn.checkpoint import load_checkpoint, save_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
 SERVE = """
 import json, os, signal, sys
 from pathlib import Path
-from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
 from ridgeline.serve.request import Request, Sampling
 folder, plan, kill = Path(sys.argv[1]), sys.argv[2].split("+"), len(sys.argv) > 3
 plan = dict.fromkeys([*DEFAULT_PLAN, *plan])

@@ -12,7 +12,7 @@ from tests.serve import malformed
 from tests.serve.running import lora, running
 from tests.serve.traffic import KINDS, LEFT, Traffic, hammer
 
-from ridgeline.serve.loop import Limits
+from ridgeline.serve.engine_loop import Limits
 
 LONG = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0}
 

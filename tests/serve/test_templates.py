@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 from tests.serve.test_reliability import call, error
 
-from ridgeline.train.examples import BadRecord, Template
+from ridgeline.data.examples import BadRecord, Template
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from ridgeline.data.batches import train_tokenizer
+from ridgeline.serve.detokenize import Detokenizer, Job, Vocabulary
 from ridgeline.serve.request import Event, Request, Sampling
-from ridgeline.serve.text import Detokenizer, Job, Vocabulary
 from ridgeline.spec.errors import UserError
-from ridgeline.train.data import train_tokenizer
 
 BYTES = Vocabulary(train_tokenizer(["the cat sat on the mat, thé 猫"] * 3, 300), 300)
 TEXT = st.text(alphabet="abcé猫🙂 \n", max_size=40)

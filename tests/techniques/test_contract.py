@@ -11,10 +11,10 @@ from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call
-from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.cards import card, card_table, cards
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
 from ridgeline.techniques.registry import check, make, normalise, registry, techniques
+from ridgeline.techniques.technique import PHASES, Technique
 
 NAMES = list(registry())
 

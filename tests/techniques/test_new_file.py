@@ -22,7 +22,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Graph, Op
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Card, Phase, Technique
+from ridgeline.techniques.technique import Card, Phase, Technique
 
 
 class Dummy(Technique):
@@ -68,7 +68,7 @@ def package(tmp_path_factory):
     root = tmp_path_factory.mktemp("copy")
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(ridgeline.__file__).parent, root / "ridgeline", ignore=skip)
-    (root / "ridgeline" / "techniques" / "dummy.py").write_text(DUMMY)
+    (root / "ridgeline" / "techniques" / "memory" / "dummy.py").write_text(DUMMY)
     (root / "experiment.toml").write_text(FILE)
     return root
 
@@ -116,5 +116,5 @@ def test_generic_tests(package):
 
 
 def test_the_original_is_untouched():
-    assert not (Path(ridgeline.__file__).parent / "techniques" / "dummy.py").exists()
+    assert not (Path(ridgeline.__file__).parent / "techniques" / "memory" / "dummy.py").exists()
     assert "dummy" not in run(ROOT / "src", "-m", "ridgeline", "techniques", "--json")

@@ -19,16 +19,16 @@ from tests.serve.test_pairs import CASES as SERVED
 from tests.training import Curve, curve_of, make_trainer, train
 from tests.world import world
 
-from ridgeline.nn.generate import make_cache
-from ridgeline.nn.init import build
-from ridgeline.runtime.build import Build
+from ridgeline.nn.model.generate import make_cache
+from ridgeline.nn.model.init import build
+from ridgeline.runtime.train_build import Build
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
-from ridgeline.techniques.base import Technique
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
-from ridgeline.techniques.optimisers import NAMES as OPTIMISERS
+from ridgeline.techniques.optimizers.replaced_optimizer import NAMES as OPTIMISERS
 from ridgeline.techniques.registry import check, normalise, registry, techniques
+from ridgeline.techniques.technique import Technique
 
 MATRIX = support_matrix()
 TRAINING = {"pretrain", "finetune"}

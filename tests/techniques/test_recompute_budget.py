@@ -4,11 +4,11 @@ import pytest
 from tests.training import MODEL, experiment, make_trainer, train
 
 from ridgeline import experiments
-from ridgeline.measure.cell import metered_step
+from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.predict import predict
 from ridgeline.predict.settle import ask, settle
 from ridgeline.spec.errors import Incompatible
-from ridgeline.techniques.recompute import Recompute
+from ridgeline.techniques.memory.recompute import Recompute
 from ridgeline.techniques.registry import make, normalise
 
 WIDER = MODEL.model_copy(

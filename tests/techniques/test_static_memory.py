@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline import experiments
-from ridgeline.measure.cell import metered_step
-from ridgeline.nn.arena import Arena
+from ridgeline.measure.cells.training_cell import metered_step
+from ridgeline.nn.memory.arena import Arena
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.registry import check

@@ -5,7 +5,7 @@ from tests.training import MODEL, experiment, make_trainer
 from tests.world import world
 
 from ridgeline import experiments
-from ridgeline.measure.cell import metered_step
+from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.predict import predict
 from ridgeline.predict.settle import settle
 from ridgeline.spec.errors import Incompatible, UserError

@@ -2,7 +2,7 @@ import pytest
 
 from ridgeline import experiments
 from ridgeline.graph import decode_graph, prefill_graph
-from ridgeline.measure.generation import generation_cell
+from ridgeline.measure.cells.generation_cell import generation_cell
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.matrix import CPU, TINY
 from ridgeline.techniques.registry import techniques

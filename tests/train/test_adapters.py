@@ -9,13 +9,13 @@ from tests.training import MODEL, experiment, full, make_trainer, train
 from tests.world import world
 
 from ridgeline.nn import build, save_checkpoint
-from ridgeline.nn.adapters.base import merge
+from ridgeline.nn.adapters.adapter import merge
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible, UserError
-from ridgeline.techniques.adapted import Adapting
+from ridgeline.techniques.adapters.adapted import Adapting
 from ridgeline.techniques.registry import check, registry, techniques
-from ridgeline.train.adapters import adapters, adapting, attach, go_on, load_adapter, merged_model, save_adapter
-from ridgeline.train.loop import plain_state
+from ridgeline.train.adapter_folder import adapters, adapting, attach, go_on, load_adapter, merged_model, save_adapter
+from ridgeline.train.training_loop import plain_state
 
 SGD = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0, "grad_clip": 0.05}
 PLANS = {
@@ -274,7 +274,7 @@ def test_the_scale_of_rank_stabilised_adapters(corpus):
 
 def load_one(t, corpus):
     from ridgeline.spec.plan import Call
-    from ridgeline.train.adapters import Loaded
+    from ridgeline.train.adapter_folder import Loaded
 
     model = build(experiment(corpus).model)
     adapter = t.around(model.get_submodule("layers.0.attention.o_proj"))

@@ -16,7 +16,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.train import checkpoint
 from ridgeline.train.checkpoint import checkpoints, resume, save
-from ridgeline.train.loop import export
+from ridgeline.train.training_loop import export
 
 
 def part(rank, e, folder, steps):

@@ -9,10 +9,10 @@ import torch
 from tests.training import write_corpus
 from tests.world import world
 
+from ridgeline.data.batches import END, IGNORE, MASK, TextBatches, load_tokenizer, load_tokens, train_tokenizer
+from ridgeline.data.text import PARTS, documents
 from ridgeline.paths import cache_dir
 from ridgeline.spec.errors import UserError
-from ridgeline.train.data import END, IGNORE, MASK, TextBatches, load_tokenizer, load_tokens, train_tokenizer
-from ridgeline.train.text import PARTS, documents
 
 
 @pytest.fixture

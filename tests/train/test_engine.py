@@ -7,12 +7,12 @@ import torch
 from tests.training import experiment, full, make_trainer, train
 from tests.world import world
 
-from ridgeline.runtime.build import Batch
+from ridgeline.data.batches import IGNORE
 from ridgeline.runtime.optimizer import learning_rate
+from ridgeline.runtime.train_build import Batch
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.workload import Pretrain
-from ridgeline.train.data import IGNORE
-from ridgeline.train.engine import Trainer
+from ridgeline.train.trainer import Trainer
 
 
 def gradients(rank, e):
@@ -199,7 +199,7 @@ def test_what_cannot_work_is_refused_before_data_is_read(plan, workload, said):
 
 
 def test_nothing_to_train_is_said(corpus, monkeypatch):
-    from ridgeline.runtime.build import TrainBuild
+    from ridgeline.runtime.train_build import TrainBuild
 
     monkeypatch.setattr(TrainBuild, "assert_trainable", lambda run: run.root.requires_grad_(False))
     with pytest.raises(UserError, match="no parameter to train"):

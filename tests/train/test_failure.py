@@ -15,11 +15,11 @@ import psutil
 import pytest
 from tests.training import experiment, make_trainer
 
+from ridgeline.jobs.failure import describe
+from ridgeline.jobs.launch import Job, JobFailed, run_job, watchdog
+from ridgeline.jobs.restart import restarts, run_with_restarts
 from ridgeline.spec.errors import UserError
 from ridgeline.train.checkpoint import checkpoints, resume, save
-from ridgeline.train.failure import describe
-from ridgeline.train.launch import Job, JobFailed, run_job, watchdog
-from ridgeline.train.restart import restarts, run_with_restarts
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -36,7 +36,7 @@ WAITED = 300
 def worker(rank):
     for p in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "ridgeline.train.worker" in " ".join(p.cmdline()) and p.environ()["RANK"] == str(rank):
+            if "ridgeline.jobs.worker" in " ".join(p.cmdline()) and p.environ()["RANK"] == str(rank):
                 return p
     raise AssertionError(f"no rank {rank}")
 

@@ -10,9 +10,9 @@ from tests.train.test_instructions import chat, checkpoint  # noqa: F401  (fixtu
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
-from ridgeline.nn.checkpoint import load_checkpoint
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.spec.errors import UserError
-from ridgeline.train.adapters import attach, load_adapter
+from ridgeline.train.adapter_folder import attach, load_adapter
 
 FAST = ["--seq-len", "32", "--batch-size", "4", "--lr", "1e-2", "--eval-batches", "1", "--json"]
 

@@ -10,7 +10,7 @@ from tests.world import world
 
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rewritten
-from ridgeline.runtime.fp8_sum import sum_fp8
+from ridgeline.techniques.precision.fp8_torch import sum_fp8
 from ridgeline.techniques.registry import techniques
 
 SIZES = [60, 7, 200, 1, 33]  # 301 elements: shares are padded, and tensors lie across them
@@ -51,7 +51,7 @@ def test_an_overflow_reaches_every_rank_and_only_its_tensor(value):
 
 def scaled_alone(rank):
     """The mistake that a shared scale prevents: every rank's own scale, sums of raw codes."""
-    from ridgeline.nn.codec import E4M3, quantise
+    from ridgeline.nn.quant.codec import E4M3, quantise
 
     codes, scale = quantise(mine(rank, 1e4), E4M3)
     total = codes.float()

@@ -14,11 +14,14 @@ from tests.training import MODEL, full, write_corpus
 from tests.world import world
 
 from ridgeline import catalog
-from ridgeline.measure.cell import metered_step
-from ridgeline.nn.checkpoint import save_checkpoint
-from ridgeline.nn.init import build
+from ridgeline.data.batches import IGNORE, TextBatches, load_tokens
+from ridgeline.data.examples import TEMPLATES, Template, find_template, read_examples
+from ridgeline.data.packing import InstructionBatches, load_instructions, pack
+from ridgeline.measure.cells.training_cell import metered_step
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
-from ridgeline.runtime.build import LossModel
+from ridgeline.runtime.train_build import LossModel
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
@@ -26,10 +29,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import check, normalise
-from ridgeline.train.data import IGNORE, TextBatches, load_tokens
-from ridgeline.train.engine import Trainer
-from ridgeline.train.examples import TEMPLATES, Template, find_template, read_examples
-from ridgeline.train.packing import InstructionBatches, load_instructions, pack
+from ridgeline.train.trainer import Trainer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

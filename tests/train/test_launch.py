@@ -14,10 +14,10 @@ import tomli_w
 from tests.training import MODEL, experiment, train
 
 from ridgeline import catalog, cli
+from ridgeline.jobs import launch
+from ridgeline.jobs.launch import Job, JobFailed, run_job
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
-from ridgeline.train import launch
-from ridgeline.train.launch import Job, JobFailed, run_job
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -28,7 +28,7 @@ def _workers_find_the_package(monkeypatch):
 
 
 def workers():
-    return [p for p in psutil.Process().children(recursive=True) if "ridgeline.train.worker" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children(recursive=True) if "ridgeline.jobs.worker" in " ".join(p.cmdline())]
 
 
 def test_a_job_gives_the_result_of_the_engine(corpus):

@@ -16,20 +16,20 @@ from typer.testing import CliRunner
 
 from ridgeline import catalog
 from ridgeline.cli import app
-from ridgeline.measure.cell import metered_step
+from ridgeline.jobs import launchers
+from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn import load_checkpoint
-from ridgeline.nn.tiled import whole_weights
+from ridgeline.nn.memory.tiled import whole_weights
 from ridgeline.predict import predict
 from ridgeline.runtime.gradients import clear, clip, global_norm
-from ridgeline.runtime.host import HostStates
+from ridgeline.runtime.host_optimizer import HostStates
 from ridgeline.runtime.optimizer import learning_rate
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import check
-from ridgeline.train import launchers
 from ridgeline.train.budget import Budget
 from ridgeline.train.checkpoint import save
-from ridgeline.train.loop import export
+from ridgeline.train.training_loop import export
 
 ROOT = Path(__file__).parents[2]
 WIDER = MODEL.model_copy(
@@ -297,7 +297,7 @@ def alone(corpus, *plan):
     code = f"""
 import json, torch
 from tests.train.test_offload import *
-from ridgeline.nn.meter import process_memory, return_freed_memory
+from ridgeline.nn.memory.meter import process_memory, return_freed_memory
 torch.set_num_threads(1)
 def now():
     return_freed_memory()

@@ -8,8 +8,8 @@ from tests.train.test_traffic import EXPERTS, RING, SP, TP, WIDE, measure
 from tests.training import MODEL, experiment, full, make_trainer, train
 from tests.world import world
 
-from ridgeline.measure.cell import metered_step
-from ridgeline.nn.codec import decode_blockwise8, encode_blockwise8
+from ridgeline.measure.cells.training_cell import metered_step
+from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
 from ridgeline.predict import predict
 from ridgeline.runtime.optimizers import AdaLomo, AdamW8bit, Lion
 from ridgeline.spec.errors import Incompatible

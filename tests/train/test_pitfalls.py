@@ -16,9 +16,9 @@ from tests.world import world
 from torch import nn
 
 from ridgeline.graph.schedule import actions
-from ridgeline.nn.collectives import local
-from ridgeline.nn.moe import MoE
-from ridgeline.nn.quantised import QuantisedLinear
+from ridgeline.nn.model.moe import MoE
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.nn.quant.quantized import QuantisedLinear
 from ridgeline.runtime.gradients import global_norm
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 5.0, "grad_clip": 0.05, "batch_size": 8}

@@ -7,13 +7,13 @@ import torch
 from tests.training import experiment, make_trainer, state, train
 from tests.world import world
 
-from ridgeline.nn.collectives import local
 from ridgeline.nn.kernels import native
+from ridgeline.nn.parallel.collectives import local
 from ridgeline.runtime.flat import FlatWeights, lower
 from ridgeline.runtime.optimizer import make_optimizer, parameter_groups
-from ridgeline.runtime.scaler import DynamicScale
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.workload import Pretrain
+from ridgeline.techniques.precision.mixed_precision_torch import DynamicScale
 from ridgeline.train.checkpoint import resume, save
 
 FP16 = "mixed_precision:dtype=fp16,loss_scale=1024,growth_interval=2"

@@ -7,17 +7,17 @@ import torch
 from tests.training import MODEL, curve_of, experiment, make_trainer, state, train
 from tests.world import world
 
-from ridgeline.measure.cell import metered_step
-from ridgeline.nn import qft
-from ridgeline.nn.bcq import BinaryLinear
-from ridgeline.nn.collectives import local
-from ridgeline.nn.init import build
-from ridgeline.nn.nf4 import NF4Linear, dequantise
+from ridgeline.measure.cells.training_cell import metered_step
+from ridgeline.nn.model.init import build
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.nn.quant.bcq import BinaryLinear
+from ridgeline.nn.quant.nf4 import NF4Linear, dequantise
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible
+from ridgeline.techniques.optimizers import qft_linear_torch as qft
 from ridgeline.techniques.registry import check
 from ridgeline.train.checkpoint import resume, save
-from ridgeline.train.loop import plain_state
+from ridgeline.train.training_loop import plain_state
 
 WIDE = MODEL.model_copy(update={"hidden_size": 128, "head_dim": 32, "intermediate_size": 256})
 """Whose rows are whole blocks on two tensor-parallel ranks."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tests.training import experiment, train
 
+from ridgeline.jobs.launch import Job, JobFailed
+from ridgeline.jobs.launchers import launcher_of
+from ridgeline.jobs.restart import run_with_restarts
 from ridgeline.spec.errors import UserError
-from ridgeline.train.launch import Job, JobFailed
-from ridgeline.train.launchers import launcher_of
-from ridgeline.train.restart import run_with_restarts
 
 ray = pytest.importorskip("ray")
 SOURCE = Path(__file__).parents[2] / "src"

@@ -9,9 +9,9 @@ from tests.training import experiment, make_trainer
 from tests.world import world
 
 from ridgeline.predict import predict
-from ridgeline.runtime.domains import Domain, DomainBatches, sources, updated
-from ridgeline.runtime.spending import Ramp, Spending, rapl_joules, triangle
 from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.techniques.data.cramming_torch import Ramp, Spending, rapl_joules, triangle
+from ridgeline.techniques.data.dynamic_batch_loading_torch import Domain, DomainBatches, sources, updated
 from ridgeline.techniques.registry import check
 from ridgeline.train.checkpoint import resume, save
 

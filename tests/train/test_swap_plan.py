@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.runtime.swap_plan import Choice, Gap, Problem, deadlines, exact, genetic, greedy, lru, simulate
+from ridgeline.techniques.memory.swap_plan import Choice, Gap, Problem, deadlines, exact, genetic, greedy, lru, simulate
 
 
 def layered(seed: int, layers: int = 5, share: float = 0.6, speed: float = 1.0) -> Problem:

@@ -12,7 +12,7 @@ import pytest
 from tests.training import MODEL, experiment, make_trainer
 from tests.world import world
 
-from ridgeline.measure.cell import metered_step
+from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.measure.wire import Wire
 from ridgeline.predict import predict
 from ridgeline.spec.experiment import Experiment

@@ -4,8 +4,9 @@ import pytest
 
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import generation, serving
-from ridgeline.validate.table import BadCell, Row
+from ridgeline.validate import generation_rows as generation
+from ridgeline.validate import serving_rows as serving
+from ridgeline.validate.csv_table import BadCell, Row
 
 GENERATION = {"model": "llama2-7b", "device": "a100-80g-sxm", "tp": "1", "prompt_len": "512", "batch": "4",
               "output_len": "128", "ttft_s": "0.1", "tpot_s": "0.02", "e2e_s": "", "source": "made up"}  # fmt: skip

@@ -9,8 +9,9 @@ import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict
-from ridgeline.validate import memory, training
-from ridgeline.validate.table import Row
+from ridgeline.validate import memory_rows as memory
+from ridgeline.validate import training_rows as training
+from ridgeline.validate.csv_table import Row
 
 README = 0.049
 """README, "How good the predictions are": training runs on A100."""

@@ -7,10 +7,17 @@ import pytest
 
 from ridgeline import catalog
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import attention, collectives, gemm, generation, memory, nouns, serving, training
+from ridgeline.validate import attention_rows as attention
+from ridgeline.validate import collective_rows as collectives
+from ridgeline.validate import gemm_rows as gemm
+from ridgeline.validate import generation_rows as generation
+from ridgeline.validate import memory_rows as memory
+from ridgeline.validate import nouns
+from ridgeline.validate import serving_rows as serving
+from ridgeline.validate import training_rows as training
+from ridgeline.validate.csv_table import BadCell, Row, read_table
 from ridgeline.validate.run import run
 from ridgeline.validate.score import baseline
-from ridgeline.validate.table import BadCell, Row, read_table
 
 DEVICES = [
     "a100-40g-sxm", "a100-80g-sxm", "a100-80g-pcie", "a800-80g", "h100-sxm", "h100-pcie", "h100-96g-hbm2e-500w",

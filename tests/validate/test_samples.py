@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ridgeline import catalog, cli
-from ridgeline.predict.kernel import op_time
+from ridgeline.predict.operators.kernel import op_time
 from ridgeline.spec.errors import UserError
 from ridgeline.validate.samples import as_samples, samples
 

@@ -7,10 +7,12 @@ import pytest
 
 from ridgeline import catalog
 from ridgeline.graph import Op
-from ridgeline.predict.kernel import op_time
+from ridgeline.predict.operators.kernel import op_time
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import attention, collectives, gemm
-from ridgeline.validate.table import BadCell, Row, read_table
+from ridgeline.validate import attention_rows as attention
+from ridgeline.validate import collective_rows as collectives
+from ridgeline.validate import gemm_rows as gemm
+from ridgeline.validate.csv_table import BadCell, Row, read_table
 
 
 def row(**cells):

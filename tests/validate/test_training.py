@@ -3,8 +3,9 @@
 import pytest
 
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import memory, training
-from ridgeline.validate.table import BadCell, Row
+from ridgeline.validate import memory_rows as memory
+from ridgeline.validate import training_rows as training
+from ridgeline.validate.csv_table import BadCell, Row
 
 ROW = {
     "family": "gpt", "gated": "0", "layers": "24", "hidden": "2304", "heads": "24", "kv_heads": "24", "ffn": "9216",

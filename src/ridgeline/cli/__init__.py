@@ -30,7 +30,7 @@ def main() -> None:
     try:
         app()
     except UserError as e:
-        from ridgeline.train.launchers import speaks
+        from ridgeline.jobs.launchers import speaks
 
         if speaks():
             say(f"error: {e}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ridgeline.cli.base import Json, On, PlanName, With, app, load, predicted_trace, say, store
-from ridgeline.cli.workload import Given, workload_options
+from ridgeline.cli.workload_options import Given, workload_options
 
 if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
@@ -103,7 +103,7 @@ def probe(
     json: Json = False,
 ) -> None:
     """Measure this machine (operators, memory, loopback collectives) and keep the profile as device `local`."""
-    from ridgeline.measure.probe import probe as run
+    from ridgeline.measure.probing.probe import probe as run
     from ridgeline.report.console import Status, device_table
 
     with Status("probing this machine") as status:

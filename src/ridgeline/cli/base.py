@@ -108,7 +108,7 @@ def probed(load: Callable[[], T]) -> T:
     inference = any(not e.is_training for e in asked)
     if known and not (inference and any(e.cluster.device.training_only for e in asked)):
         return loaded
-    from ridgeline.measure.probe import probe as run
+    from ridgeline.measure.probing.probe import probe as run
     from ridgeline.report.console import Status
 
     with Status("probing this machine once (its profile is kept)") as status:

@@ -39,9 +39,9 @@ def compress(
     import json as js
 
     from ridgeline import catalog, experiments
+    from ridgeline.jobs.launch import Job, JobFailed, run_job
     from ridgeline.report.console import StepBar
     from ridgeline.spec.errors import UserError
-    from ridgeline.train.launch import Job, JobFailed, run_job
 
     catalog.allow_unprobed()
     if not checkpoint.is_dir():
@@ -89,10 +89,10 @@ def evaluate(
     """Perplexity with its interval, bits per weight, bytes and tokens/s of a checkpoint."""
     import json as js
 
+    from ridgeline.jobs.launch import Job, JobFailed, run_job
     from ridgeline.measure.harness import harness, require_harness
     from ridgeline.report.console import StepBar
     from ridgeline.spec.errors import UserError
-    from ridgeline.train.launch import Job, JobFailed, run_job
 
     if tasks:
         require_harness()

@@ -57,11 +57,11 @@ def finetune(
     """Fine-tune a checkpoint for real. Keeps the weights of the lowest held-out loss; Ctrl-C saves, and the same
     command goes on."""
     from ridgeline import catalog, experiments
+    from ridgeline.data.batches import own_tokenizer
     from ridgeline.measure.ablate import require_local
     from ridgeline.spec.errors import UserError
-    from ridgeline.techniques.adapted import Adapting
+    from ridgeline.techniques.adapters.adapted import Adapting
     from ridgeline.techniques.registry import techniques
-    from ridgeline.train.data import own_tokenizer
 
     catalog.allow_unprobed()
     if not checkpoint.is_dir():
@@ -73,7 +73,7 @@ def finetune(
     model = catalog.model(str(checkpoint.resolve()))
     plan = list(with_ or [])
     if adapter:
-        from ridgeline.train.adapters import call_text, load_adapter
+        from ridgeline.train.adapter_folder import call_text, load_adapter
 
         if not any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan))):
             plan.append(call_text(load_adapter(adapter, model).call))
@@ -113,9 +113,9 @@ def merge(
     """Merge an adapter into the weights of its base: a plain checkpoint that needs no adapter library."""
     import shutil
 
-    from ridgeline.nn.checkpoint import save_checkpoint
+    from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
     from ridgeline.spec.errors import UserError
-    from ridgeline.train.adapters import merged_model
+    from ridgeline.train.adapter_folder import merged_model
 
     if out.resolve() == checkpoint.resolve():
         raise UserError(f"--out {out} is the checkpoint itself", "give another directory")

@@ -55,7 +55,7 @@ def load(
 
     from ridgeline.measure.load.ask import extra_fields, make_prompts, workloads
     from ridgeline.measure.load.endpoint import find_endpoint
-    from ridgeline.measure.load.run import Settings, label, measure_load, write_records
+    from ridgeline.measure.load.run_load import Settings, label, measure_load, write_records
     from ridgeline.report.console import StepBar, print_loads
 
     asked = workloads(rate, arrival, input_len, output_len, requests, slo, seed)

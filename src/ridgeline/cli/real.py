@@ -26,9 +26,9 @@ from ridgeline.cli.base import (
 )
 
 if TYPE_CHECKING:
+    from ridgeline.jobs.restart import Launch
     from ridgeline.spec.experiment import Experiment
     from ridgeline.spec.result import Result
-    from ridgeline.train.restart import Launch
 
 Backend = Annotated[str, typer.Option(help="The engine: native, hf or deepspeed.")]
 
@@ -63,10 +63,10 @@ def train(
 ) -> None:
     """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
     from ridgeline import catalog
+    from ridgeline.jobs.launchers import launched, launcher_of
+    from ridgeline.jobs.restart import restarts
     from ridgeline.measure.ablate import require_local
     from ridgeline.measure.backends import require
-    from ridgeline.train.launchers import launched, launcher_of
-    from ridgeline.train.restart import restarts
 
     catalog.allow_unprobed()
     extra = [f'on="{procs}xlocal"'] if procs else []
@@ -197,9 +197,9 @@ def run_training(
 ) -> dict[str, Any]:
     """The result of a training job in processes of its own, under a progress bar. ``start``: what launches them, None:
     this machine."""
+    from ridgeline.jobs.launch import Job, JobFailed, run_job
+    from ridgeline.jobs.restart import run_with_restarts
     from ridgeline.report.console import StepBar
-    from ridgeline.train.launch import Job, JobFailed, run_job
-    from ridgeline.train.restart import run_with_restarts
 
     with StepBar(title, e.training.steps) as bar:
         try:
@@ -225,7 +225,7 @@ def _dry_run(spec: Any, folder: Path, json: bool) -> None:
 def _train_under_torchrun(e: Experiment, options: dict[str, Any], json: bool) -> None:
     import os
 
-    from ridgeline.train.launchers import run_launched_rank
+    from ridgeline.jobs.launchers import run_launched_rank
 
     def progress(message: dict[str, Any]) -> None:
         if "loss" in message:

@@ -57,7 +57,7 @@ def serve(
     _require("fastapi")
     from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app
-    from ridgeline.serve.loop import Limits
+    from ridgeline.serve.engine_loop import Limits
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
     from ridgeline.spec.errors import UserError
@@ -107,12 +107,12 @@ def generate(
     kv_cache: Pool = None,
 ) -> None:
     """Generate for one prompt or a file of them. Ctrl-C keeps what is done, and the same command goes on."""
+    from ridgeline.data.batches import load_tokenizer
+    from ridgeline.data.examples import find_template
     from ridgeline.serve import offline
+    from ridgeline.serve.detokenize import Vocabulary
     from ridgeline.serve.request import Sampling
-    from ridgeline.serve.text import Vocabulary
     from ridgeline.spec.errors import UserError
-    from ridgeline.train.data import load_tokenizer
-    from ridgeline.train.examples import find_template
 
     if (prompt is None) == (input_ is None):
         raise UserError("give --prompt TEXT, or --input FILE.jsonl", "one of the two")
@@ -187,7 +187,7 @@ def _engine(
     """The engine of the default plan and ``more``, where ``--with`` does not give their options itself; -NAME leaves a
     technique of these out."""
     from ridgeline.experiments import plan_of
-    from ridgeline.serve.build import DEFAULT_PLAN, load_engine
+    from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
     from ridgeline.spec.errors import unknown
     from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.plan import Call

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.data.batches import Tokens, load_tokens
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import Compress
-from ridgeline.train.data import Tokens, load_tokens
 
 HELD_OUT = 0.1
 """Share of the text, at its end, that calibration never sees."""
@@ -27,8 +27,8 @@ def own_windows(w: Compress) -> Tensor:
 
     The whole model is in memory for it.
     """
-    from ridgeline.nn.checkpoint import load_checkpoint
-    from ridgeline.nn.generate import generate
+    from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
+    from ridgeline.nn.model.generate import generate
 
     assert w.checkpoint is not None
     model = load_checkpoint(w.checkpoint, dtype=torch.float32)
@@ -39,7 +39,7 @@ def own_windows(w: Compress) -> Tensor:
 
 def load_text(w: Compress, vocab_size: int) -> Tokens:
     """The calibration text by the checkpoint's tokenizer. Raises :class:`UserError` when it has none."""
-    from ridgeline.train.data import own_tokenizer
+    from ridgeline.data.batches import own_tokenizer
 
     tokenizer = w.tokenizer or own_tokenizer(w.checkpoint)
     if tokenizer is None and w.checkpoint:
@@ -70,7 +70,7 @@ def held_out_windows(w: Compress, tokens: Tokens) -> Tensor:
     """
     ids = tokens.ids[int(len(tokens.ids) * (1 - HELD_OUT)) :]
     if w.eval_data is not None:
-        from ridgeline.train.data import MAX_BYTES, token_ids
+        from ridgeline.data.batches import MAX_BYTES, token_ids
 
         ids = token_ids(w.eval_data, MAX_BYTES, tokens.tokenizer)
     return windows_of(ids, w.seq_len, w.eval_windows, w.eval_data or w.data)

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from ridgeline.compress.calibration import SELF, Hidden, calibration_windows, load_text, own_windows
 from ridgeline.compress.output import Output, config_of, layer_of, their_tensors
 from ridgeline.compress.walk import ReadExpert, Walker
-from ridgeline.nn.checkpoint import Reader, config_dtype, load_checkpoint, save_checkpoint
-from ridgeline.nn.formats import Format, writer
-from ridgeline.nn.formats.compressed_tensors import CompressedTensors
-from ridgeline.nn.formats.gguf import require_gguf, write_gguf
-from ridgeline.nn.formats.ridgeline import Ridgeline
-from ridgeline.nn.hf_names import links, require_twin
-from ridgeline.nn.init import assign
-from ridgeline.nn.input_code import InputCode
-from ridgeline.nn.packed import Outliers, Packed, Stored
-from ridgeline.nn.sparse import Sparse
-from ridgeline.nn.ternary import Ternary
-from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.compression import CompressBuild, ModelJob
+from ridgeline.nn.checkpoint.checkpoint import Reader, config_dtype, load_checkpoint, save_checkpoint
+from ridgeline.nn.checkpoint.formats import Format, writer
+from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
+from ridgeline.nn.checkpoint.formats.gguf import require_gguf, write_gguf
+from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
+from ridgeline.nn.checkpoint.hf_names import links, require_twin
+from ridgeline.nn.model.init import assign
+from ridgeline.nn.model.transformer import Block, Transformer
+from ridgeline.nn.quant.activation_quant import InputCode
+from ridgeline.nn.quant.packed import Outliers, Packed, Stored
+from ridgeline.nn.quant.sparse import Sparse
+from ridgeline.nn.quant.ternary import Ternary
+from ridgeline.runtime.compress_build import CompressBuild, ModelJob
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -51,8 +51,8 @@ GGUF = "gguf"
 def compress(e: Experiment, device: torch.device, options: dict[str, Any], report: Any) -> dict[str, Any]:
     """Compress ``workload.checkpoint`` by the plan into the folder ``options["out"]``; returns the report.
 
-    Options: ``out``, ``format`` (see :mod:`ridgeline.nn.formats`, or "dense", "gguf"; None: compressed-tensors, or our
-    own where that cannot hold what the plan makes), ``resume``. Raises :class:`UserError`.
+    Options: ``out``, ``format`` (see :mod:`ridgeline.nn.checkpoint.formats`, or "dense", "gguf"; None:
+    compressed-tensors, or our own where that cannot hold what the plan makes), ``resume``. Raises :class:`UserError`.
     """
     e = normalise(e)
     made = check(e)

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ridgeline.nn.checkpoint import INDEX, SINGLE
-from ridgeline.nn.formats import Format
-from ridgeline.nn.formats.ridgeline import Ridgeline
-from ridgeline.nn.hf_names import Link, links
-from ridgeline.nn.input_code import InputCode
-from ridgeline.nn.packed import Packed
-from ridgeline.runtime.compression import Layer
+from ridgeline.nn.checkpoint.checkpoint import INDEX, SINGLE
+from ridgeline.nn.checkpoint.formats import Format
+from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
+from ridgeline.nn.checkpoint.hf_names import Link, links
+from ridgeline.nn.quant.activation_quant import InputCode
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.runtime.compress_build import Layer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec

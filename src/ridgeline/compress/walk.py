@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.compress.calibration import Hidden
-from ridgeline.nn.attention import make_mask
-from ridgeline.nn.input_code import InputCode, fake_quantise
-from ridgeline.nn.mlp import ACTIVATIONS, MLP, gated
-from ridgeline.nn.moe import MoE
-from ridgeline.nn.sparse import Sparse
-from ridgeline.nn.transformer import Block, Transformer
-from ridgeline.runtime.compression import BlockJob, CompressBuild, Layer, Site, Together
+from ridgeline.nn.model.attention import make_mask
+from ridgeline.nn.model.mlp import ACTIVATIONS, MLP, gated
+from ridgeline.nn.model.moe import MoE
+from ridgeline.nn.model.transformer import Block, Transformer
+from ridgeline.nn.quant.activation_quant import InputCode, fake_quantise
+from ridgeline.nn.quant.sparse import Sparse
+from ridgeline.runtime.compress_build import BlockJob, CompressBuild, Layer, Site, Together
 from ridgeline.runtime.solve.statistics import Gram, Peak
 
 Report = Callable[[dict[str, Any]], None]

@@ -1,6 +1,13 @@
 """The analytic twin: operators and tensors of a step, as numbers."""
 
-from ridgeline.graph.build import decode_graph, optimizer_ops, prefill_graph, resized, tokens_graph, training_graph
+from ridgeline.graph.build_graph import (
+    decode_graph,
+    optimizer_ops,
+    prefill_graph,
+    resized,
+    tokens_graph,
+    training_graph,
+)
 from ridgeline.graph.graph import Block, Graph, Op, Param, Pipeline, Saved
 
 __all__ = [

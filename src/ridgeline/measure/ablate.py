@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ridgeline.experiments import AblationSpec, to_toml
+from ridgeline.jobs.launch import Job, JobFailed, run_job
 from ridgeline.measure.backends import NATIVE
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
@@ -27,10 +28,9 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
-from ridgeline.spec.serving import OWN
+from ridgeline.spec.scheduling import OWN
 from ridgeline.spec.workload import Compress, Pretrain, Serve, Training
 from ridgeline.techniques.registry import require_runnable
-from ridgeline.train.launch import Job, JobFailed, run_job
 
 
 @dataclass(frozen=True)

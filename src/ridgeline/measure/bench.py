@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ridgeline.jobs.launch import Job, JobFailed, run_job
 from ridgeline.measure.ablate import measure_plan, require_local
 from ridgeline.measure.backends import NATIVE, require
 from ridgeline.measure.merge import merge
@@ -15,7 +16,6 @@ from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
-from ridgeline.train.launch import Job, JobFailed, run_job
 
 Progress = Callable[[Any], None]
 

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ridgeline.measure.cell import record_memory, timed
+from ridgeline.measure.cells.training_cell import record_memory, timed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result, Row
-from ridgeline.train.engine import Trainer
+from ridgeline.train.trainer import Trainer
 
 MODULE, PHASE = "module::", "phase::"
 _COLLECTIVES = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::reduce", "c10d::", "gloo:", "nccl:")

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from ridgeline.compress.calibration import windows_of
+from ridgeline.data.batches import MAX_BYTES, load_tokenizer, own_tokenizer, token_ids
+from ridgeline.measure.cells.generation_cell import generation_times
 from ridgeline.measure.environment import fingerprint
-from ridgeline.measure.generation import generation_times
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
-from ridgeline.nn.checkpoint import first_missing, gguf_file
-from ridgeline.nn.packed_model import load_packed
+from ridgeline.nn.checkpoint.checkpoint import first_missing, gguf_file
+from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
-from ridgeline.train.data import MAX_BYTES, load_tokenizer, own_tokenizer, token_ids
 
 ROUNDS = 3
 """Times that generation is timed, after one warm-up."""

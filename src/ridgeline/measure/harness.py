@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from ridgeline.data.batches import END, load_tokenizer
 from ridgeline.spec.errors import UserError
-from ridgeline.train.data import END, load_tokenizer
 
 
 def require_harness() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ridgeline.nn.loss import token_loss
-from ridgeline.nn.transformer import Transformer
+from ridgeline.nn.model.loss import token_loss
+from ridgeline.nn.model.transformer import Transformer
 
 TOKENS_AT_ONCE = 4096
 

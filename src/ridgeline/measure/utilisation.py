@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.predict.common import rank_cluster
-from ridgeline.predict.kernel import peak_flops
+from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.predict import training_flops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from ridgeline.graph.graph import Op
-from ridgeline.predict.attention import decode, decode_kernel, is_decode, prefill
-from ridgeline.predict.collective import algorithm_time, path
-from ridgeline.predict.gemm import quantise_time, tiled
 from ridgeline.predict.machine import Machine
+from ridgeline.predict.operators.attention_time import decode, decode_kernel, is_decode, prefill
+from ridgeline.predict.operators.collective_time import algorithm_time, path
+from ridgeline.predict.operators.gemm import quantise_time, tiled
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.efficiency import Efficiency
 

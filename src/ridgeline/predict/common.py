@@ -6,13 +6,13 @@ from datetime import datetime, timezone
 from typing import Literal
 
 from ridgeline.graph import Graph
-from ridgeline.predict.kernel import peak_flops
 from ridgeline.predict.machine import machine
-from ridgeline.predict.memory import Peak
+from ridgeline.predict.operators.kernel import peak_flops
+from ridgeline.predict.step.peak_memory import Peak
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result
-from ridgeline.techniques.base import Technique
+from ridgeline.techniques.technique import Technique
 
 GIB = 2**30
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row, Traffic
-from ridgeline.techniques.base import Technique
+from ridgeline.techniques.technique import Technique
 
 
 def moments(e: Experiment, made: list[Technique]) -> list[tuple[float, Experiment]]:

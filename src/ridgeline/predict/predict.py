@@ -5,14 +5,14 @@ from __future__ import annotations
 from ridgeline.catalog import NoProfile
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
-from ridgeline.predict.inference import predict_generation
 from ridgeline.predict.interval import add_intervals
-from ridgeline.predict.memory import resting
 from ridgeline.predict.moments import moments, over_moments
-from ridgeline.predict.serving import predict_serving
+from ridgeline.predict.serving.simulate import predict_serving
+from ridgeline.predict.serving.static_batch import predict_generation
 from ridgeline.predict.settle import settle
-from ridgeline.predict.step import Event
-from ridgeline.predict.training import predict_training, timed, update_ops
+from ridgeline.predict.step.peak_memory import resting
+from ridgeline.predict.step.streams import Event
+from ridgeline.predict.step.training_step import predict_training, timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.techniques.registry import check

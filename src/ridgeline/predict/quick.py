@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from ridgeline.graph import Graph, training_graph
 from ridgeline.predict.common import cost_of, rank_cluster, rewritten
-from ridgeline.predict.memory import training_peak
 from ridgeline.predict.moments import moments
-from ridgeline.predict.pace import training_pace
 from ridgeline.predict.predict import predict
-from ridgeline.predict.step import block_times
-from ridgeline.predict.training import timed, update_ops, with_overheads
+from ridgeline.predict.step.pace import training_pace
+from ridgeline.predict.step.peak_memory import training_peak
+from ridgeline.predict.step.streams import block_times
+from ridgeline.predict.step.training_step import timed, update_ops, with_overheads
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import PHASES, Technique
+from ridgeline.techniques.technique import PHASES, Technique
 
 
 @dataclass(slots=True)

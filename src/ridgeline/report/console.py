@@ -238,7 +238,7 @@ def print_ablation(ablation: Ablation) -> None:
 
 def print_dissection(predicted: Result, measured: Result) -> None:
     """Measured and predicted breakdown by module and phase, then operator by operator, then memory."""
-    from ridgeline.report.dissect import breakdown_table, memory_table
+    from ridgeline.report.dissection import breakdown_table, memory_table
 
     modules = breakdown_table(measured, by=("module", "phase"), top=20)
     modules.title = "measured: " + modules.title

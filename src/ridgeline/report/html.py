@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.measure.compare import Comparison
-from ridgeline.report.charts.base import Chart
-from ridgeline.report.charts.load import cdf_charts, throughput_latency_charts
+from ridgeline.report.charts.chart import Chart
+from ridgeline.report.charts.load_charts import cdf_charts, throughput_latency_charts
 from ridgeline.report.charts.moved import movers_charts
 from ridgeline.report.charts.pareto import pareto_chart
 from ridgeline.report.charts.roofline import roofline_chart

@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from ridgeline.report.charts.base import Chart
+from ridgeline.report.charts.chart import Chart
 from ridgeline.report.definitions import DEFINITIONS
 from ridgeline.report.table import html as table_html
 from ridgeline.report.units import count, size

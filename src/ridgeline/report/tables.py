@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ridgeline.measure.compare import Comparison
 from ridgeline.report import table as render
-from ridgeline.report.dissect import breakdown_table, memory_table
+from ridgeline.report.dissection import breakdown_table, memory_table
 from ridgeline.report.table import Column, Record, Table
 from ridgeline.report.units import COUNTS, NONE, SIZES, TIMES, Scale, metric, number, percent, scale, seconds, times
 from ridgeline.spec.ablation import Ablation, Outcome

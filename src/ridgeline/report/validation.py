@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from ridgeline.report.charts.base import (
+from ridgeline.report.charts.chart import (
     BLUE,
     GREEN,
     GREY,

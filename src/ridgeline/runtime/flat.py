@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ridgeline.nn.codec import E4M3, decode, quantise
-from ridgeline.nn.collectives import local, placed
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.dispatch import usable
+from ridgeline.nn.parallel.collectives import local, placed
+from ridgeline.nn.quant.codec import E4M3, decode, quantise
 from ridgeline.spec.workload import Training
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ridgeline.nn.collectives import local
+from ridgeline.nn.parallel.collectives import local
 
 
 def holders(p: Tensor, ranks: int) -> int:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ridgeline.graph.blocks import block_of
-from ridgeline.nn.codec import decode_blockwise8, encode_blockwise8
-from ridgeline.nn.collectives import local
+from ridgeline.graph.state_blocks import block_of
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
 
 Groups = list[dict[str, Any]]
 
@@ -166,8 +166,8 @@ class AdamW8bit(Optimizer):
     """AdamW whose moments rest as codes of one byte, with the largest magnitude of each block (arXiv:2110.02861).
 
     Blocks lie within rows, so that they are the same however a matrix is divided by rows. ``wide``: what keeps fp32
-    moments, as vectors and tensors of less than :data:`~ridgeline.graph.blocks.SMALL` elements do (embeddings: rows
-    that a batch does not touch would divide by a second moment that was rounded to zero, section 3).
+    moments, as vectors and tensors of less than :data:`~ridgeline.graph.state_blocks.SMALL` elements do (embeddings:
+    rows that a batch does not touch would divide by a second moment that was rounded to zero, section 3).
     """
 
     MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ridgeline.graph.traffic import buckets
-from ridgeline.nn.collectives import local
+from ridgeline.nn.parallel.collectives import local
 
 
 class Waitable(Protocol):

@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.init import allocate
-from ridgeline.nn.transformer import Transformer
+from ridgeline.nn.model.init import allocate
+from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.model import ModelSpec
 
 Kind = Literal["hidden", "heads", "inner"]

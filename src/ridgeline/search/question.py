@@ -9,8 +9,8 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import TRAINING_TASKS, Workload
-from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import registry
+from ridgeline.techniques.technique import Technique
 
 GOALS = ("throughput", "latency", "cost", "memory")
 

@@ -35,8 +35,8 @@ from ridgeline.search.space import (
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import check_made, mesh_axes
+from ridgeline.techniques.technique import Technique
 
 KEPT = 5
 """Answers."""

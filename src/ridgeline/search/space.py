@@ -19,8 +19,8 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
-from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import check, mesh_axes
+from ridgeline.techniques.technique import PHASES, Technique
 
 GROUPS = ("mesh", "shape", "split", "placement")
 _GROUP = {"tensor": "mesh", "sequence": "mesh", "adapt": "shape", "recompute": "shape", "compile": "shape",

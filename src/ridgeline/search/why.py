@@ -16,8 +16,8 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve, Training
-from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)

@@ -15,8 +15,8 @@ from starlette.responses import PlainTextResponse, Response
 import ridgeline
 from ridgeline.serve import replies
 from ridgeline.serve.bodies import WrongBody, body_route
+from ridgeline.serve.engine_loop import Failed, Stream
 from ridgeline.serve.http import EventStream, Gate, Gone, Json, Keys, bearer, error_body, refusal, unless_gone
-from ridgeline.serve.loop import Failed, Stream
 from ridgeline.serve.openai import (
     ChatCompletion,
     Classification,

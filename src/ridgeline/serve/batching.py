@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
-from ridgeline.runtime.serving import Cost, Cut
-from ridgeline.serve.adapters import AdapterTable
-from ridgeline.serve.blocks import Blocks
+from ridgeline.runtime.serve_build import Cost, Cut
+from ridgeline.serve.adapter_table import AdapterTable
+from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.request import Request
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sequence import Group, Sequence
-from ridgeline.spec.serving import Limits
+from ridgeline.spec.scheduling import Limits
 
 AT_ONCE = 256
 """Waiting sequences that are cut into batches together."""

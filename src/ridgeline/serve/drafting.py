@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ridgeline.nn.transformer import Transformer
-from ridgeline.serve.blocks import Blocks
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sequence import Sequence as Row
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ridgeline.serve.adapters import AdapterTable
+from ridgeline.serve.adapter_table import AdapterTable
 from ridgeline.serve.beam import Beams
-from ridgeline.serve.blocks import Blocks
+from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.drafting import Drafting
 from ridgeline.serve.ranks import Lost, RankedRunner
 from ridgeline.serve.request import Busy, Event, Finish, Invalid, Request, Stats, TokenLogprob, check_request
@@ -24,7 +24,7 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.scheduler import Plan, Scheduler
 from ridgeline.serve.sequence import Group, Sequence
-from ridgeline.spec.serving import Limits
+from ridgeline.spec.scheduling import Limits
 
 LOGITS = 1 << 24
 """Logits that are there at once: sampling takes a few times their 64 MB, and a request may have many outputs."""

@@ -13,7 +13,7 @@ from ridgeline.serve.request import Invalid
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from ridgeline.serve.text import Vocabulary
+    from ridgeline.serve.detokenize import Vocabulary
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 MAX_SIZE, MAX_DEPTH, KEPT = 64 * 1024, 64, 64

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.data.examples import BadRecord, Template, records
+from ridgeline.serve.detokenize import Delta, Job, Vocabulary
 from ridgeline.serve.request import Invalid, Request, Sampling
-from ridgeline.serve.text import Delta, Job, Vocabulary
 from ridgeline.spec.errors import UserError
-from ridgeline.train.examples import BadRecord, Template, records
 
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine

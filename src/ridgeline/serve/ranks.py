@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
-from ridgeline.serve.blocks import Copy
+from ridgeline.serve.block_manager import Copy
 from ridgeline.serve.runner import Runner, Step
 from ridgeline.serve.sequence import Sequence
 from ridgeline.spec.experiment import Experiment
-from ridgeline.train.launch import free_port, rank_environment
 
 WAIT = timedelta(seconds=60)
 """How long a rank waits for another within a step."""
@@ -142,6 +142,6 @@ def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, 
 
 
 if __name__ == "__main__":
-    from ridgeline.serve.build import make_follower
+    from ridgeline.serve.build_engine import make_follower
 
     follow(make_follower, *sys.argv[1:4])

@@ -8,12 +8,12 @@ import struct
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
+from ridgeline.serve.detokenize import Delta, Detokenizer, Entry, Vocabulary
+from ridgeline.serve.engine_loop import Failed, Stream
 from ridgeline.serve.http import error_body
-from ridgeline.serve.loop import Failed, Stream
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Busy, TokenLogprob
 from ridgeline.serve.service import Asked, Service
-from ridgeline.serve.text import Delta, Detokenizer, Entry, Vocabulary
 
 Choice = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it says back. Token ids only; text lies in :mod:`ridgeline.serve.text`."""
+"""What is asked of the engine, and what it says back. Token ids only; text is :mod:`ridgeline.serve.detokenize`'s."""
 
 from __future__ import annotations
 

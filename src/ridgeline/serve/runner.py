@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ridgeline.nn.attention import LayerCache, Mask
-from ridgeline.nn.paged import Layout, PagedCache, Piece, singles
-from ridgeline.nn.pass_memory import Forward
-from ridgeline.nn.rotary import Rope
-from ridgeline.nn.transformer import Transformer
-from ridgeline.serve.blocks import Copy, runs
+from ridgeline.nn.memory.kv_pool import Layout, PagedCache, Piece, singles
+from ridgeline.nn.memory.pass_memory import Forward
+from ridgeline.nn.model.attention import LayerCache, Mask
+from ridgeline.nn.model.rotary import Rope
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.serve.block_manager import Copy, runs
 from ridgeline.serve.sequence import Sequence
 
 NO_MASK = Mask(None, False)
@@ -54,7 +54,7 @@ class Runner:
         }
         self.keeps = slots > 0
         if self.device.type == "cuda" and not kind and importlib.util.find_spec("triton") is not None:
-            from ridgeline.nn.kernels.paged import paged_decode
+            from ridgeline.nn.kernels.paged_attention import paged_decode
 
             self.layout.kernel = paged_decode
         self._tables: Rope | None = None

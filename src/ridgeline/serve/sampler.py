@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ridgeline.nn import topk
+from ridgeline.serve import topk
 from ridgeline.serve.request import Sampling, TokenLogprob
 from ridgeline.serve.sequence import Sequence
 

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ridgeline.serve.blocks import Blocks, Copy
+from ridgeline.serve.block_manager import Blocks, Copy
 from ridgeline.serve.sequence import Sequence
-from ridgeline.spec.serving import Limits
+from ridgeline.spec.scheduling import Limits
 
 
 @dataclass

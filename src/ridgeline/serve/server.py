@@ -19,10 +19,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from ridgeline.serve.connections import connection_class
-from ridgeline.serve.loop import EngineLoop, Limits
+from ridgeline.serve.detokenize import Vocabulary
+from ridgeline.serve.engine_loop import EngineLoop, Limits
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.service import Labels, Service
-from ridgeline.serve.text import Vocabulary
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def make_service(
     tokenizer: str | None = None, template: str | None = None,
 ) -> Service:  # fmt: skip
     """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
-    from ridgeline.train.data import load_tokenizer
-    from ridgeline.train.examples import find_template, special_tokens
+    from ridgeline.data.batches import load_tokenizer
+    from ridgeline.data.examples import find_template, special_tokens
 
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
     loop = EngineLoop(engine, limits or Limits(), Metrics())

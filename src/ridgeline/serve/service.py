@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ridgeline.data.examples import BadRecord, Template
+from ridgeline.serve.detokenize import Job, Vocabulary
+from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.grammar import Grammars, Matcher
-from ridgeline.serve.loop import EngineLoop
 from ridgeline.serve.openai import (
     ChatCompletion,
     Classification,
@@ -24,9 +26,7 @@ from ridgeline.serve.openai import (
     prompts_of,
 )  # fmt: skip
 from ridgeline.serve.request import TOO_LONG, Invalid, Request, Sampling
-from ridgeline.serve.text import Job, Vocabulary
 from ridgeline.spec.errors import UserError
-from ridgeline.train.examples import BadRecord, Template
 
 
 class NoModel(UserError):

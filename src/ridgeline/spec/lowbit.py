@@ -1,6 +1,6 @@
 """How low-bit weights lie in memory while a model runs, and in a checkpoint: one place for loading and predicting.
 
-Sizes in bytes. What is held is chosen by the kernels that there are (see :mod:`ridgeline.nn.packed_linear`).
+Sizes in bytes. What is held is chosen by the kernels that there are (see :mod:`ridgeline.nn.quant.packed_linear`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def kv_group(head_dim: int) -> int:
 
 
 def kv_bytes(dtype: str, head_dim: int) -> float:
-    """Stored bytes of one key or value element, its share of scales included: see :mod:`ridgeline.nn.kv_codes`."""
+    """Stored bytes of one key or value element with its share of scales: see :mod:`ridgeline.nn.quant.quantized_kv`."""
     if dtype == "int4":
         return 0.5 + 4 / kv_group(head_dim)
     return 1 + 2 / head_dim if dtype == "int8" else DTYPE_BYTES[dtype]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeline.spec.system import System
-from ridgeline.techniques.base import PHASES, Technique
 from ridgeline.techniques.registry import registry
+from ridgeline.techniques.technique import PHASES, Technique
 
 
 def card(cls: type[Technique]) -> dict[str, Any]:

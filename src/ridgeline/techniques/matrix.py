@@ -14,8 +14,8 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.base import Technique
 from ridgeline.techniques.registry import check, make, mesh_axes, normalise, registry, techniques
+from ridgeline.techniques.technique import Technique
 
 TINY = ModelSpec(
     name="matrix-tiny",

@@ -8,17 +8,15 @@ import pkgutil
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 
 from pydantic import ValidationError
 
+from ridgeline import techniques as families
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Serve
-from ridgeline.techniques.base import PHASES, Technique
-
-_NOT_TECHNIQUES = {"adapted", "base", "weight_only", "pruning", "cards", "matrix", "mesh", "registry"}
+from ridgeline.techniques.technique import PHASES, Technique
 
 _made: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
@@ -27,14 +25,15 @@ _MOST_MADE = 4096
 
 @lru_cache(maxsize=1)
 def registry() -> dict[str, type[Technique]]:
-    """Every technique by name, found by importing each file of this package."""
+    """Every technique by name: the classes with a card in ``FAMILY/NAME.py``; ``NAME_torch.py`` is not imported."""
     found: dict[str, type[Technique]] = {}
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name in _NOT_TECHNIQUES:
+    for module in pkgutil.walk_packages(families.__path__, "ridgeline.techniques."):
+        if module.ispkg or module.name.endswith("_torch") or module.name.count(".") < 3:
             continue
-        loaded = importlib.import_module(f"ridgeline.techniques.{module.name}")
+        loaded = importlib.import_module(module.name)
         for value in vars(loaded).values():
-            if isinstance(value, type) and issubclass(value, Technique) and value.__module__ == loaded.__name__:
+            mine = isinstance(value, type) and issubclass(value, Technique) and value.__module__ == loaded.__name__
+            if mine and "card" in vars(value):
                 found[value.card.name] = value
     return dict(sorted(found.items()))
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ridgeline.nn.meter import Meter
-from ridgeline.train.engine import Trainer
+from ridgeline.nn.memory.meter import Meter
+from ridgeline.train.trainer import Trainer
 
 
 class Budget:

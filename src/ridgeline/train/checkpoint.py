@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import techniques
-from ridgeline.train.engine import Trainer
+from ridgeline.train.trainer import Trainer
 
 
 def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ridgeline.nn.collectives import local
-from ridgeline.nn.init import build
+from ridgeline.nn.model.init import build
+from ridgeline.nn.parallel.collectives import local
 from ridgeline.predict.settle import settle
-from ridgeline.runtime.build import TrainBuild
 from ridgeline.runtime.mesh import Mesh, forget
+from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
-from ridgeline.train.engine import DTYPES, assemble
+from ridgeline.train.trainer import DTYPES, assemble
 
 
 @contextmanager

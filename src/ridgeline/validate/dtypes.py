@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ridgeline.spec.device import DTYPE_BYTES
-from ridgeline.validate.table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, Row
 
 _NAMES = {
     "half": "fp16", "float16": "fp16", "f16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32",

@@ -8,8 +8,8 @@ from ridgeline import catalog
 from ridgeline.spec.device import Device, Link
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
+from ridgeline.validate.csv_table import BadCell, Row
 from ridgeline.validate.dtypes import precision_of
-from ridgeline.validate.table import BadCell, Row
 
 _BIASED = ("gpt", "gpt2", "gpt3", "megatron", "opt", "bloom", "gpt_neox", "gpt_neo", "gptj")
 _PLAIN = (*_BIASED, "mpt", "falcon", "bert", "t5")

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from ridgeline import validate
 from ridgeline.spec.errors import UserError
 from ridgeline.validate.case import Case
+from ridgeline.validate.csv_table import BadCell, Row, Skip, Table, read_table
 from ridgeline.validate.score import Choice, Score, choices, regret_summary, score
-from ridgeline.validate.table import BadCell, Row, Skip, Table, read_table
 
 WORST = 5
 """Rows listed per file."""

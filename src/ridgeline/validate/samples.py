@@ -9,8 +9,10 @@ from ridgeline import catalog
 from ridgeline.graph.graph import Op
 from ridgeline.predict.calibrate import Sample
 from ridgeline.spec.errors import UserError
-from ridgeline.validate import attention, collectives, gemm
-from ridgeline.validate.table import BadCell, Row, Skip, Table, read_table
+from ridgeline.validate import attention_rows as attention
+from ridgeline.validate import collective_rows as collectives
+from ridgeline.validate import gemm_rows as gemm
+from ridgeline.validate.csv_table import BadCell, Row, Skip, Table, read_table
 
 OPERATORS: dict[str, Callable[[Row], list[Op]]] = {
     gemm.NAME: gemm.ops,

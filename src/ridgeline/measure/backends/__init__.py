@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.measure.backends.base import Backend, Engine, always, only
+from ridgeline.measure.backends.backend import Backend, Engine, always, only
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import techniques
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ridgeline.techniques.base import Technique
+    from ridgeline.techniques.technique import Technique
 
 __all__ = ["BACKENDS", "NATIVE", "Engine", "engine_versions", "make_engine", "require"]
 
@@ -68,7 +68,7 @@ def _deepspeed_model(e: Experiment) -> str:
 BACKENDS = {
     b.name: b
     for b in (
-        Backend(NATIVE, "Ridgeline", "ridgeline.train.engine:Trainer"),
+        Backend(NATIVE, "Ridgeline", "ridgeline.train.trainer:Trainer"),
         Backend(
             "hf", "Hugging Face Trainer", "ridgeline.measure.backends.hf:HuggingFace",
             ("transformers", "accelerate"), "hf",
@@ -84,7 +84,7 @@ BACKENDS = {
             model=_hf_model,
         ),
         Backend(
-            "deepspeed", "DeepSpeed", "ridgeline.measure.backends.deepspeed:DeepSpeed",
+            "deepspeed", "DeepSpeed", "ridgeline.measure.backends.deepspeed_engine:DeepSpeed",
             ("deepspeed",), "deepspeed",
             expresses={
                 "data_parallel": always,

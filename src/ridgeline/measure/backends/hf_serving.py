@@ -23,14 +23,14 @@ from ridgeline.measure.load.drive import Drive
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.record import Record
 from ridgeline.measure.load.summary import summarise
-from ridgeline.nn.checkpoint import save_checkpoint
-from ridgeline.nn.init import build
-from ridgeline.nn.meter import process_memory
-from ridgeline.predict.arrivals import Request, requests
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.memory.meter import process_memory
+from ridgeline.nn.model.init import build
+from ridgeline.predict.serving.arrivals import Request, requests
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Serve
-from ridgeline.train.engine import DTYPES
+from ridgeline.train.trainer import DTYPES
 
 MOST = 16
 """Sequences in one batch where the workload does not say."""

@@ -56,13 +56,13 @@ def make_prompts(
     Prompts of another ``run`` are other ones."""
     known = None
     if tokenizer:
-        from ridgeline.train.data import load_tokenizer
+        from ridgeline.data.batches import load_tokenizer
 
         known = load_tokenizer(tokenizer)
     if api == "completions" and data is None:
         below = known.get_vocab_size() if known else vocab_size
         return RandomIds(below, seed, shared, run), f"random token ids below {below}"
-    from ridgeline.train.text import documents
+    from ridgeline.data.text import documents
 
     source, text = data or "stdlib", ""
     for document in documents(source):

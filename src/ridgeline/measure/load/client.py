@@ -11,7 +11,7 @@ from typing import Any
 
 from ridgeline.measure.load.endpoint import find_endpoint
 from ridgeline.measure.load.prompts import RandomIds
-from ridgeline.measure.load.run import Settings, measure_load
+from ridgeline.measure.load.run_load import Settings, measure_load
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Serve

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ridgeline.measure.load.clock import run
 from ridgeline.measure.load.endpoint import Endpoint, refused
-from ridgeline.measure.load.http import Pool
+from ridgeline.measure.load.http_client import Pool
 from ridgeline.measure.load.prompts import Prompts
 from ridgeline.measure.load.record import Record
-from ridgeline.predict.arrivals import Request
+from ridgeline.predict.serving.arrivals import Request
 from ridgeline.spec.errors import UserError
 
 Progress = Callable[[dict[str, object]], None]

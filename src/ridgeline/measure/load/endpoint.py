@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ridgeline.measure.load.http import message_of
+from ridgeline.measure.load.http_client import message_of
 from ridgeline.spec.errors import UserError, nearest
 
 Api = Literal["completions", "chat"]

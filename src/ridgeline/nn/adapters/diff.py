@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ridgeline.nn.adapters.base import Adapter, dense
+from ridgeline.nn.adapters.adapter import Adapter, dense
 from ridgeline.nn.adapters.dropout import Dropout
-from ridgeline.nn.collectives import local
+from ridgeline.nn.parallel.collectives import local
 
 LOW, HIGH = -0.1, 1.1
 """Ends of the stretched interval of the hard-concrete distribution (Louizos et al. 2018, arXiv:1712.01312)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from ridgeline.nn.collectives import local
+from ridgeline.nn.parallel.collectives import local
 
 
 class Dropout:
@@ -52,7 +52,8 @@ class Dropout:
     def linear(self, x: Tensor, weight: Tensor, layer: int) -> Tensor:
         """dropout(x) · Wᵀ, [..., in] → [..., out]; ``weight`` [out, in] may be divided, then so is ``x``.
 
-        An ``x`` that arrived in parts of the sequence is kept in parts, as by :func:`ridgeline.nn.collectives.linear`.
+        An ``x`` that arrived in parts of the sequence is kept in parts, as by
+        :func:`ridgeline.nn.parallel.collectives.linear`.
         """
         assert self.step is not None
         whole = weight.shape[1]

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.adapters.base import Adapter, dense
+from ridgeline.nn.adapters.adapter import Adapter, dense
 from ridgeline.nn.adapters.diff import DiffLinear
 from ridgeline.nn.adapters.mask import MaskLinear
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ridgeline.nn.adapters.base import Adapter, dense
-from ridgeline.nn.collectives import local
+from ridgeline.nn.adapters.adapter import Adapter, dense
+from ridgeline.nn.parallel.collectives import local
 
 
 class _MaskedLinear(torch.autograd.Function):

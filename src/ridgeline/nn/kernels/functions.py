@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.kernels.dispatch import call, usable
 from ridgeline.nn.kernels.native import TYPES
-from ridgeline.nn.loss import IGNORE
+from ridgeline.nn.model.loss import IGNORE
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
 """Activations with a kernel: SwiGLU's, and the tanh form of GELU behind a bias."""

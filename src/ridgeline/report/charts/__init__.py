@@ -1,5 +1,5 @@
 """Charts as plain data for plotly.js: one file per idea, each chart with the table that says the same."""
 
-from ridgeline.report.charts.base import Chart
+from ridgeline.report.charts.chart import Chart
 
 __all__ = ["Chart"]

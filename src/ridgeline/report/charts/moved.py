@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.measure.compare import Comparison
-from ridgeline.report.charts.base import GREY, MEASURED, Chart, Figure, axis, layout, plain, plans_axis, rows_height
+from ridgeline.report.charts.chart import GREY, MEASURED, Chart, Figure, axis, layout, plain, plans_axis, rows_height
 from ridgeline.report.table import Table
 from ridgeline.report.units import SIZES, TIMES, Scale, scale
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.report.charts.base import GREY, MEASURED, Chart, axis, layout, plain
+from ridgeline.report.charts.chart import GREY, MEASURED, Chart, axis, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import SIZES, scale
 from ridgeline.spec.ablation import Ablation

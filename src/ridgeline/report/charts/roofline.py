@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from ridgeline.report.charts.base import GREY, Chart, Figure, axis, colour, layout, plain
-from ridgeline.report.dissect import grouped
+from ridgeline.report.charts.chart import GREY, Chart, Figure, axis, colour, layout, plain
+from ridgeline.report.dissection import grouped
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, count, number, percent, seconds
 from ridgeline.spec.result import Result, Row

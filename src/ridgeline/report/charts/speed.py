@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ridgeline.report.charts.base import (
+from ridgeline.report.charts.chart import (
     GREY,
     MEASURED,
     PREDICTED,

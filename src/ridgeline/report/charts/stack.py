@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ridgeline.report.charts.base import Chart, Figure, axis, colour, layout, plain, rows_height
-from ridgeline.report.dissect import attributed
+from ridgeline.report.charts.chart import Chart, Figure, axis, colour, layout, plain, rows_height
+from ridgeline.report.dissection import attributed
 from ridgeline.report.table import Column, Table
 from ridgeline.report.tables import memory_categories
 from ridgeline.report.units import NONE, SIZES, TIMES, Scale, scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ridgeline.report.charts.base import GREY, MEASURED, SPARE, Chart, Figure, axis, layout, plain
+from ridgeline.report.charts.chart import GREY, MEASURED, SPARE, Chart, Figure, axis, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import TIMES, scale
 from ridgeline.spec.ablation import Ablation

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from statistics import median
 
-from ridgeline.report.charts.base import GREY, MEASURED, Chart, Figure, axis, layout, plain
+from ridgeline.report.charts.chart import GREY, MEASURED, Chart, Figure, axis, layout, plain
 from ridgeline.report.charts.labels import positions
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import COUNTS, NONE, SIZES, metric, percent, scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.report.charts.base import GREY, RED, Chart, Figure, axis, colour, layout, plain
+from ridgeline.report.charts.chart import GREY, RED, Chart, Figure, axis, colour, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import SIZES, percent, scale
 from ridgeline.spec.result import MEMORY_CATEGORIES, Result

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.mlp import MLP
-from ridgeline.nn.transformer import Block
+from ridgeline.nn.model.mlp import MLP
+from ridgeline.nn.model.transformer import Block
 
 
 def readers(block: Block, site: str) -> list[nn.Linear]:

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ridgeline.nn.packed import Outliers, Packed, Stored
-from ridgeline.nn.ternary import Ternary as Code
+from ridgeline.nn.quant.packed import Outliers, Packed, Stored
+from ridgeline.nn.quant.ternary import Ternary as Code
 
 
 class Fitted(Protocol):
@@ -124,7 +124,7 @@ class FittedAffine:
 @dataclass(frozen=True)
 class Ternary:
     """Per row: its minimum, 0, and its maximum (QMoE, arXiv:2310.16795). The wide range leaves most weights at
-    zero, which is what the code of :mod:`ridgeline.nn.ternary` lives on."""
+    zero, which is what the code of :mod:`ridgeline.nn.quant.ternary` lives on."""
 
     scale_dtype: torch.dtype = torch.float16
     """What the two values are stored in; the grid uses them as stored."""

@@ -1,0 +1,1 @@
+"""Text, chat examples and token ids, packed into batches."""

@@ -1,0 +1,224 @@
+"""Text → packed token batches. The order depends on the seed and the step alone, so any step can be resumed exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from ridgeline.data.text import documents
+from ridgeline.paths import cache_dir
+from ridgeline.runtime.train_build import Batch
+from ridgeline.spec.errors import UserError
+
+END, MASK = "<|endoftext|>", "<|mask|>"
+IGNORE = -100
+MAX_BYTES = 4_000_000
+"""Text read from one source: enough for short measured runs, tokenised in seconds."""
+
+
+def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
+    texts: list[str] = []
+    size = 0
+    for text in documents(source):
+        texts.append(text[: limit - size])
+        size += len(text)
+        if size >= limit:
+            break
+    if size < 1000:
+        raise UserError(f"data {source!r} holds only {size} characters of text", "give a larger file or directory")
+    return texts
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised corpus: one flat array of token ids, documents separated by the end token."""
+
+    ids: np.ndarray
+    tokenizer: Tokenizer
+    source: str
+
+    @property
+    def end(self) -> int:
+        """Id of the end-of-text token."""
+        return self.tokenizer.token_to_id(END) or 0
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` entries (Sennrich et al. 2016; bytes as in GPT-2)."""
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 2:
+        raise UserError(
+            f"a byte-level tokenizer needs at least {len(alphabet) + 2} entries; the model has vocab_size {vocab_size}",
+            "use a model with a larger vocabulary, or give --workload.tokenizer",
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END, MASK], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """A ``tokenizer.json``, or the one in a checkpoint directory. Raises :class:`UserError` when it is not one."""
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise UserError(f"no tokenizer at {path}", "give a tokenizer.json or a directory that holds one")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:
+        raise UserError(f"{file} is not a tokenizer: {str(e).splitlines()[0]}") from None
+
+
+def own_tokenizer(checkpoint: str | None) -> str | None:
+    """The checkpoint directory, when it has a tokenizer."""
+    return checkpoint if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file() else None
+
+
+def token_ids(source: str, limit: int, tokenizer: Tokenizer) -> np.ndarray:
+    """Tokens (int32) of up to ``limit`` bytes of a source, each document followed by the end token."""
+    end = tokenizer.token_to_id(END)
+    tail = [] if end is None else [end]
+    flat = [i for encoded in tokenizer.encode_batch(_sample(source, limit)) for i in (*encoded.ids, *tail)]
+    return np.asarray(flat, dtype=np.int32)
+
+
+def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> Tokens:
+    """Tokenise a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
+    texts = _sample(source)
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8", "replace"))
+    given = load_tokenizer(tokenizer) if tokenizer else None
+    digest.update(json.dumps([vocab_size, given.to_str() if given else None, "v1"]).encode())
+    folder = cache_dir() / "tokens" / digest.hexdigest()[:16]
+    array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
+    if array.is_file() and vocabulary.is_file():
+        return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
+    made = given or train_tokenizer(texts, vocab_size)
+    if made.get_vocab_size() > vocab_size:
+        raise UserError(
+            f"the tokenizer has {made.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
+        )
+    end = made.token_to_id(END)
+    flat: list[int] = []
+    for encoded in made.encode_batch(texts):
+        flat.extend(encoded.ids)
+        if end is not None:
+            flat.append(end)
+    ids = np.asarray(flat, dtype=np.int32)
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
+    made.save(f"{vocabulary}{mine}")
+    os.replace(f"{vocabulary}{mine}", vocabulary)
+    with open(f"{array}{mine}", "wb") as f:
+        np.save(f, ids)
+    os.replace(f"{array}{mine}", array)
+    return Tokens(ids, made, source)
+
+
+@dataclass(frozen=True)
+class TextBatches:
+    """Packed batches of text: ``batch(step)`` is a pure function of the seed and the step.
+
+    Causal: labels are the inputs shifted by one. Masked (encoders): 15 % of positions are replaced and predicted, 80 %
+    by the mask token, 10 % by a random one, 10 % kept (Devlin et al. 2019, section 3.1).
+    """
+
+    tokens: Tokens
+    seq_len: int
+    batch_size: int
+    vocab_size: int
+    causal: bool = True
+    seed: int = 0
+    separate: bool = False
+    """Whether documents in one window do not see each other."""
+    eval_batches: int = 1
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the token ids."""
+        return self.tokens.tokenizer
+
+    @property
+    def windows(self) -> int:
+        """Windows of ``seq_len`` in the corpus."""
+        return (len(self.tokens.ids) - 1) // self.seq_len
+
+    @property
+    def held_out(self) -> int:
+        """Windows at the corpus's end kept for evaluation: whole batches, less than a quarter of the corpus."""
+        return min(self.eval_batches, self.windows // (4 * self.batch_size)) * self.batch_size
+
+    @property
+    def sequences(self) -> int:
+        """Windows to train on."""
+        return self.windows - self.held_out
+
+    def batch(self, step: int) -> Batch:
+        """Ids and labels, both int64 [batch_size, seq_len], of the global batch of ``step``."""
+        n = self.sequences
+        if n < 1:
+            have = f"data {self.tokens.source!r} has {len(self.tokens.ids)} tokens"
+            raise UserError(f"{have}: less than one sequence of {self.seq_len}", "use a shorter seq_len or more text")
+        first = step * self.batch_size
+        rows = []
+        for i in range(first, first + self.batch_size):
+            epoch, at = divmod(i, n)
+            rows.append(permutation(n, self.seed, epoch)[at])
+        return self._pack(np.asarray(rows), step)
+
+    def held_out_batch(self) -> Batch | None:
+        """A batch that no step trains on; None when the corpus is too small to spare one."""
+        if not self.held_out:
+            return None
+        return self._pack(np.arange(self.sequences, self.windows), -1)
+
+    def _pack(self, rows: np.ndarray, step: int) -> Batch:
+        starts = rows * self.seq_len
+        ids = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
+        windows = torch.from_numpy(ids.astype(np.int64))
+        inputs = windows[:, :-1].contiguous()
+        made = Batch(inputs, windows[:, 1:].contiguous()) if self.causal else self._masked(inputs, step)
+        return made._replace(**self._documents(inputs)) if self.separate else made
+
+    def _documents(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Numbers of the documents in each window, whose end token is their last, and places within them."""
+        begins = torch.zeros_like(ids)
+        begins[:, 1:] = ids[:, :-1] == self.tokens.end
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        first = torch.where(begins > 0, places, 0).cummax(1).values
+        return {"positions": places - first, "documents": begins.cumsum(1)}
+
+    def _masked(self, ids: torch.Tensor, step: int) -> Batch:
+        g = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 1)
+        chosen = torch.rand(ids.shape, generator=g) < 0.15
+        kind = torch.rand(ids.shape, generator=g)
+        random = torch.randint(self.vocab_size, ids.shape, generator=g)
+        mask = self.tokens.tokenizer.token_to_id(MASK) or 1
+        labels = torch.where(chosen, ids, IGNORE)
+        ids = torch.where(chosen & (kind < 0.8), mask, ids)
+        return Batch(torch.where(chosen & (kind >= 0.9), random, ids), labels)
+
+
+_PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
+
+
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of ``n`` rows in an epoch."""
+    key = (n, seed, epoch)
+    if key not in _PERMUTATIONS:
+        _PERMUTATIONS[key] = np.random.default_rng((seed, epoch)).permutation(n)
+    return _PERMUTATIONS[key]

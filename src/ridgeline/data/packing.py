@@ -1,0 +1,185 @@
+"""Examples → rows of tokens: several examples share a row without seeing each other (arXiv:2107.02027), or one per row.
+
+The order depends on the seed and the step alone, so any step can be resumed exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from ridgeline.data.batches import END, IGNORE, load_tokenizer, permutation
+from ridgeline.data.examples import Example, find_template, read_examples, special_tokens, tokenizer_config
+from ridgeline.runtime.train_build import Batch
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.workload import FineTune
+
+OPEN_ROWS = 64
+"""Rows that an example may still be put into while packing."""
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """One example: token ids, and for each whether it is an answer's (to be predicted)."""
+
+    ids: np.ndarray
+    learned: np.ndarray
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """A data file as tokens, and what was left out."""
+
+    examples: list[Tokenised]
+    tokenizer: Tokenizer
+    end: int
+    """Token that fills up rows."""
+    source: str
+    bad: list[tuple[str, str]]
+    """(place, reason) of every record that was skipped."""
+    cut: int = 0
+    """Examples longer than a row, which lost their end."""
+    dropped: int = 0
+    """Examples whose answer begins behind the end of a row."""
+
+
+def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
+    """Read, render and tokenise ``w.data``. Raises :class:`UserError` naming file and line of what cannot be used."""
+    place = w.tokenizer or w.checkpoint
+    if place is None:
+        raise UserError("instruction data need a tokenizer, and there is no checkpoint that brings one",
+                        "start from a checkpoint, or give --workload.tokenizer")  # fmt: skip
+    tokenizer = load_tokenizer(place)
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} entries, the model only {vocab_size}",
+            "use the model's own",
+        )
+    folder = place if Path(place).is_dir() else w.checkpoint
+    examples, bad = read_examples(Path(w.data).expanduser(), find_template(w.template, folder), w.skip_bad)
+    special = special_tokens(folder)
+    end = next((i for t in (special["eos_token"], END) if t and (i := tokenizer.token_to_id(t)) is not None), None)
+    first = tokenizer.token_to_id(special["bos_token"]) if tokenizer_config(folder).get("add_bos_token") else None
+    made, cut, dropped = [], 0, 0
+    encoded = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
+    for example, tokens in zip(examples, encoded, strict=True):
+        one = _tokenised(example, tokens.ids, tokens.offsets, first if example.ends else None, end, w.train_on_prompt)
+        if len(one.ids) > w.seq_len + 1:
+            one = Tokenised(one.ids[: w.seq_len + 1], one.learned[: w.seq_len + 1])
+            cut += 1
+        if one.learned[1:].any():
+            made.append(one)
+        else:
+            dropped += 1
+    if not made:
+        raise UserError(f"no example of {w.data} has its answer within seq_len {w.seq_len}", "use a longer seq_len")
+    return Instructions(made, tokenizer, end or 0, w.data, bad, cut, dropped)
+
+
+def _tokenised(
+    example: Example,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    first: int | None,
+    end: int | None,
+    all_of_it: bool,
+) -> Tokenised:
+    """A token is learned when it begins within an answer, whatever of the prompt it may share."""
+    starts = np.array([a for a, _ in offsets])
+    learned = np.zeros(len(ids), bool)
+    for a, b in [(0, len(example.text))] if all_of_it else example.answers:
+        learned |= (starts >= a) & (starts < b)
+    tokens, marks = list(ids), learned.tolist()
+    if first is not None and tokens[:1] != [first]:
+        tokens, marks = [first, *tokens], [False, *marks]
+    if example.ends and end is not None:
+        tokens, marks = [*tokens, end], [*marks, True]
+    return Tokenised(np.asarray(tokens, np.int64), np.asarray(marks, bool))
+
+
+def pack(lengths: list[int], size: int, order: np.ndarray) -> list[list[int]]:
+    """Rows of example numbers whose lengths add up to at most ``size``: in the given order, each into the fullest of
+    the last rows that has room (best fit)."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (what is left, row), of open rows
+    for i in order:
+        need = lengths[i]
+        fits = [(left, row) for left, row in room if left >= need]
+        if fits:
+            left, row = min(fits)
+            room.remove((left, row))
+        else:
+            left, row = size, len(rows)
+            rows.append([])
+        rows[row].append(int(i))
+        if left - need > 0:
+            room.append((left - need, row))
+            if len(room) > OPEN_ROWS:
+                room.remove(min(room))
+    return rows
+
+
+@dataclass(frozen=True)
+class InstructionBatches:
+    """Batches of rows of examples: labels are the answers' tokens, positions start anew in every example."""
+
+    data: Instructions
+    seq_len: int
+    batch_size: int
+    packing: bool = True
+    seed: int = 0
+    eval_batches: int = 1
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the token ids."""
+        return self.data.tokenizer
+
+    @cached_property
+    def split(self) -> tuple[list[list[int]], list[list[int]]]:
+        """(rows to train on, rows held out), no example in both."""
+        # The last token of an example is only predicted, so it takes one place less.
+        lengths = [max(1, len(e.ids) - 1) for e in self.data.examples]
+        order = np.random.default_rng(self.seed).permutation(len(lengths))
+        rows = pack(lengths, self.seq_len, order) if self.packing else [[int(i)] for i in order]
+        spare = min(self.eval_batches, len(rows) // (4 * self.batch_size)) * self.batch_size
+        return rows[: len(rows) - spare], rows[len(rows) - spare :]
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of ``step``, all [batch_size, seq_len]."""
+        rows = self.split[0]
+        first = step * self.batch_size
+        chosen = []
+        for i in range(first, first + self.batch_size):
+            epoch, at = divmod(i, len(rows))
+            chosen.append(rows[permutation(len(rows), self.seed, epoch)[at]])
+        return self._rows(chosen)
+
+    def held_out_batch(self) -> Batch | None:
+        """Rows that no step trains on; None when there are too few examples to spare any."""
+        rows = self.split[1]
+        return self._rows(rows) if rows else None
+
+    def _rows(self, rows: list[list[int]]) -> Batch:
+        shape = (len(rows), self.seq_len)
+        ids = np.full(shape, self.data.end, np.int64)
+        labels = np.full(shape, IGNORE, np.int64)
+        positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for r, row in enumerate(rows):
+            at = 0
+            for number, i in enumerate(row):
+                one = self.data.examples[i]
+                to = at + len(one.ids) - 1
+                ids[r, at:to] = one.ids[:-1]
+                labels[r, at:to] = np.where(one.learned[1:], one.ids[1:], IGNORE)
+                positions[r, at:to] = np.arange(to - at)
+                documents[r, at:to] = number
+                at = to
+            documents[r, at:] = len(row)  # filling, which nothing looks at
+        made = [torch.from_numpy(t) for t in (ids, labels, positions, documents)]
+        return Batch(*made) if self.packing else Batch(*made[:2])

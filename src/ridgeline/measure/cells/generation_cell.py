@@ -1,0 +1,126 @@
+"""One measured generation cell: a prefill, then greedy decode steps, timed apart on the real model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.measure.environment import fingerprint
+from ridgeline.nn.memory.meter import Meter, process_memory
+from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.nn.model.init import build
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.runtime.train_build import Build
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
+from ridgeline.spec.workload import Generate
+from ridgeline.techniques.registry import check, normalise
+from ridgeline.train.trainer import DTYPES
+
+ROUNDS = 3
+"""Times the whole generation is repeated after one warm-up."""
+
+
+def generation_cell(
+    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
+) -> dict[str, Any]:
+    """Generate ``output_len`` tokens for the batch and return a measured Result (as plain data)."""
+    e = normalise(e)
+    w = e.workload
+    assert isinstance(w, Generate)
+    dtype = DTYPES[e.dtype]
+    if w.checkpoint:
+        model = load_packed(Path(w.checkpoint), dtype, device)
+    else:
+        model = build(e.model, device, dtype, w.seed)
+    model.set_attention("naive")
+    model.requires_grad_(False)
+    run = Build(e, model, device)
+    for technique in check(e):
+        technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
+    batch = e.micro_batch_size
+    generator = torch.Generator().manual_seed(w.seed + rank)
+    prompt = torch.randint(e.model.vocab_size, (batch, w.prompt_len), generator=generator).to(device)
+    samples: list[Sample] = []
+    firsts: list[float] = []
+    total: list[float] = []
+    with torch.inference_mode():
+        for round_ in range(ROUNDS + 1):
+            report({"stage": f"round {round_ + 1} of {ROUNDS + 1}"})
+            times = timed_generation(run.model, prompt, w.output_len)
+            if round_ == 0:
+                continue  # the first round pays for allocation and warm caches
+            firsts.append(times[0])
+            total.append(sum(times))
+            samples += [
+                Sample(step=i, seconds=t, tokens=batch * ranks, repeat=options.get("repeat", 0))
+                for i, t in enumerate(times)
+            ]
+        meter = Meter(model)
+        meter.register(model.parameters(), "parameters")
+        with meter:
+            timed_generation(run.model, prompt, min(2, w.output_len))
+    steps = max(1, w.output_len - 1)
+    end, first = statistics.median(total), statistics.median(firsts)
+    rate = batch * ranks * w.output_len / end
+    result = Result(
+        source="measured",
+        experiment_id=e.id,
+        name=e.name,
+        experiment=e.canonical(),
+        environment={**fingerprint(), "threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)},
+        samples=samples,
+        memory=[Memory(category=k, bytes=v) for k, v in meter.peak.categories.items()],
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    known = {
+        "ttft_s": (first, "s"),
+        "tpot_s": ((end - first) / steps, "s"),
+        "e2e_s": (end, "s"),
+        "tokens_per_s": (rate, "tokens/s"),
+        "tokens_per_s_per_device": (rate / ranks, "tokens/s"),
+        "peak_bytes": (meter.peak.total, "bytes"),
+        **{f"{k}_bytes": (v, "bytes") for k, v in process_memory().items()},
+    }
+    for name, (value, unit) in known.items():
+        better = "higher" if unit == "tokens/s" else "lower"
+        result.metrics[name] = Metric(value=value, unit=unit, n=ROUNDS, better=better, source="measured")
+    for name, tell in run.said.items():
+        result.metrics[name] = Metric(value=tell(), better="higher", source="measured")
+    held = batch * ranks * w.output_len
+    balanced = abs(rate * end - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
+    result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=rate * end))
+    return result.model_dump(mode="json", by_alias=True)
+
+
+@torch.inference_mode()
+def generation_times(model: Transformer, prompt: torch.Tensor, output_len: int, rounds: int) -> list[list[float]]:
+    """Seconds of the prefill of ``prompt`` [B, S] and of each further token, of every round after one warm-up."""
+    return [timed_generation(model, prompt, output_len) for _ in range(rounds + 1)][1:]
+
+
+def timed_generation(model: Transformer, prompt: torch.Tensor, output_len: int) -> list[float]:
+    """Seconds of the prefill (with the first token) and of each further token."""
+
+    def now() -> float:
+        if prompt.is_cuda:
+            torch.cuda.synchronize(prompt.device)
+        return time.perf_counter()
+
+    batch, length = prompt.shape
+    cache = make_cache(model, batch, length + output_len)
+    times: list[float] = []
+    start = now()
+    tokens = prefill(model, prompt, cache).argmax(-1)
+    for _ in range(output_len - 1):
+        times.append(now() - start)
+        start = now()
+        tokens = decode(model, tokens, cache).argmax(-1)
+    times.append(now() - start)
+    return times

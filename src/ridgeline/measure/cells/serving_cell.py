@@ -1,0 +1,194 @@
+"""One measured serving cell: the real server in this process, the real client in another, HTTP between them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+
+from ridgeline.measure.backends import NATIVE, engine_versions
+from ridgeline.measure.environment import spare_core
+from ridgeline.measure.load.run_load import Settings
+from ridgeline.measure.wire import Wire
+from ridgeline.nn.memory.kv_pool import PagedCache
+from ridgeline.nn.memory.meter import process_memory
+from ridgeline.predict.serving.arrivals import requests
+from ridgeline.serve.app import create_app
+from ridgeline.serve.build_engine import make_engine, make_follower
+from ridgeline.serve.detokenize import Vocabulary
+from ridgeline.serve.engine import Engine
+from ridgeline.serve.engine_loop import EngineLoop, Limits
+from ridgeline.serve.metrics import Metrics
+from ridgeline.serve.runner import Step
+from ridgeline.serve.server import Server
+from ridgeline.serve.service import Service
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Memory, Metric, Result, Sample, Traffic
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import normalise
+
+NAME = "measured"
+"""What the client calls the model."""
+
+
+def serving_cell(
+    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
+) -> dict[str, Any]:
+    """Serve the workload's requests and return a measured Result (as plain data), with the engine's own counts in it.
+
+    Rank 0 is server and client; the other ranks do their part of its steps, and return nothing. Raises
+    :class:`UserError` when the workload's requests cannot be served.
+    """
+    e = normalise(e)
+    if rank:
+        make_follower(e, device).follow()
+        return {}
+    if options.get("backend", NATIVE) != NATIVE:
+        from ridgeline.measure.backends.hf_serving import hf_serving
+
+        result = hf_serving(e, device, report)
+        result.environment |= engine_versions(options["backend"])
+    else:
+        result = serve_and_ask(e, device, report)
+    tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
+    if tokens and seconds:
+        # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
+        result.samples = [Sample(step=0, seconds=seconds, tokens=int(tokens), repeat=options.get("repeat", 0))]
+    rate = result.metrics.get("tokens_per_s")
+    if rate is not None:
+        result.metrics["tokens_per_s_per_device"] = rate.model_copy(update={"value": rate.value / e.world})
+    result.environment |= {"threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)}
+    return result.model_dump(mode="json", by_alias=True)
+
+
+def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
+    """Start the server in this process and the client in another, and say what the workload's requests saw.
+
+    Raises :class:`UserError` when they cannot be served.
+    """
+    w = e.workload
+    assert isinstance(w, Serve)
+    begun = time.perf_counter()
+    report({"stage": "loading"})
+    engine = make_engine(e, device)
+    sent = _count(engine) if e.world > 1 else {}
+    loop = EngineLoop(engine, Limits(None, None, None, 600.0), Metrics())  # nothing is turned away: it is to be timed
+    server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
+    client = threading.Thread(target=_ask, args=(server, e, report), name="client", daemon=True)
+    server.setup = lambda: time.perf_counter() - begun
+    client.start()
+    with spare_core():
+        server.run()
+    client.join(30)
+    engine.close()
+    if server.refused:
+        raise UserError(*server.refused)
+    if server.result is None:
+        raise RuntimeError(loop.failure or "the client of the server ended without a result")
+    _add(server.result, engine, server.ready_after)
+    server.result.traffic = [Traffic(kind=k, ranks=n, calls=v[0], bytes=v[1]) for (k, n), v in sorted(sent.items())]
+    return server.result
+
+
+def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
+    """What rank 0 sends in collectives in a step of one token, known when there was one; the warm-up has some."""
+    plain, sent = engine.runner.execute, {}
+
+    def counted(step: Step) -> Tensor:
+        if len(step.ids) > 1:
+            return plain(step)
+        with Wire() as wire:
+            out = plain(step)
+        sent.update({key: value for key, value in wire.seen.items() if key[0] != "p2p"})
+        engine.runner.execute = plain  # type: ignore[method-assign]
+        return out
+
+    engine.runner.execute = counted  # type: ignore[method-assign]  # for one step: counting takes time
+    return sent
+
+
+class _Served(Server):
+    """The server on any free port, for as long as its client needs it."""
+
+    def __init__(self, app: Any, loop: EngineLoop) -> None:
+        super().__init__(app, loop, "127.0.0.1", 0, 0.0, self._said)
+        self.address: str | None = None
+        self.ready = threading.Event()
+        self.result: Result | None = None
+        self.refused: list[str] = []
+        self.ready_after = 0.0
+        self.setup: Any = None
+
+    def _said(self, text: str) -> None:
+        if text.startswith("serving on "):
+            self.address, self.ready_after = text.removeprefix("serving on "), self.setup()
+            self.ready.set()
+
+
+def _ask(server: _Served, e: Experiment, report: Any) -> None:
+    """Run the client against the server, then end the server."""
+    try:
+        if not server.ready.wait(60):
+            return
+        job = {"url": server.address, "model": NAME, "experiment": e.model_dump(mode="json")}
+        client = subprocess.Popen([sys.executable, "-m", "ridgeline.measure.load.client"], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True)  # fmt: skip
+        assert client.stdin
+        assert client.stdout
+        client.stdin.write(json.dumps(job))
+        client.stdin.close()
+        for line in client.stdout:
+            message = json.loads(line)
+            if "result" in message:
+                server.result = Result.model_validate(message["result"])
+            elif "refused" in message:
+                server.refused = message["refused"]
+            else:
+                report(message)
+        client.wait()
+    finally:
+        server.should_exit = True
+
+
+def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
+    """The checkpoint's tokenizer; without one, a word for every token, so that each is text of its own."""
+    size = engine.spec.vocab_size
+    if checkpoint and (Path(checkpoint) / "tokenizer.json").is_file():
+        from ridgeline.data.batches import load_tokenizer
+
+        return Vocabulary(load_tokenizer(checkpoint), size)
+    return Vocabulary(Tokenizer(WordLevel({str(i): i for i in range(size)}, unk_token="0")), size)
+
+
+def _add(result: Result, engine: Engine, setup: float) -> None:
+    """What only the server's side knows, without the warm-up's requests, which came one by one."""
+    w, stats = Serve.model_validate(result.experiment["workload"]), engine.stats()
+    asked, most = requests(w), engine.limits.max_num_batched_tokens
+    warm = [asked[i % len(asked)] for i in range(Settings().warmup)]
+    chunks = sum(-(-r.prompt // most) if engine.limits.chunked else 1 for r in warm)
+    tokens = stats.generated_tokens - sum(r.output for r in warm)
+    steps = stats.steps - chunks - sum(r.output - 1 for r in warm)
+    found = {
+        "batch_mean": (tokens / max(1, steps), "sequences", "tokens per step of the engine"),
+        "preemptions": (stats.preemptions, "", "counted by the engine"),
+        "setup_s": (setup, "s", "measured"),
+        **{f"{k}_bytes": (v, "bytes", "measured") for k, v in process_memory().items()},
+    }
+    result.metrics |= {k: Metric(value=v, unit=u, source=s) for k, (v, u, s) in found.items()}
+    caches = [c for c in engine.runner.cache.values() if isinstance(c, PagedCache)]
+    weights = {t.data_ptr(): t.nbytes for t in (*engine.model.parameters(), *engine.model.buffers())}
+    held = {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}
+    result.notes.append("memory: weights and key/value pool; temporaries are not metered while serving")
+    result.memory = [Memory(category=k, bytes=v) for k, v in held.items()]
+    result.metrics["kv_cache_tokens"] = Metric(value=engine.blocks.count * engine.blocks.size, unit="tokens",
+                                               better="higher", source="counted")  # fmt: skip

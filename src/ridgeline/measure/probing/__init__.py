@@ -1,0 +1,1 @@
+"""``ridgeline probe``: the rates of this machine."""

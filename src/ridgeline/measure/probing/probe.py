@@ -1,0 +1,262 @@
+"""``ridgeline probe``: measure this machine and keep the profile as device ``local``. No torch here; ranks measure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ridgeline import catalog
+from ridgeline.jobs.launch import Job, JobFailed, run_job
+from ridgeline.measure.environment import cores, cpu_model
+from ridgeline.predict import predict
+from ridgeline.predict.calibrate import calibrate
+from ridgeline.predict.serving.engine_costs import own_engine
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.spec.device import STEP_ROWS, Cluster, Device, Rate
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Generate, Pretrain, Serve
+from ridgeline.techniques.registry import check, normalise
+from ridgeline.validate.samples import as_samples
+
+
+def probe(
+    max_ranks: int = 2, quick: bool = False, progress: Callable[[str], None] | None = None, inference: bool = True
+) -> tuple[Device, Path]:
+    """Measure with 1 … ``max_ranks`` processes sharing the machine (powers of two); returns the device and its file.
+
+    ``inference``: also what generating and serving need; without, the device is ``training_only``. Raises
+    :class:`UserError` when a measurement cannot run.
+    """
+    say = progress or (lambda _: None)
+    found: dict[int, dict[str, Any]] = {}
+    ranks = 1
+    while ranks <= max(1, min(max_ranks, cores() if max_ranks > 1 else 1)):
+        found[ranks] = _run(
+            {"quick": quick, "inference": inference}, ranks, f"{ranks} process{'es' if ranks > 1 else ''}", say
+        )
+        ranks *= 2
+    if found[1]["kind"] == "cpu" and inference:
+        found[1] |= _run({"quick": quick, "serving": True}, 1, "serving", say)
+    device = device_of(found)
+    return device, catalog.save_device(device, "probe")
+
+
+def _run(options: dict[str, Any], ranks: int, name: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """What the ranks of one measurement found."""
+
+    def watch(message: dict[str, Any]) -> None:
+        say(f"{name}: {message.get('stage', '')}")
+
+    try:
+        return run_job(Job("probe", None, options, ranks=ranks), watch, timeout=1200)
+    except JobFailed as failure:
+        raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
+
+
+BLANK = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
+"""This machine, before anything is known of it."""
+REFERENCE = "llama-tiny"
+"""The model whose real step is compared with the sum of its operators."""
+
+
+def reference_experiment(device: Device = BLANK) -> Experiment:
+    """A plain training step of the reference model in one process."""
+    return Experiment(
+        model=catalog.model(REFERENCE), cluster=Cluster(device=device), workload=Pretrain(seq_len=256, batch_size=4)
+    )
+
+
+DECODE_REFERENCE = ModelSpec(
+    name="decode-reference", family="llama", vocab_size=256, hidden_size=384, num_layers=20, num_heads=6,
+    num_kv_heads=2, head_dim=64, intermediate_size=1024, max_positions=256,
+)  # fmt: skip
+"""A model whose weights exceed the caches: between its products, operators find these emptied. It has many, so that
+little of what rates of products are wrong by is taken for their start."""
+
+
+def decode_experiment(device: Device) -> Experiment:
+    """Decode steps of :data:`DECODE_REFERENCE`, of one sequence."""
+    w = Generate(prompt_len=16, output_len=21)
+    return Experiment(model=DECODE_REFERENCE, cluster=Cluster(device=device), workload=w)
+
+
+def decode_latency(device: Device, seconds: float) -> float:
+    """What an operator of a decode step of :func:`decode_experiment`, which takes ``seconds``, costs beyond its own
+    time."""
+    e = decode_experiment(device.model_copy(update={"host_latency": {}}))
+    alone = predict(e)
+    steps = e.workload.output_len - 1  # type: ignore[union-attr]
+    operators = sum(row.count for row in alone.breakdown if row.phase == "decode") / steps
+    return max(0.0, seconds - alone.metrics["tpot_s"].value) / operators
+
+
+STEP_DEPTHS = (6, 12, 20)
+"""Layers of the model, otherwise :data:`DECODE_REFERENCE`, whose steps in the serving engine ``probe`` times: weights
+that caches hold, and that they do not."""
+
+
+def deep(layers: int) -> ModelSpec:
+    """The decode reference with so many layers."""
+    return DECODE_REFERENCE.model_copy(update={"name": f"decode-{layers}", "num_layers": layers})
+
+
+NARROW_STEPS = ((2, 1), (2, 24), (8, 1), (8, 24))
+"""(layers, sequences) of the decode steps of :func:`narrow` models that ``probe`` times."""
+SERVED = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
+
+
+def narrow(layers: int) -> ModelSpec:
+    """A model whose operators cost little but their start."""
+    return ModelSpec(
+        name=f"narrow-{layers}", family="llama", vocab_size=256, hidden_size=64, num_layers=layers, num_heads=4,
+        num_kv_heads=2, head_dim=16, intermediate_size=128, max_positions=256,
+    )  # fmt: skip
+
+
+def serving_experiment(model: ModelSpec, sequences: int, device: Device = BLANK, **work: Any) -> Experiment:
+    """So many sequences at once in our own engine."""
+    w = Serve(**{"prompt_len": 8, "output_len": 2, "concurrency": sequences, "kv_cache_bytes": 1 << 25, **work})
+    return Experiment(model=model, cluster=Cluster(device=device), workload=w, plan=Plan.parse(list(SERVED)))
+
+
+def with_serving(device: Device, found: dict[str, Any]) -> Device:
+    """The device with what the real engine and server take beyond their operators (``Device.host_latency``), from
+    what :func:`ridgeline.measure.probing.probe_serving.serving_costs` ``found``.
+
+    What a sequence costs in each layer is in the latency of its attention: as in the engine, not as timed alone.
+    """
+    pools = {f"attention_pool.{k}".rstrip("."): Rate(**r) for k, r in found["attention"].items()}
+    seconds: dict[tuple[int, int], float] = {}
+    operators: dict[int, int] = {}
+    bare = device.serving()
+    bare = bare.model_copy(update={"step_latency": [], "rates": {**bare.rates, **pools}})
+    for key, took in found["steps"].items():
+        layers, n = (int(x) for x in key.split(","))
+        seconds[layers, n], operators[layers] = _beside(narrow(layers), n, took, bare)
+    few, many = sorted({layers for layers, _ in seconds})
+    one, crowd = sorted({n for _, n in seconds})
+    slope = {x: (seconds[x, crowd] - seconds[x, one]) / (crowd - one) for x in (few, many)}
+    layer = max((slope[many] - slope[few]) / (many - few), -pools["attention_pool"].latency)
+    sequence = max(0.0, slope[few] - few * layer)
+    alone = {x: seconds[x, one] - x * layer - sequence for x in (few, many)}
+    each = (alone[many] - alone[few]) / (operators[many] - operators[few])
+    iteration = max(0.0, alone[few] - each * operators[few])
+    step_latency = [[4.0 * narrow(many).num_parameters, *(max(0.0, each) for _ in STEP_ROWS)]]
+    for layers in STEP_DEPTHS:
+        line = [4.0 * deep(layers).num_parameters]
+        for n in STEP_ROWS:
+            beside, count = _beside(deep(layers), n, found["deep"][f"{layers},{n}"], bare)
+            line.append((beside - iteration - n * (sequence + layers * layer)) / count)
+        step_latency.append(line)
+    known = {"serve.sequence": sequence, "serve.iteration": iteration} | http_latency(found)
+    pools = {k: r.model_copy(update={"latency": r.latency + layer}) for k, r in pools.items()}
+    return device.model_copy(update={
+        "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known, "step_latency": step_latency,
+    })  # fmt: skip
+
+
+def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float, int]:
+    """(what a decode step of ``n`` sequences ``took`` beyond its operators, of which how many are not attention)."""
+    e = normalise(serving_experiment(model, n, bare))
+    surface = Iterations(e, check(e), e.cluster, own_engine(bare), (8, 64))
+    a, b = surface.decode(n)
+    blocks = surface.graph(1, 1, 1).blocks
+    return took - a - b * n * 32, sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)
+
+
+def http_latency(found: dict[str, Any]) -> dict[str, float]:
+    """What HTTP and text add to the steps of the narrow model of two layers."""
+    http, (layers, crowd) = found["http"], NARROW_STEPS[1]
+    one, many = (found["steps"][f"{layers},{n}"] for n in (1, crowd))
+    step = one + (many - one) / (crowd - 1) * (http["clients"] - 1)
+    lone = max(0.0, http["lone_token_s"] - one)
+    token = max(0.0, http["token_s"] - step - lone) / (http["clients"] - 1)
+    reply = max(0.0, lone - token)
+    admission = max(0.0, http["crowd_s"] - (step + reply) / http["clients"] - token)
+    return {
+        "serve.token": token,
+        "serve.reply": reply,
+        "serve.admission": admission,
+        "serve.request": max(0.0, http["alone_s"] - one - reply - token - admission),
+    }
+
+
+def host_latency(device: Device, found: dict[int, dict[str, Any]]) -> dict[str, float]:
+    """By number of processes: what the reference step takes beyond its operators timed alone, per operator."""
+    out: dict[str, float] = {}
+    for ranks, f in found.items():
+        alone = predict(reference_experiment(device.shared_by(ranks)))
+        seconds = sum(row.seconds for row in alone.breakdown)
+        out[str(ranks)] = max(0.0, f["reference_step_s"] - seconds) / sum(row.count for row in alone.breakdown)
+    return out
+
+
+def gpu_device(one: dict[str, Any]) -> Device:
+    """A GPU's profile: its datasheet where the catalogue has it, with constants fitted to the measured operators."""
+    what = one["gpu"]
+    known = datasheet(what, one["memory_bytes"])
+    source = f"ridgeline probe of {what}, {date.today().isoformat()}, torch {one['torch']}"
+    if known is None:
+        device = Device(
+            name="local", title=what, kind="gpu", peak_flops=one["peak_flops"], memory_bytes=one["memory_bytes"],
+            memory_bandwidth=one["memory_bandwidth"], sm_count=one["units"],
+            source=f"{source}; not in the catalogue: peaks and bandwidth are the best that was measured",
+        )  # fmt: skip
+    else:
+        device = known.model_copy(
+            update={"name": "local", "title": what, "source": f"{source}; datasheet of {known.name}"}
+        )
+    return calibrate(as_samples(one["rows"]), device).on(device)
+
+
+def datasheet(title: str, memory: float) -> Device | None:
+    """The catalogue's device whose title shares most words with a driver's name for it, and whose memory agrees."""
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"[a-z0-9]+", text.lower())) - {"nvidia", "amd", "geforce", "gpu", "tensor", "core"}
+
+    said = words(title)
+    best: tuple[float, str] | None = None
+    for name in catalog.devices():
+        d = catalog.device(name)
+        common = words(d.title) & said
+        model = {w for w in words(d.title) if re.search(r"\d", w) and not w.endswith("gb")}
+        if d.kind == "gpu" and model & said and abs(d.memory_bytes / memory - 1) < 0.1:
+            score = (len(common) - 0.1 * len(words(d.title) - said), name)
+            best = max(best, score) if best else score
+    return catalog.device(best[1]) if best else None
+
+
+def device_of(found: dict[int, dict[str, Any]]) -> Device:
+    """The device that :func:`~ridgeline.measure.probing.probe_worker.probe_rank` found, from its results by ranks."""
+    one = found[1]
+    if one["kind"] == "gpu":
+        return gpu_device(one)
+    rates = {r: {k: Rate(**v) for k, v in f["rates"].items()} for r, f in found.items()}
+    served = {"serve": {k: Rate(**v) for k, v in one["serving"]["rates"].items()}} if "serving" in one else {}
+    what = cpu_model()
+    device = Device(
+        name="local",
+        title=what,
+        kind=one["kind"],
+        peak_flops=one["peak_flops"],
+        memory_bytes=one["memory_bytes"],
+        memory_bandwidth=one["memory_bandwidth"],
+        sm_count=one["units"],
+        launch_latency=one["launch_latency"],
+        rates=rates[1],
+        ranks={str(r): v for r, v in rates.items() if r > 1} | served,
+        source=f"ridgeline probe of {what}, {cores()} cores, {date.today().isoformat()}, torch {one['torch']}; "
+        "peak_flops is the fastest GEMM measured, memory_bandwidth a large copy (read + write)",
+    )
+    known = host_latency(device, found)
+    if not served:
+        return device.model_copy(update={"host_latency": known, "training_only": True})
+    known["decode"] = decode_latency(device, one["reference_decode_s"])
+    return with_serving(device.model_copy(update={"host_latency": known}), one["serving"])

@@ -1,0 +1,95 @@
+"""What serving costs beside its operators, measured on the real engine and server with models so narrow that operators
+are next to nothing. ``ridgeline probe`` keeps the results; the predictor of the engine ``ridgeline`` rests on them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from ridgeline.measure.probing.probe import NARROW_STEPS, STEP_DEPTHS, deep, narrow, serving_experiment
+from ridgeline.nn.memory.kv_pool import Layout, PagedCache, Piece
+from ridgeline.nn.model.attention import BACKENDS, Mask
+from ridgeline.nn.quant.quantized_kv import KINDS
+from ridgeline.serve.build_engine import make_engine
+from ridgeline.serve.request import Request, Sampling
+from ridgeline.spec.device import STEP_ROWS
+from ridgeline.spec.lowbit import kv_bytes
+from ridgeline.spec.model import ModelSpec
+
+_HEADS, _KEY_HEADS, _WIDTH, _SEQUENCES = 16, 4, 64, 8
+_SHORT, _LONG = 16, 768
+_CACHED = 48 * 2**20
+"""Bytes of pools that are read in turn."""
+CLIENTS = 16
+
+
+def serving_costs(device: torch.device, quick: bool = False) -> dict[str, Any]:
+    """``steps``: seconds of a decode step of narrow models by (layers, sequences); ``deep``: of the
+    reference model likewise; ``attention``: rates of attention over the pool, by the kind of its codes; ``http``:
+    seconds that requests take at the real server."""
+    steps = {f"{layers},{n}": _step(device, narrow(layers), n, quick) for layers, n in NARROW_STEPS}
+    attention = {kind: _attention(device, kind) for kind in ("", *KINDS)}
+    large = {f"{layers},{n}": _step(device, deep(layers), n, True) for layers in STEP_DEPTHS for n in STEP_ROWS}
+    return {"steps": steps, "deep": large, "attention": attention, "http": _http(device, quick)}
+
+
+def _step(device: torch.device, model: ModelSpec, n: int, quick: bool) -> float:
+    """Steady seconds of a decode step of ``n`` sequences, asked as the load generator asks."""
+    rounds = 30 if quick else 80
+    engine = make_engine(serving_experiment(model, n), device)
+    for i in range(n):
+        sampling = Sampling(max_tokens=rounds + 8, min_tokens=rounds + 8, temperature=0.0, ignore_eos=True)
+        engine.add(Request(str(i), [i + 1] * 8, sampling))
+    times: list[float] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[rounds // 4 :])
+
+
+def _attention(device: torch.device, kind: str) -> dict[str, float]:
+    """A layer's attention of single new tokens over the pool: seconds per sequence, and bytes/s of cached keys and
+    values as they are stored. Layers take turns, as in a model, so that none finds its pool in a cache."""
+    layout = Layout()
+    shape = (1, _KEY_HEADS, _SEQUENCES * _LONG, _WIDTH)
+    layers = [PagedCache(layout, shape, torch.float32, device, kind)]
+    layers += [PagedCache(layout, shape, torch.float32, device, kind) for _ in range(_CACHED // layers[0].nbytes)]
+    q = torch.randn(1, _HEADS, _SEQUENCES, _WIDTH, device=device)
+    k, v = (torch.randn(1, _KEY_HEADS, _SEQUENCES, _WIDTH, device=device) for _ in range(2))
+    seconds = []
+    with torch.inference_mode():
+        for length in (_SHORT, _LONG):
+            layout.slots = torch.arange(_SEQUENCES, device=device) * _LONG + length - 1
+            layout.pieces = [Piece(i, i + 1, [(i * _LONG, length)], own=False) for i in range(_SEQUENCES)]
+            times = []
+            for i in range(40):
+                start = time.perf_counter()
+                layers[i % len(layers)].attend(BACKENDS["flash"], q, k, v, Mask(None, False))
+                times.append(time.perf_counter() - start)
+            seconds.append(statistics.median(times[10:]) / _SEQUENCES)
+    each = 2 * _KEY_HEADS * _WIDTH * (kv_bytes(kind, _WIDTH) if kind else 4.0)
+    slope = max(seconds[1] - seconds[0], 0.05 * seconds[1]) / ((_LONG - _SHORT) * each)
+    return {"latency": max(1e-7, seconds[0] - slope * _SHORT * each), "byte_rate": 1 / slope}
+
+
+def _http(device: torch.device, quick: bool) -> dict[str, float]:
+    """Seconds at the server of the narrow model: ``alone_s`` of one request for one token, ``crowd_s`` per request
+    when several clients ask for one token each, ``token_s`` per further token of ``clients`` at once, ``lone_token_s``
+    of one client."""
+    from ridgeline.measure.cells.serving_cell import serve_and_ask
+
+    def ask(clients: int, requests: int, output: int) -> dict[str, float]:
+        e = serving_experiment(narrow(2), clients, requests=requests, prompt_len=1, output_len=output)
+        found = serve_and_ask(e, device, lambda _: None)
+        return {name: m.value for name, m in found.metrics.items()}
+
+    n = 40 if quick else 120
+    alone, crowd = ask(1, n // 2, 1), ask(CLIENTS, 2 * n, 1)
+    lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
+    return {"clients": CLIENTS, "alone_s": alone["e2e_p50_s"], "crowd_s": 1 / crowd["requests_per_s"],
+            "token_s": tokens["tpot_p50_s"], "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip

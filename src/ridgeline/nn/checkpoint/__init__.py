@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints, PEFT adapters and compressed formats, read and written."""

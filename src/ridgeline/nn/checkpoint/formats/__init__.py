@@ -1,0 +1,71 @@
+"""File formats of compressed weights: pure functions between records and named tensors.
+Only our own holds other codes too.
+
+A format writes one module's weight as tensors under that module's name, says in ``config.json`` what it wrote, and
+reads it back. Which one a checkpoint is in, its ``quantization_config`` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ridgeline.nn.quant.activation_quant import InputCode
+from ridgeline.nn.quant.packed import Packed, Stored
+from ridgeline.spec.errors import UserError, unknown
+
+Get = Callable[[str], Tensor | None]
+"""A tensor of the checkpoint by its full name; None when it has none of that name."""
+
+
+class Format(Protocol):
+    """One format; an instance is a reader for the ``quantization_config`` it was made from, or a writer."""
+
+    name: str
+
+    def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
+        """The tensors that stand for ``module.weight``. Raises :class:`UserError` for what the format cannot say."""
+
+    def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """``quantization_config``, given the packed modules (their tensors may stand on the meta device), the linear
+        modules that stay dense, and how inputs of modules are quantised (:class:`InputCode` by module name)."""
+
+    def read(self, module: str, get: Get) -> Stored | None:
+        """The weight of ``module``; None when the file has it dense."""
+
+    def input(self, module: str, get: Get) -> InputCode | None:
+        """How the input of ``module`` is quantised when the model runs; None: not."""
+
+
+def formats() -> dict[str, type[Format]]:
+    """What can be written, by name."""
+    from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
+    from ridgeline.nn.checkpoint.formats.gptq import GPTQFormat
+    from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
+
+    return {kind.name: kind for kind in (CompressedTensors, GPTQFormat, Ridgeline)}
+
+
+def writer(name: str) -> Format:
+    """The format called ``name``."""
+    known = formats()
+    if name not in known:
+        raise unknown("format", name, known)
+    return known[name]()
+
+
+def reader(config: dict[str, Any] | None) -> Format | None:
+    """The format of a checkpoint with this ``quantization_config``; None for a dense one.
+
+    Raises :class:`UserError` for a method that is not read here.
+    """
+    if not config:
+        return None
+    method = str(config.get("quant_method", ""))
+    for kind in formats().values():
+        if method == kind.name:
+            made: Format = kind.from_config(config)  # type: ignore[attr-defined]
+            return made
+    raise UserError(f"checkpoints of quant_method {method!r} are not read", f"read: {', '.join(formats())}")

@@ -1,0 +1,265 @@
+"""Attention of a packed batch over a pool of slots: no padding, no gather, no phases.
+
+A step's tokens lie behind each other in one row; every sequence brings some new ones and sees its older ones, which lie
+in the pool in a few extents (see :mod:`ridgeline.serve.block_manager`). Attention is taken extent by extent on views of
+the pool and merged by the log-sum-exp of the scores, so nothing is copied (vLLM's paged attention, arXiv:2309.06180, on
+extents; merging as in flash decoding). Packed rows without padding: ByteTransformer (arXiv:2210.03052).
+
+Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, L slots of an extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.nn.model.attention import Backend, LayerCache, Mask
+from ridgeline.nn.quant.quantized_kv import KINDS, At
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class PlainStore:
+    """Keys or values as they are, [1, G, slots, D]."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, at: At, x: Tensor) -> None:
+        """Store ``x`` [1, G, T, D] in the slots ``at``."""
+        self.rows[:, :, at] = x
+
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """The slots ``at``, [1, G, L, D]."""
+        return self.rows[:, :, at]
+
+
+GATHERED = 256
+"""Slots below which an extent is read together with others as short."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """One sequence's part of a step: rows ``start`` to ``stop`` are its newest tokens; ``extents`` (first slot, slots)
+    hold the older ones that they see, in order, and where ``own`` is False, the new ones too."""
+
+    start: int
+    stop: int
+    extents: list[tuple[int, int]]
+    own: bool
+    """Whether new tokens are read from the step itself, not from the pool."""
+    length: int = 0
+    """Tokens of the sequence after the step."""
+    blocks: list[int] = field(default_factory=list)
+    """Its table, for kernels that read it."""
+    _split: tuple[list[tuple[int, int]], Tensor | None] | None = field(default=None, init=False, repr=False)
+
+    def split(self, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None]:
+        """Extents that are read where they lie, and the slots of the others, if several are short: a call for each
+        would take longer than to gather them. The same in all layers of a step."""
+        if self._split is None:
+            short = [extent for extent in self.extents if extent[1] < GATHERED]
+            if len(short) < 2:
+                self._split = (self.extents, None)
+            else:
+                slots = torch.cat([torch.arange(first, first + n, device=device) for first, n in short])
+                self._split = ([extent for extent in self.extents if extent[1] >= GATHERED], slots)
+        return self._split
+
+
+@dataclass(slots=True)
+class Singles:
+    """The sequences of a step with one new token each, as a kernel takes them."""
+
+    rows: Tensor
+    """[B]: their rows."""
+    table: Tensor
+    """[B, blocks] int32."""
+    lengths: Tensor
+    """[B] int32."""
+    block: int
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+"""Attention over pages, as :func:`ridgeline.nn.kernels.paged_attention.paged_decode`."""
+
+
+def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | None:
+    """What a kernel needs of the pieces with one new token; None if there are none."""
+    some = [p for p in pieces if p.blocks and p.stop - p.start == 1 and not p.own]
+    if not some:
+        return None
+    used = [p.blocks[: -(-p.length // block)] for p in some]
+    most = max(map(len, used))
+    table = torch.tensor([b + [0] * (most - len(b)) for b in used], dtype=torch.int32, device=device)
+    lengths = torch.tensor([p.length for p in some], dtype=torch.int32, device=device)
+    return Singles(torch.tensor([p.start for p in some], device=device), table, lengths, block)
+
+
+@dataclass(slots=True)
+class Layout:
+    """One step as attention sees it; the same for all layers."""
+
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """Where the new tokens' keys and values go, [T]; empty: nowhere (encoders)."""
+    pieces: list[Piece] = field(default_factory=list)
+    singles: Singles | None = None
+    """The pieces of one new token, where a kernel takes them all at once."""
+    kernel: Kernel | None = None
+    causal: bool = True
+    window: int = 0
+    """Newest tokens that a token sees; 0: all. Extents are cut to it for a single new token."""
+    outside: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Entered by each layer's attention, whose operators follow the batch, as no other's do."""
+    real: Tensor | None = None
+    """Which rows of a padded step hold tokens, [sequences, rows of each] bool; None: there are no pads."""
+
+
+class PagedCache(LayerCache):
+    """A layer's part of the pool. ``layout`` is what the step is like; the engine changes it in place."""
+
+    def __init__(
+        self, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = ""
+    ) -> None:
+        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 to keep codes."""
+        self.layout = layout
+        self.length = 0
+        make = KINDS[kind] if kind else lambda s, d: PlainStore(s, dtype, d)
+        self.stores = [make(shape, device) for _ in range(2)]
+
+    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence sees itself.
+
+        ``backend`` and ``mask`` play no part: what is seen follows from the layout.
+        """
+        layout = self.layout
+        with layout.outside:
+            if layout.real is None:
+                return self._packed(q, k, v)
+            if not layout.causal:
+                return _padded(q, k, v, layout.real)
+            real = layout.real.flatten()
+            out = torch.zeros_like(q)
+            out[:, :, real] = self._packed(*(t[:, :, real] for t in (q, k, v)))
+            return out
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layout = self.layout
+        if len(layout.slots):
+            for store, new in zip(self.stores, (k, v), strict=True):
+                store.write(layout.slots, new)
+            if not isinstance(self.stores[0], PlainStore):
+                # What is seen must not depend on which step brought it: codes are read back at once.
+                k, v = (store.read(layout.slots, q.dtype) for store in self.stores)
+        # Rows of a token beside each other, as the output projection wants them.
+        out = torch.empty((q.shape[2], q.shape[1], q.shape[3]), dtype=q.dtype, device=q.device)
+        at_once = layout.singles is not None
+        if layout.singles is not None and layout.kernel is not None:
+            s, (keys, values) = (
+                layout.singles,
+                (store.rows[0] for store in self.stores if isinstance(store, PlainStore)),
+            )
+            out[s.rows] = layout.kernel(q[0].transpose(0, 1)[s.rows], keys, values, s.table, s.lengths, s.block,
+                                        layout.window)  # fmt: skip
+        for piece in layout.pieces:
+            n, rows = piece.stop - piece.start, slice(piece.start, piece.stop)
+            if n == 1 and not piece.own:
+                if at_once:
+                    continue
+                out[rows] = self._decode(q[:, :, rows], piece)
+            else:
+                out[rows] = self._chunk(q[:, :, rows], k[:, :, rows], v[:, :, rows], piece)[0].transpose(0, 1)
+        return out.transpose(0, 1)[None]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` [N] to ``target`` [N]."""
+        for store in self.stores:
+            for held in vars(store).values():
+                if isinstance(held, Tensor):
+                    held[:, :, target] = held[:, :, source]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's part of the pool."""
+        return sum(t.nbytes for store in self.stores for t in vars(store).values() if isinstance(t, Tensor))
+
+    def _read(self, extent: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        at = slice(extent[0], extent[0] + extent[1])
+        return self.stores[0].read(at, dtype), self.stores[1].read(at, dtype)
+
+    def _past(self, piece: Piece, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Cached keys and values of a sequence: long extents where they lie, short ones gathered into one."""
+        long, slots = piece.split(self.layout.slots.device)
+        parts = [self._read(extent, dtype) for extent in long]
+        if slots is not None:
+            parts.append((self.stores[0].read(slots, dtype), self.stores[1].read(slots, dtype)))
+        return parts
+
+    def _decode(self, q: Tensor, piece: Piece) -> Tensor:
+        """One new token, [1, H, 1, D] → [1, H, D]: heads that share a key head are the queries of one head."""
+        heads, width = q.shape[1], q.shape[3]
+        q = q.reshape(1, self._groups, heads // self._groups, width)
+        past = self._past(piece, q.dtype)
+        if len(past) == 1:
+            return F.scaled_dot_product_attention(q, *past[0]).reshape(1, heads, width)
+        return merge([attend(q, *pair) for pair in past]).reshape(1, heads, width)
+
+    @property
+    def _groups(self) -> int:
+        store = self.stores[0]
+        rows: Tensor = store.rows if isinstance(store, PlainStore) else store.codes
+        return rows.shape[1]
+
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
+        """Several new tokens: what came before is seen by all of them, then each sees those up to itself."""
+        layout = self.layout
+        if layout.window and layout.window < piece.stop - piece.start + sum(n for _, n in piece.extents):
+            return self._windowed(q, k, v, piece)
+        if not piece.extents:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=layout.causal, enable_gqa=k.shape[1] < q.shape[1])
+        parts = [attend(q, *pair) for pair in self._past(piece, q.dtype)]
+        return merge([*parts, attend(q, k, v, causal=True)])
+
+    def _windowed(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
+        """A sliding window cuts through the chunk: older tokens are gathered and a mask says who sees whom."""
+        past = [self._read(extent, q.dtype) for extent in piece.extents]
+        keys = torch.cat([*(p[0] for p in past), k], 2)
+        values = torch.cat([*(p[1] for p in past), v], 2)
+        at = torch.arange(keys.shape[2], device=q.device)
+        query = at[-q.shape[2] :, None]
+        seen = (at <= query) & (at > query - self.layout.window)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=k.shape[1] < q.shape[1])
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """What padded encoders do: every row of a sequence sees its real ones, behind a mask; shapes as in ``attend``."""
+    batch = real.shape[0]
+    q, k, v = (t[0].unflatten(1, (batch, -1)).transpose(0, 1) for t in (q, k, v))  # [B, H, L, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None], enable_gqa=k.shape[1] < q.shape[1])
+    return out.transpose(0, 1).flatten(1, 2)[None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention of ``q`` [1, H, S, D] over ``k`` and ``v`` [1, G, L, D], and the scores' log-sum-exp [1, H, S]."""
+    if q.device.type == "cpu":
+        out, lse = _flash(q, k, v, 0.0, causal)
+        return out, lse
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
+    return out, lse[..., : q.shape[2]]
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention over several sets of keys from that over each, weighed by their shares of the whole softmax sum."""
+    if len(parts) == 1:
+        return parts[0][0]
+    lse = torch.stack([lse for _, lse in parts])
+    weights = (lse - lse.logsumexp(0)).exp()[..., None]
+    return torch.stack([out.to(weights.dtype) for out, _ in parts]).mul_(weights).sum(0).to(parts[0][0].dtype)

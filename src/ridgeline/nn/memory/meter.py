@@ -1,0 +1,242 @@
+"""The meter: live tensor bytes by category while a step runs, on any device, and the process's real memory.
+
+A dispatch mode sees every operator of forward, backward and update; each new storage is counted from its first sight
+until Python and autograd let go of it. Storages that FSDP resizes in place are measured again at every operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ridgeline.nn.memory.tiered_store import HOST, is_host, making_now
+
+
+def _parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What of a tensor has memory here: its own shard, and of a sparse one its indices and values."""
+    t = _local(t)
+    return (t._indices(), t._values()) if t.layout is torch.sparse_coo else (t,)
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+@dataclass
+class Usage:
+    """Live bytes of the device per category at the instant of peak, and where in the step that was."""
+
+    categories: dict[str, int]
+    instant: str
+    host: int = 0
+    """Most bytes that were live in the store's host memory at once: not the device's."""
+
+    @property
+    def total(self) -> int:
+        """Peak of the sum over the device."""
+        return sum(self.categories.values())
+
+
+@dataclass
+class _Entry:
+    ref: weakref.ref[Any]
+    category: str
+    size: int
+
+
+@dataclass
+class Meter(TorchDispatchMode):
+    """Use as a context manager around steps of ``model``.
+
+    Categories: parameters (gathered copies included), gradients, optimizer, buffers, activations (made in forward),
+    temporaries (made in backward or in the update, recomputed activations included). What the tiered store marked as
+    host memory is no memory of the device: it is summed apart, even where the device is the CPU.
+
+    With a ``limit`` in bytes the device has no more: ``torch.OutOfMemoryError`` is raised where live bytes exceed it.
+    """
+
+    model: nn.Module
+    updating: bool = False
+    """Set while the optimizer runs."""
+    live: dict[int, _Entry] = field(default_factory=dict)
+    peak: Usage = field(default_factory=lambda: Usage({}, ""))
+    total: int = 0
+    """Live bytes of the device."""
+    host: int = 0
+    """Live bytes in the store's host memory."""
+    limit: int | None = None
+    """The device's memory; None: unlimited."""
+    owned: list[nn.Parameter] = field(init=False)
+    """The parameters as they are between steps: FSDP puts gathered ones in their places while it computes."""
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owned = list(self.model.parameters())
+
+    def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Count existing tensors (parameters, gradients, optimizer states, buffers) under ``category``."""
+        for t in tensors:
+            self._see(_local(t), category)
+
+    def register_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the model's parameters, buffers and present gradients, and the optimizer's states."""
+        self.register((p.data for p in self.model.parameters()), "parameters")
+        self.register(self.model.buffers(), "buffers")
+        self.register((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
+        states = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+        self.register(states, "optimizer")
+
+    @property
+    def phase(self) -> str:
+        """forward, backward or optimizer: where the step is now."""
+        if self.updating:
+            return "optimizer"
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+    def _see(self, t: torch.Tensor, category: str) -> None:
+        if t.device.type == "meta":
+            return
+        storage = t.untyped_storage()
+        key = storage._cdata
+        entry = self.live.get(key)
+        if entry is not None and entry.ref() is not None:
+            if category == "parameters" and entry.category in ("temporaries", "activations"):
+                entry.category = category  # gathered parameters show themselves when they are used
+            if entry.category != HOST and is_host(storage):  # marked after it was made
+                self._add(entry.category, -entry.size)
+                entry.category, entry.size = HOST, 0
+            self._measure(entry, storage)  # it may have been resized in place since
+            return
+        if is_host(storage):
+            category = HOST
+
+        def gone(_: Any, key: int = key) -> None:
+            dead = self.live.pop(key, None)
+            if dead is not None:
+                self._add(dead.category, -dead.size)
+
+        self.live[key] = entry = _Entry(weakref.ref(storage, gone), category, 0)
+        self._measure(entry, storage)
+
+    def _add(self, category: str, size: int) -> None:
+        if category == HOST:
+            self.host += size
+        else:
+            self.total += size
+
+    def _measure(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
+        now = storage.nbytes()
+        if now != entry.size:
+            self._add(entry.category, now - entry.size)
+            entry.size = now
+
+    def _resize(self) -> None:
+        for entry in list(self.live.values()):
+            storage = entry.ref()
+            if storage is not None:
+                self._measure(entry, storage)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        category = "activations" if self.phase == "forward" else "temporaries"
+        for x in tree_iter(args):
+            if isinstance(x, nn.Parameter):
+                for part in _parts(x):
+                    self._see(part, "parameters")
+            elif isinstance(x, torch.Tensor):
+                for part in _parts(x):
+                    storage = part.untyped_storage()
+                    if storage._cdata in self.live or is_host(storage):
+                        self._see(part, category)
+        made = making_now() or category
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor):
+                for part in _parts(x):
+                    self._see(part, made)
+        if self.total > self.peak.total:
+            self._record(str(func))
+        if self.host > self.peak.host:
+            self._resize()
+            self.peak.host = max(self.peak.host, self.host)
+        return out
+
+    def _record(self, where: str) -> None:
+        self._resize()
+        if self.total <= self.peak.total:
+            return
+        # What became a gradient was a temporary when it was made.
+        for p in chain(self.owned, self.model.parameters()):
+            if p.grad is not None:
+                entry = self.live.get(_local(p.grad).untyped_storage()._cdata)
+                if entry is not None:
+                    entry.category = "gradients"
+        sums: dict[str, int] = {}
+        for entry in self.live.values():
+            if entry.category != HOST and entry.size:
+                sums[entry.category] = sums.get(entry.category, 0) + entry.size
+        self.peak = Usage(sums, f"{self.phase}: {where}", self.peak.host)
+        self._check(where)
+
+    def require(self, where: str) -> None:
+        """Raise ``torch.OutOfMemoryError`` if what is live now exceeds the limit."""
+        self._record(where)
+
+    def _check(self, where: str) -> None:
+        if self.limit is None or self.total <= self.limit:
+            return
+        held = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in sorted(self.peak.categories.items(), key=lambda i: -i[1]))
+        raise torch.OutOfMemoryError(
+            f"{self.total / 1e6:.1f} MB are needed ({self.phase}: {where}), the device memory is limited to"
+            f" {self.limit / 1e6:.1f} MB: {held}; add zero_infinity, zero_offload, activation_offload or recompute, or"
+            " use smaller micro-batches"
+        )
+
+
+def process_memory() -> dict[str, int]:
+    """Real memory of this process in bytes: resident now, anonymous part of it, and the peak (Linux; else empty)."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return {}
+    wanted = {"VmRSS": "rss", "RssAnon": "rss_anonymous", "VmHWM": "rss_peak"}
+    found: dict[str, int] = {}
+    for line in status.read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key in wanted:
+            found[wanted[key]] = int(rest.split()[0]) * 1024
+    return found
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory instead of returning it to the kernel after every step.
+
+    PyTorch has no caching allocator on CPUs: large tensors are mapped and unmapped again and again, and every step pays
+    the page faults. Returns whether the setting took (Linux with glibc only).
+    """
+    import ctypes
+
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        ok = libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        return bool(ok and libc.mallopt(M_TOP_PAD, 64 * 2**20))
+    except (OSError, AttributeError):
+        return False
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the kernel (glibc; elsewhere nothing happens)."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return

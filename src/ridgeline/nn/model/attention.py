@@ -1,0 +1,201 @@
+"""Multi-head and grouped-query attention, its masks, and its exchangeable backends.
+
+Shapes: B batch, S queries, T keys, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.model.norm import RMSNorm
+from ridgeline.nn.model.rotary import Rope, rotate
+from ridgeline.spec.errors import unknown
+from ridgeline.spec.model import ModelSpec
+
+
+class Mask(NamedTuple):
+    """What attention may see: an additive bias (None: nothing to add), whether plain causality applies on top, and, for
+    a backend that masks them itself, the numbers of the documents."""
+
+    bias: Tensor | None  # [S, T] or [B, 1, S, T]
+    causal: bool
+    documents: Tensor | None = None  # [B, whole sequence]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute softmax(q·kᵀ/√D + mask)·v.
+
+    ``function(q [B,H,S,D], k [B,G,T,D], v [B,G,T,D], mask) -> [B,H,S,D]``; H is a multiple of G.
+    ``wants_bias``: the function cannot apply causality itself and must always be given it as a bias.
+    ``separates``: it masks documents by their numbers, and is given no bias for them.
+    """
+
+    name: str
+    function: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+    wants_bias: bool = False
+    separates: bool = False
+
+
+class LayerCache:
+    """Keys and values of one layer, [B, G, T, D] each, allocated once for all T positions."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.length = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``k`` and ``v`` [B, G, S, D] behind what is there, and return views of all that is stored."""
+        end = self.length + k.shape[2]
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Store ``k`` and ``v`` and let ``q`` [B, H, S, D] see all that is stored: [B, H, S, D]."""
+        return backend.function(q, *self.append(k, v), mask)
+
+
+CacheOf = Callable[[tuple[int, ...], torch.dtype, torch.device], LayerCache]
+"""Makes a layer's cache from the shape [B, G, T, D] of its keys, their dtype, and the device."""
+
+
+def plain_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LayerCache:
+    """An empty cache that holds keys and values as they are."""
+    return LayerCache(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+
+
+def make_mask(
+    spec: ModelSpec,
+    padding: Tensor | None,
+    start: int,
+    length: int,
+    wants_bias: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: Tensor | None = None,
+) -> Mask:
+    """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
+
+    ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number. No
+    tensor is made where a flag says it all.
+    """
+    total = start + length
+    window = spec.sliding_window if spec.sliding_window and total > spec.sliding_window else None
+    causal = spec.causal and length > 1  # a single, last query sees every key anyway
+    if padding is None and window is None and documents is None:
+        if not causal:
+            return Mask(None, False)
+        if start == 0 and not wants_bias:
+            return Mask(None, True)
+    query = torch.arange(start, total, device=device)[:, None]
+    key = torch.arange(total, device=device)
+    allowed = key <= query if spec.causal else (key >= 0).expand(length, -1)
+    if window is not None:
+        allowed = allowed & (key > query - window)
+    if padding is not None:
+        allowed = allowed & padding[:, None, None, :]
+    if documents is not None:
+        allowed = allowed & (documents[:, None, start:, None] == documents[:, None, None, :])
+    # Half the lowest number, not -inf: a query that may see nothing (padding) then gets a finite, unused average
+    # instead of NaN, and adding a negative score to it cannot overflow.
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=device)
+    return Mask(bias.masked_fill_(~allowed, torch.finfo(dtype).min / 2), False)
+
+
+def probabilities(q: Tensor, k: Tensor, mask: Mask, dtype: torch.dtype) -> Tensor:
+    """softmax(q·kᵀ/√D + mask), [B, H, S, T] in ``dtype``."""
+    batch, heads, length, width = q.shape
+    groups, total = k.shape[1], k.shape[2]
+    # Query heads that share a key head are stacked as more rows of one product, so keys are never repeated.
+    q = (q * width**-0.5).reshape(batch, groups, -1, width)
+    scores = torch.matmul(q, k.transpose(-1, -2)).view(batch, heads, length, total)
+    if mask.bias is not None:
+        scores = scores + mask.bias
+    return scores.softmax(-1, dtype=_softmax_dtype(scores)).to(dtype)
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attention by its definition: the score matrix [B, H, S, T] exists. The state that "flash" is measured against."""
+    batch, heads, length, width = q.shape
+    groups, total = v.shape[1], v.shape[2]
+    weights = probabilities(q, k, mask, v.dtype)
+    return torch.matmul(weights.view(batch, groups, -1, total), v).view(batch, heads, length, width)
+
+
+def _softmax_dtype(scores: Tensor) -> torch.dtype:
+    return torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else scores.dtype
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """PyTorch's fused attention (flash or memory-efficient kernels): no score matrix (arXiv:2205.14135)."""
+    batch, heads, length, width = q.shape
+    groups = k.shape[1]
+    if length == 1 and groups < heads and (mask.bias is None or mask.bias.dim() == 2):
+        # Decoding: the heads that share a key head become the queries of one head; keys are read once.
+        q = q.reshape(batch, groups, heads // groups, width)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias).reshape(batch, heads, 1, width)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask.bias, is_causal=mask.causal, enable_gqa=groups < heads
+    )
+
+
+BACKENDS: dict[str, Backend] = {
+    b.name: b for b in (Backend("naive", naive_attention, wants_bias=True), Backend("flash", flash_attention))
+}
+
+
+def find_backend(name: str) -> Backend:
+    """The backend called ``name``. Raises :class:`UserError` if there is none."""
+    if name not in BACKENDS:
+        raise unknown("attention backend", name, BACKENDS)
+    return BACKENDS[name]
+
+
+def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, S, H, D], keys and values [B, S, G, D] of ``x`` [B, S, hidden], turned to their positions."""
+    # -1: under tensor parallelism a rank holds only its share of the heads.
+    shape = (*x.shape[:2], -1, attention.head_dim)
+    q, k = attention.q_proj(x).view(shape), attention.k_proj(x).view(shape)
+    v = attention.v_proj(x).view(shape)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    if rope is not None:
+        q, k = rotate(q, rope), rotate(k, rope)
+    return q, k, v
+
+
+class Attention(nn.Module):
+    """Self-attention with separate projections, so that adapters and quantisers can replace each."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        h = spec.hidden_size
+        self.head_dim = spec.head_dim
+        self.backend = BACKENDS["flash"]
+        self.q_proj = nn.Linear(h, spec.q_size, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(h, spec.kv_size, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(h, spec.kv_size, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.q_size, h, bias=spec.out_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.project = project
+        """What makes queries, keys and values; a technique may put one merged product in its place."""
+
+    def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
+        """``x`` [B, S, hidden] → [B, S, hidden]."""
+        batch, length, _ = x.shape
+        q, k, v = (t.transpose(1, 2) for t in self.project(self, x, rope))
+        if cache is None:
+            out = self.backend.function(q, k, v, mask)
+        else:
+            out = cache.attend(self.backend, q, k, v, mask)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return projected

@@ -1,0 +1,226 @@
+"""Puts fused functions in the places of the plain model's: merged projections, norms with residuals, softmax, loss.
+
+Each replacement looks at its tensors when it is called and does what the plain module does where the kernels cannot
+work: without a compiler or Triton, on parameters that a technique divides, on layers that something wraps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.kernels import functions
+from ridgeline.nn.kernels.dispatch import usable
+from ridgeline.nn.model.attention import Attention, Mask, naive_attention, project
+from ridgeline.nn.model.loss import IGNORE, token_loss
+from ridgeline.nn.model.mlp import MLP, expand
+from ridgeline.nn.model.norm import RMSNorm, compute_dtype
+from ridgeline.nn.model.rotary import Rope
+from ridgeline.nn.model.transformer import Block, LMHead, MLMHead, Transformer, add_then_norm
+
+# ---- residual additions and norms -----------------------------------------------------------------------------------
+
+
+def fuse_elementwise(model: Transformer) -> None:
+    """Residual additions inside the norms behind them, biases inside activations, scale and mask inside softmax."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.add_norm = add_norm
+        elif isinstance(module, (RMSNorm, nn.LayerNorm)):
+            module.forward = _Bound(norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, MLP) and module.expand is expand:
+            module.expand = expand_biased
+
+
+def fold(model: Transformer, columns: int) -> None:
+    """Let fused norms and softmax hold ``columns`` of a row at a time, so that rows of any width fit a thread block."""
+    for module in model.modules():
+        if isinstance(module, Block) and module.add_norm is add_norm:
+            module.add_norm = partial(add_norm, columns=columns)
+        elif isinstance(module.forward, _Bound) and module.forward.function is norm:
+            module.forward = _Bound(partial(norm, columns=columns), module)
+    if model.backend.function is fused_naive_attention:
+        model.set_attention(replace(model.backend, function=partial(fused_naive_attention, columns=columns)))
+
+
+class _Bound:
+    """A function of a module and its input in the place of the module's ``forward``; can be copied and pickled."""
+
+    def __init__(self, function, module: nn.Module) -> None:  # type: ignore[no-untyped-def]
+        self.function, self.module = function, module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(x, self.module)
+        return out
+
+
+def _fits(x: Tensor, module: nn.Module) -> bool:
+    weight, bias = module.weight, getattr(module, "bias", None)
+    return (
+        usable(x, weight, bias)  # type: ignore[arg-type]
+        and x.shape[-1] == weight.shape[0]  # type: ignore[index]
+        and (bias is None or bias.dtype == weight.dtype)
+    )
+
+
+def _norm_of(module: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
+    """Weight, bias, epsilon, and whether it is a LayerNorm."""
+    return module.weight, getattr(module, "bias", None), module.eps, isinstance(module, nn.LayerNorm)  # type: ignore[return-value]
+
+
+def norm(x: Tensor, module: nn.Module, columns: int = 0) -> Tensor:
+    """RMSNorm or LayerNorm of ``x`` in one kernel each way. ``columns``: see :func:`fold`."""
+    if not _fits(x, module):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    return functions.norm(x, *_norm_of(module), compute_dtype(x), columns)
+
+
+def add_norm(x: Tensor, update: Tensor, module: nn.Module, columns: int = 0) -> tuple[Tensor, Tensor]:
+    """:func:`~ridgeline.nn.model.transformer.add_then_norm` in one kernel each way."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    plain = isinstance(module, (RMSNorm, nn.LayerNorm))
+    if hooked or not plain or x.shape != update.shape or not usable(update) or not _fits(x, module):
+        return add_then_norm(x, update, module)
+    return functions.add_norm(x, update, *_norm_of(module), compute_dtype(x), columns)
+
+
+def expand_biased(mlp: MLP, x: Tensor) -> Tensor:
+    """The plain expansion with the bias added inside the activation, where that has a kernel."""
+    up = mlp.up_proj
+    biased = type(up) is nn.Linear and up.bias is not None and not up._forward_hooks
+    if mlp.gate_proj is not None or mlp.activation != "gelu_tanh" or not biased or not usable(x, up.weight, up.bias):
+        return expand(mlp, x)
+    product = nn.functional.linear(x, up.weight)
+    return functions.bias_activation(product, up.bias, mlp.activation)
+
+
+def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, columns: int = 0) -> Tensor:
+    """:func:`~ridgeline.nn.model.attention.naive_attention` with an in-place softmax kernel."""
+    batch, heads, length, width = q.shape
+    groups, total = k.shape[1], k.shape[2]
+    bias = mask.bias
+    if not usable(q, k, v, bias) or (bias is not None and bias.dim() != 2):
+        return naive_attention(q, k, v, mask)
+    rows = q.reshape(batch * groups, -1, width)
+    keys, values = k.reshape(-1, total, width), v.reshape(-1, total, width)
+    p = functions.probabilities(rows, keys, bias, 1 / math.sqrt(width), columns)
+    return torch.bmm(p, values).view(batch, heads, length, width)
+
+
+# ---- projections ----------------------------------------------------------------------------------------------------
+
+
+def merge_projections(model: Transformer) -> list[str]:
+    """Lay the weights of projections that read one input behind each other; returns the names of the merged groups.
+
+    Parameters keep their names and shapes: they become views of one storage. Anything that gives them storages of their
+    own later (shards that are gathered apart) makes the layer run them one by one again.
+    """
+    merged = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and module.q_norm is None:
+            parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
+            if lay_together(parts):
+                module.project = project_merged
+                merged.append(f"{name}.qkv")
+        elif isinstance(module, MLP) and module.gate_proj is not None and module.activation == "silu":
+            pair: list[nn.Module] = [module.gate_proj, module.up_proj]
+            if lay_together(pair):
+                module.expand = expand_merged
+                merged.append(f"{name}.gate_up")
+    return merged
+
+
+def lay_together(parts: list[nn.Module]) -> bool:
+    """Make the weights of plain linears views of one storage; False where they cannot be."""
+    if not all(_plain(p) for p in parts):
+        return False
+    weights = [p.weight for p in parts]
+    if len({(w.dtype, w.requires_grad, type(w)) for w in weights}) > 1 or type(weights[0]) is not nn.Parameter:
+        return False
+    if functions.adjacent(weights) is None:  # type: ignore[arg-type]
+        whole = torch.cat([w.detach().flatten() for w in weights])  # type: ignore[operator]
+        for w, part in zip(weights, whole.split([w.numel() for w in weights]), strict=True):  # type: ignore[operator]
+            w.data = part.view_as(w)
+    return True
+
+
+def _plain(module: nn.Module | None) -> bool:
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias) of the merged product in the dtype that it runs in; None where it cannot run."""
+    if not all(_plain(p) for p in parts):
+        return None
+    weights, biases = [p.weight for p in parts], [p.bias for p in parts]
+    if not usable(x, *weights, *biases):  # type: ignore[arg-type]
+        return None
+    whole = functions.adjacent(weights)  # type: ignore[arg-type]
+    if whole is None:
+        return None
+    dtype = compute_dtype(x)
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)  # type: ignore[operator]
+    return whole.to(dtype), bias
+
+
+def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is turned in place."""
+    parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
+    found = _merged(x, parts)
+    if found is None:
+        return project(attention, x, rope)
+    merged, bias = found
+    tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
+    return functions.qkv(x.to(merged.dtype), merged, bias, attention.head_dim, rope, tensors)  # type: ignore[arg-type]
+
+
+def expand_merged(mlp: MLP, x: Tensor) -> Tensor:
+    """:func:`~ridgeline.nn.model.mlp.expand` of a SwiGLU layer by one product."""
+    assert mlp.gate_proj is not None
+    parts: list[nn.Module] = [mlp.gate_proj, mlp.up_proj]
+    found = _merged(x, parts)
+    if found is None:
+        return expand(mlp, x)
+    merged, bias = found
+    tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
+    y = functions.gated_linear(x.to(merged.dtype).flatten(0, -2), merged, bias, tensors)  # type: ignore[arg-type]
+    return y.view(*x.shape[:-1], -1)
+
+
+# ---- loss -----------------------------------------------------------------------------------------------------------
+
+
+def fused_token_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`~ridgeline.nn.model.loss.token_loss` whose logits become their gradient in one kernel, in place."""
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    logits = head(hidden)
+    if type(logits) is not Tensor:
+        return token_loss(hidden, head, labels)
+    return functions.logits_loss(logits, labels), (labels != IGNORE).sum()
+
+
+def chunked_token_loss(
+    hidden: Tensor, head: nn.Module, labels: Tensor, rows: Callable[[int, int, int], int]
+) -> tuple[Tensor, Tensor]:
+    """:func:`~ridgeline.nn.model.loss.token_loss` with the head's last product inside the loss, chunk by chunk.
+
+    ``rows`` gives the rows of a chunk from the rows of all, the vocabulary and the width of the hidden states.
+    """
+    out = getattr(head, "out", None)
+    if not _plain(out) or type(out.weight) is not nn.Parameter:  # type: ignore[union-attr]
+        return token_loss(hidden, head, labels)
+    assert isinstance(out, nn.Linear)
+    x, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if isinstance(head, MLMHead):
+        x = head.norm(head.activation(head.dense(x)))
+    elif not isinstance(head, LMHead):
+        return token_loss(hidden, head, labels)
+    size = rows(x.shape[0], out.out_features, out.in_features)
+    loss = functions.linear_loss(x, out.weight, out.bias, labels, size, compute_dtype(x))
+    return loss, (labels != IGNORE).sum()

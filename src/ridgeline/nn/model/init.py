@@ -1,0 +1,76 @@
+"""Deterministic weights: the same for the same seed, whatever the device, the dtype or the way the model is cut."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.spec.model import ModelSpec
+
+_STD = 0.02
+_RESIDUAL = ("o_proj", "o_proj.weight", "down_proj", "down_proj.weight")
+
+
+def build(
+    spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Transformer:
+    """The model of ``spec`` with fresh weights. On device "meta": shapes only."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    if torch.device(device).type == "meta":
+        return model.to(dtype)
+    materialise(model, device, dtype, seed)
+    return model
+
+
+def materialise(
+    model: Transformer, device: torch.device | str, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> None:
+    """Give a model that stands on the meta device memory on ``device``, and initialise it from ``seed``."""
+    allocate(model, device, dtype)
+    init_weights(model, seed)
+
+
+def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Give a model that stands on the meta device uninitialised memory of ``dtype`` on ``device``."""
+    model.to(dtype)
+    model.to_empty(device=device)
+    model.tie()  # to_empty gives every mention of a shared parameter its own memory
+
+
+@torch.no_grad()
+def init_weights(model: Transformer, seed: int) -> None:
+    """Initialise every parameter: normal(0, 0.02), norms 1, biases 0, projections into the residual stream narrower.
+
+    The latter by 1/√(2·layers), as in GPT-2. Each parameter has its own random stream, keyed by the seed and its
+    name and drawn on the CPU in float32: a pipeline stage, a shard or another device gets the very same numbers.
+    """
+    layers = model.spec.num_layers
+    for name, parameter in model.named_parameters():
+        full = torch.empty(parameter.shape, dtype=torch.float32)
+        if name.endswith("norm.weight"):
+            full.fill_(1)
+        elif name.endswith(".bias"):
+            full.zero_()
+        else:
+            std = _STD / (2 * layers) ** 0.5 if name.endswith(_RESIDUAL) else _STD
+            full.normal_(0, std, generator=torch.Generator().manual_seed(_stream(seed, name)))
+        assign(parameter, full)
+
+
+def _stream(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Copy ``full`` into ``parameter``; into its own shard of it, if the parameter is distributed."""
+    if isinstance(parameter, DTensor):
+        # Every rank holds the same `full`, so each cuts its part out of its own copy: nothing is sent.
+        full = full.to(parameter.device)
+        parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
+    else:
+        parameter.copy_(full)

@@ -1,0 +1,95 @@
+"""The sparse mixture-of-experts feed-forward layer (arXiv:1701.06538, arXiv:2401.04088).
+
+Shapes: N tokens, E experts, k experts per token, h hidden, f inner width of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.model.mlp import ACTIVATIONS, gated
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.spec.model import ModelSpec
+
+
+class Experts(nn.Module):
+    """The experts' weights, stacked: gate and up [E, f, h], down [E, h, f]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        e, h, f = spec.num_experts, spec.hidden_size, spec.intermediate_size
+        self.activation = spec.activation
+        self.gate_proj = nn.Parameter(torch.empty(e, f, h)) if spec.gated else None
+        self.up_proj = nn.Parameter(torch.empty(e, f, h))
+        self.down_proj = nn.Parameter(torch.empty(e, h, f))
+        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+        """The product of rows and one expert's weight; a technique may put a narrower one in its place."""
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
+        # unbind, not indexing: the backward of one stack is a single copy, that of E indexings fills E full gradients.
+        up, down = local(self.up_proj).unbind(), local(self.down_proj).unbind()
+        gate = up if self.gate_proj is None else local(self.gate_proj).unbind()
+        outputs = []
+        for e, part in enumerate(torch.split(rows, counts)):
+            if not counts[e]:
+                continue
+            inner = self.linear(part, up[e])
+            if self.gate_proj is None:
+                inner = ACTIVATIONS[self.activation](inner)
+            else:
+                inner = gated(self.activation, self.linear(part, gate[e]), inner)
+            outputs.append(self.linear(inner, down[e]))
+        if not outputs:  # no row came: gradients of zero all the same, for other ranks wait to sum theirs with them
+            return rows + (up[0][0, 0] + gate[0][0, 0] + down[0][0, 0])
+        return torch.cat(outputs)
+
+
+class MoE(nn.Module):
+    """Router, dispatch of every token to its k experts, and the weighted sum of what they return."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.num_experts, self.k = spec.num_experts, spec.experts_per_token
+        self.normalize = spec.normalize_router
+        self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=False)
+        self.experts = Experts(spec)
+        self.run: Callable[[Experts, Tensor, list[int]], Tensor] = lambda experts, rows, counts: experts(rows, counts)
+        """Has the experts compute sorted rows: here, or wherever they are held."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` [N, h] → weights [N, k] (float32 or wider) and experts [N, k] of every token, best first."""
+        logits = self.router(x)
+        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        weights, chosen = probabilities.topk(self.k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., h] → [..., h]."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(tokens)
+        pairs = chosen.flatten()  # [N·k]: pair p belongs to token p // k
+        order = pairs.argsort(stable=True)
+        rows = self.run(self.experts, tokens[order // self.k], self._counts(pairs))
+        # Back to pair order by a gather (each pair exactly once), then a sum over k: unlike a scatter-add onto tokens
+        # this is deterministic on every device.
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        mixed = rows[place].view(*weights.shape, -1) * weights.unsqueeze(-1)
+        out: Tensor = mixed.sum(1).to(rows.dtype).view(*x.shape[:-1], -1)
+        return out
+
+    def _counts(self, pairs: Tensor) -> list[int]:
+        """Tokens per expert."""
+        if pairs.is_meta:
+            # There is no data to count on the meta device, where models are built to count their FLOPs: these depend
+            # only on the sum of the counts, so a balanced split gives the exact number.
+            share, rest = divmod(pairs.shape[0], self.num_experts)
+            return [share + (e < rest) for e in range(self.num_experts)]
+        counts: list[int] = pairs.bincount(minlength=self.num_experts).tolist()
+        return counts

@@ -1,0 +1,100 @@
+"""RMSNorm and LayerNorm, and the dtype rule that every module of the twin follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.spec.model import ModelSpec
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products on ``x`` run in: autocast's where autocast is on, else that of ``x``."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x · r · w with r = (mean(x²) + eps)^-½. Saves only x and r, where the eager composite saves x twice more.
+
+    With p = dy · x:  dw = rᵀ p (summed over tokens),  dx = dy · w · r - x · r³ (p · w) / H.  Both sums are
+    matrix-vector products, which read p once each and write nothing large.
+
+    Everything is computed in float32 (float64 for float64 inputs), whatever the dtype of ``x``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+        y, rstd = _normalised(x, weight, eps, out_dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        wide = _wide(x)
+        dy, w = dy.to(wide.dtype), weight.to(wide.dtype)
+        p = dy * wide
+        dw = torch.mv(p.flatten(0, -2).t(), rstd.flatten()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        share = torch.matmul(p, w).unsqueeze_(-1).mul_(rstd.pow(3)).div_(-x.shape[-1])
+        dx = torch.mul(dy, w, out=p).mul_(rstd).addcmul_(wide, share)
+        return dx.to(x.dtype), dw, None, None
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(y, r)."""
+    wide = _wide(x)
+    # vector_norm reads x once; square().mean() would write and re-read a tensor of the size of x.
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * rstd).mul_(weight).to(out_dtype), rstd
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` in a dtype that is safe to sum in; no copy for float32 and float64."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467): [..., size] → [..., size].
+
+    Under autocast the result comes in the autocast dtype, so that the linears that read it don't cast it each again.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
+        out_dtype = compute_dtype(x)
+        weight = local(self.weight)
+        if x.is_cuda and x.dtype == weight.dtype:
+            # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
+        if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping
+            return _normalised(x, weight, self.eps, out_dtype)[0]
+        y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype)  # type: ignore[no-untyped-call]
+        return y
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm over the last dimension: [..., size] → [..., size], in the dtype that :class:`RMSNorm` would give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` [..., size]."""
+        y = F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
+        return y.to(compute_dtype(x))
+
+
+def make_norm(spec: ModelSpec, size: int) -> nn.Module:
+    """The norm that ``spec`` names, over ``size`` elements."""
+    return (RMSNorm if spec.norm == "rmsnorm" else LayerNorm)(size, eps=spec.norm_eps)

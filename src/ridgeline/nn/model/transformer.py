@@ -1,0 +1,229 @@
+"""The torch twin: one transformer that runs every family a ModelSpec can describe.
+
+Shapes: B batch, S sequence, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.checkpoint.hf_names import require_twin
+from ridgeline.nn.model.attention import (
+    Attention,
+    Backend,
+    CacheOf,
+    LayerCache,
+    Mask,
+    find_backend,
+    make_mask,
+    plain_cache,
+)
+from ridgeline.nn.model.mlp import ACTIVATIONS, MLP
+from ridgeline.nn.model.moe import MoE
+from ridgeline.nn.model.norm import compute_dtype, make_norm
+from ridgeline.nn.model.rotary import Rope, Rotary
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """An embedding left as it is: PyTorch's own initialisation, on the meta device, imports for most of a second."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
+class Embedding(nn.Module):
+    """Token, position and token-type embeddings, and the norm over their sum, as far as the family has them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        h = spec.hidden_size
+        self.offset = spec.position_offset
+        self.tokens = _table(spec.vocab_size, h)
+        learned = spec.position == "learned"
+        self.positions = _table(spec.max_positions + spec.position_offset, h) if learned else None
+        self.token_types = _table(spec.token_types, h) if spec.token_types else None
+        self.norm = make_norm(spec, h) if spec.embedding_norm else None
+        self.part: Callable[[Tensor], Tensor] = lambda rows: rows
+        """What this rank takes of rows [..., S, H], where the sequence is divided after the lookup."""
+
+    def forward(self, ids: Tensor, positions: Tensor | None, token_types: Tensor | None, start: int = 0) -> Tensor:
+        """``ids`` [B, S] → [B, S, H]; ``positions`` default to ``start``, ``start`` + 1, …, ``token_types`` to 0."""
+        x: Tensor = self.tokens(ids)
+        if self.positions is not None:
+            if positions is None:
+                first = start + self.offset
+                x = x + self.part(local(self.positions.weight)[first : first + ids.shape[1]])
+            else:
+                x = x + self.part(F.embedding(positions + self.offset, local(self.positions.weight)))
+        if self.token_types is not None:
+            kinds = local(self.token_types.weight)
+            x = x + (kinds[0] if token_types is None else self.part(F.embedding(token_types, kinds)))
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
+
+
+AddNorm = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
+
+
+def add_then_norm(x: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """The sum of the residual stream and an ``update`` of it, and the norm of that sum."""
+    x = x + update
+    return x, norm(x)
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each with its residual, normalised before (or, in BERT, after)."""
+
+    def __init__(self, spec: ModelSpec, index: int) -> None:
+        super().__init__()
+        self.post_norm = spec.post_norm
+        self.attention_norm = make_norm(spec, spec.hidden_size)
+        self.attention = Attention(spec)
+        self.mlp_norm = make_norm(spec, spec.hidden_size)
+        self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
+        self.add_norm: AddNorm = add_then_norm
+        """A residual addition and the norm that reads it; a technique may put a fused kernel in its place."""
+
+    def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
+        """``x`` [B, S, H] → [B, S, H]."""
+        if self.post_norm:
+            x = self.add_norm(x, self.attention(x, mask, rope, cache), self.attention_norm)[1]
+            return self.add_norm(x, self.mlp(x), self.mlp_norm)[1]
+        x, normed = self.add_norm(x, self.attention(self.attention_norm(x), mask, rope, cache), self.mlp_norm)
+        out: Tensor = x + self.mlp(normed)
+        return out
+
+
+class LMHead(nn.Module):
+    """Hidden states → logits: [..., H] → [..., V]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.out = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of ``x`` [..., H]."""
+        logits: Tensor = self.out(x)
+        return logits
+
+
+class MLMHead(nn.Module):
+    """BERT's head: dense, activation, norm, then logits: [..., H] → [..., V]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.dense = nn.Linear(spec.hidden_size, spec.hidden_size)
+        self.norm = make_norm(spec, spec.hidden_size)
+        self.out = nn.Linear(spec.hidden_size, spec.vocab_size, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of ``x`` [..., H]."""
+        logits: Tensor = self.out(self.norm(self.activation(self.dense(x))))
+        return logits
+
+
+class ClassifyHead(nn.Module):
+    """BERT's pooler and classifier: dense, tanh, then logits: [..., H] → [..., labels]. A text's class is what it says
+    of the first token."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.dense = nn.Linear(spec.hidden_size, spec.hidden_size)
+        self.out = nn.Linear(spec.hidden_size, spec.num_labels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of ``x`` [..., H]."""
+        logits: Tensor = self.out(torch.tanh(self.dense(x)))
+        return logits
+
+
+HEADS: dict[str, type[LMHead | MLMHead | ClassifyHead]] = {"lm": LMHead, "mlm": MLMHead, "classify": ClassifyHead}
+
+
+class Transformer(nn.Module):
+    """The model that ``spec`` describes; parameters are named and shaped as :meth:`ModelSpec.parameters` lists them.
+
+    The constructor leaves weights uninitialised: use :func:`ridgeline.nn.build`, ``materialise``, ``init_weights`` or
+    ``load_checkpoint``. ``embed``, ``norm`` and ``head`` may be set to None and layers deleted, which is how a pipeline
+    stage is cut out. Raises :class:`UserError` for a family that exists as a spec only.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        require_twin(spec)
+        if spec.position == "alibi" or spec.dropout or not spec.norm_bias:
+            raise UserError(
+                f"model {spec.name!r} has ALiBi, dropout or a norm without bias: it can be predicted, not run",
+                "run a model with dropout = 0, norm_bias = true and position rope or learned",
+            )
+        self.spec = spec
+        self.embed: Embedding | None = Embedding(spec)
+        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.num_layers)})
+        self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
+        self.head: LMHead | MLMHead | ClassifyHead | None = HEADS[spec.head](spec)
+        self.rotary = Rotary(spec) if spec.position == "rope" else None
+        self.sequence_parts = 1
+        """Ranks over which the hidden states that come in (in a model without ``embed``) divide the sequence."""
+        self.cache_of: CacheOf = plain_cache
+        """How generation keeps a layer's keys and values; a technique may put a smaller form in its place."""
+        self.tie()
+
+    def tie(self) -> None:
+        """Let a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""
+        if self.spec.tie_embeddings and self.head is not None and self.embed is not None:
+            self.head.out.weight = self.embed.tokens.weight
+
+    def set_attention(self, backend: str | Backend) -> None:
+        """Compute attention with ``backend``: "naive", "flash", or one of your own."""
+        found = find_backend(backend) if isinstance(backend, str) else backend
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.backend = found
+
+    @property
+    def backend(self) -> Backend:
+        """How attention is computed."""
+        return next(m.backend for m in self.layers.modules() if isinstance(m, Attention))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        cache: dict[str, LayerCache] | None = None,
+        return_hidden: bool = False,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids [B, S] (or, in a model without ``embed``, hidden states [B, S, H]) → logits [B, S, V].
+
+        ``positions`` [S] or [B, S] default to 0, 1, … (with a cache: to those behind it). ``attention_mask`` [B, S]
+        (with a cache: [B, everything so far]) is True for real tokens; None means all are. ``cache`` maps layer names
+        to their :class:`LayerCache`. ``documents`` [B, S] numbers the packed documents of a row, which do not see each
+        other and whose ``positions`` start anew (all of the sequence's, where that is divided over ranks).
+        ``return_hidden`` gives what the head would read, [B, S, H], for :func:`ridgeline.nn.token_loss`.
+        """
+        length, device = input_ids.shape[1], input_ids.device
+        if self.embed is None:
+            length *= self.sequence_parts
+        start = next(iter(cache.values())).length if cache else 0
+        x = input_ids if self.embed is None else self.embed(input_ids, positions, token_types, start)
+        dtype = compute_dtype(x)
+        padding = None if attention_mask is None else attention_mask.bool()
+        own = documents if self.backend.separates else None
+        seen = None if self.backend.separates else documents
+        mask = make_mask(self.spec, padding, start, length, self.backend.wants_bias, device, dtype, seen)
+        mask = mask._replace(documents=own)
+        rope = None if self.rotary is None else self.rotary.tables(positions, start, length, device, dtype)
+        for name, block in self.layers.items():
+            x = block(x, mask, rope, None if cache is None else cache[name])
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if return_hidden or self.head is None else self.head(x)

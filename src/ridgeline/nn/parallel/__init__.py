@@ -1,0 +1,1 @@
+"""Collectives with gradients, and layers divided over ranks."""

@@ -1,0 +1,246 @@
+"""The real side of tensor and sequence parallelism: modules that compute on their part of a divided parameter.
+
+Parameters become ``DTensor`` s on the tensor-parallel axis, so that sharding, checkpoints and norms know what they
+are; the arithmetic runs on plain local tensors with the collectives of :mod:`ridgeline.nn.parallel.collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ridgeline.nn.adapters.lora_linear import LoRALinear
+from ridgeline.nn.model.loss import IGNORE
+from ridgeline.nn.model.moe import MoE
+from ridgeline.nn.model.transformer import Embedding, MLMHead, Transformer
+from ridgeline.nn.parallel.collectives import enter, leave, linear, local
+from ridgeline.nn.quant.quantized import QuantisedLinear
+
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
+
+
+Partial = Literal["never", "sequence", "always"]
+"""When a replicated parameter's gradient is only a part: where it works on a part of the sequence, or ever."""
+
+
+def divided(whole: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """``whole``, which every rank holds, as a ``DTensor`` with memory for this rank's part only."""
+    d = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    part = d.to_local().clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=d.shape, stride=d.stride())
+
+
+@dataclass
+class Divider:
+    """Divides the modules of a transformer over the ranks of ``mesh`` (one axis)."""
+
+    mesh: DeviceMesh
+    sequence: bool = False
+    """Whether what lies between the divided layers is divided along the sequence."""
+    _replicated: list[tuple[nn.Module, str, Partial]] = field(default_factory=list)
+    _placed: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share every layer."""
+        return self.mesh.get_group()
+
+    @property
+    def partial(self) -> list[tuple[nn.Module, str]]:
+        """Replicated parameters, as (module, name), of which each rank's gradient is only a part of the whole."""
+        wanted = ("always", "sequence") if self.sequence else ("always",)
+        return [(module, name) for module, name, when in self._replicated if when in wanted]
+
+    def place(self, module: nn.Module, name: str, placement: Placement, is_partial: Partial = "never") -> None:
+        """Replace a parameter by this rank's part of it (shared ones once)."""
+        p = getattr(module, name, None)
+        if not isinstance(p, nn.Parameter):
+            return
+        if p not in self._placed:
+            self._placed[p] = nn.Parameter(divided(p.detach(), self.mesh, placement), requires_grad=p.requires_grad)
+        module.register_parameter(name, self._placed[p])
+        self._replicated.append((module, name, is_partial))
+
+    def transformer(self, model: Transformer) -> None:
+        """Divide a whole model, or the layers and ends of it that are here."""
+        for block in model.layers.values():
+            self.block(block)
+        if model.embed is not None:
+            self.embedding(model.embed)
+        if model.norm is not None:
+            self.rest(model.norm)
+        if model.head is not None:
+            if isinstance(model.head, MLMHead):
+                self.rest(model.head.dense)
+                self.rest(model.head.norm)
+            self.column(model.head.out, enters=True)
+
+    def block(self, block: nn.Module) -> None:
+        """One layer: attention heads and feed-forward columns are divided, norms are not."""
+        for name, child in block.named_children():
+            if name not in ("attention", "mlp"):
+                self.rest(child)
+                continue
+            wrap = self._moe if isinstance(child, MoE) else self._inside
+            child.forward = partial(wrap, child.forward)
+            if isinstance(child, MoE):
+                # Each rank's part of the experts' output weighs in the router's gradient.
+                self.place(child.router, "weight", Replicate(), "always")
+                child.router.forward = partial(_replicated, child.router)  # type: ignore[method-assign]
+                for leaf, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
+                    self.place(child.experts, leaf, Shard(dim))
+                continue
+            for leaf, module in child.named_children():
+                if leaf in COLUMN:
+                    self.column(module)
+                elif leaf in ROW:
+                    self.row(module)
+                else:  # norms over each head: a rank sees only its heads
+                    self.place(module, "weight", Replicate(), "always")
+
+    def rest(self, module: nn.Module) -> None:
+        """What every rank holds whole, and works on a part of the sequence with."""
+        for name, _ in list(module.named_parameters(recurse=False)):
+            self.place(module, name, Replicate(), "sequence")
+        if isinstance(module, nn.Linear):
+            module.forward = partial(_replicated, module)  # type: ignore[method-assign]
+
+    # ---- linear layers ----------------------------------------------------------------------------------------------
+
+    def column(self, module: nn.Module, enters: bool = False) -> None:
+        """Divide a linear layer by output. ``enters``: its input is not yet whole on every rank."""
+        if isinstance(module, LoRALinear):
+            self.place(module, "lora_a", Replicate(), "always")
+            self.place(module, "lora_b", Shard(0))
+            self.place(module, "lora_m", Shard(0))
+            module = module.base
+        if isinstance(module, QuantisedLinear):
+            for name in module.stored:
+                self.place(module, name, Shard(0))
+        else:
+            self.place(module, "weight", Shard(0))
+            module.forward = partial(self._column, module, enters)
+        self.place(module, "bias", Shard(0))
+
+    def row(self, module: nn.Module) -> None:
+        """Divide a linear layer by input; its output is the sum over the ranks."""
+        base = module
+        if isinstance(module, LoRALinear):
+            self.place(module, "lora_a", Shard(1))
+            self.place(module, "lora_b", Replicate(), "always")
+            base = module.base
+        if isinstance(base, QuantisedLinear):
+            for name in base.stored:
+                self.place(base, name, Shard(1) if base.cut_by_input(name) else Replicate())
+            base.forward = base.product  # type: ignore[method-assign]
+        else:
+            self.place(base, "weight", Shard(1))
+            base.forward = partial(_product, base)
+        self.place(base, "bias", Replicate(), "sequence")
+        module.forward = partial(self._row, base, module.forward)
+
+    def _column(self, module: Any, enters: bool, x: Tensor) -> Tensor:
+        if enters:
+            x = enter(x, self.group, self.sequence)
+        return linear(x, local(module.weight), None if module.bias is None else local(module.bias))
+
+    def _row(self, base: Any, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        y = leave(inner(x), self.group, self.sequence)
+        return y if base.bias is None else y + local(base.bias).to(y.dtype)  # once, to the sum
+
+    def _inside(self, inner: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        return inner(enter(x, self.group, self.sequence), *args)
+
+    def _moe(self, inner: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        return leave(inner(enter(x, self.group, self.sequence), *args), self.group, self.sequence)
+
+    # ---- vocabulary -------------------------------------------------------------------------------------------------
+
+    def embedding(self, embed: Embedding) -> None:
+        """Divide the vocabulary; a rank looks up the tokens it holds, and the sum is complete."""
+        size = embed.tokens.num_embeddings
+        self.place(embed.tokens, "weight", Shard(0))
+        embed.tokens.forward = partial(self._lookup, embed.tokens, size)  # type: ignore[method-assign]
+        for table in (embed.positions, embed.token_types):
+            if table is not None:
+                self.place(table, "weight", Replicate(), "sequence")
+        embed.part = self._part
+        if embed.norm is not None:
+            self.rest(embed.norm)
+
+    def _lookup(self, tokens: nn.Embedding, size: int, ids: Tensor) -> Tensor:
+        first, last = vocabulary_part(size, self.group)
+        mine = (ids >= first) & (ids < last)
+        found = nn.functional.embedding((ids - first).masked_fill(~mine, 0), local(tokens.weight))
+        return leave(found.masked_fill_(~mine.unsqueeze(-1), 0), self.group, self.sequence)
+
+    def _part(self, rows: Tensor) -> Tensor:
+        return rows.chunk(self.group.size(), -2)[self.group.rank()] if self.sequence else rows
+
+    def loss(self, hidden: Tensor, head: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of token losses over a divided vocabulary, as :func:`ridgeline.nn.model.loss.token_loss`."""
+        size = head.out.weight.shape[0]
+        logits = head(hidden)
+        flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        total = _CrossEntropy.apply(flat, labels, self.group, size)  # type: ignore[no-untyped-call]
+        return total, (labels != IGNORE).sum()
+
+
+def vocabulary_part(size: int, group: ProcessGroup) -> tuple[int, int]:
+    """First and one past the last token that this rank holds; DTensor's cut: equal parts, the last ones short."""
+    each = -(-size // group.size())
+    first = min(size, each * group.rank())
+    return first, min(size, first + each)
+
+
+def _replicated(module: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, local(module.weight), None if module.bias is None else local(module.bias))
+
+
+def _product(module: nn.Module, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, local(module.weight))  # type: ignore[arg-type]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """:class:`ridgeline.nn.model.loss._CrossEntropy` over a divided vocabulary (arXiv:1909.08053, section 3).
+
+    The ranks exchange each row's maximum (4 bytes), then its sum of exponentials and its label's logit (8 bytes).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup, size: int) -> Tensor:
+        first, last = vocabulary_part(size, group)
+        valid = (labels != IGNORE).unsqueeze(1)
+        mine = ((labels >= first) & (labels < last)).unsqueeze(1)
+        target = (labels - first).clamp(0, max(0, last - first - 1)).unsqueeze(1)
+        x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        peak = x.amax(1, keepdim=True)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        x = x.sub_(peak)
+        picked = x.gather(1, target).masked_fill_(~mine, 0)
+        x = x.exp_()
+        sums = torch.cat((x.sum(1, keepdim=True), picked), 1)
+        dist.all_reduce(sums, group=group)
+        total, picked = sums[:, :1], sums[:, 1:]
+        loss = (total.log() - picked).mul_(valid).sum()
+        if ctx.needs_input_grad[0]:
+            x.mul_(valid / total).scatter_add_(1, target, -(valid & mine).to(x.dtype))
+            ctx.save_for_backward(x if x is logits else logits.copy_(x))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(scale), None, None, None

@@ -1,0 +1,174 @@
+"""Models whose linear layers compute from low-bit codes: loaded from a compressed checkpoint, or coded in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.checkpoint.checkpoint import Reader, config_dtype, gguf_file, load_checkpoint
+from ridgeline.nn.checkpoint.hf_names import links
+from ridgeline.nn.model.init import assign
+from ridgeline.nn.model.mlp import ACTIVATIONS, gated
+from ridgeline.nn.model.moe import Experts
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.quant.activation_quant import InputCode
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.semi_structured import use_sparse_cores
+from ridgeline.nn.quant.ternary import Ternary, TernaryLinear
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
+
+
+class PackedExperts(nn.Module):
+    """A mixture's experts as :class:`~ridgeline.nn.model.moe.Experts`, each projection a :class:`PackedLinear`."""
+
+    def __init__(
+        self, activation: str, gate: list[nn.Module] | None, up: list[nn.Module], down: list[nn.Module]
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = None if gate is None else nn.ModuleList(gate)
+        self.up_proj, self.down_proj = nn.ModuleList(up), nn.ModuleList(down)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
+        outputs = [rows[:0]]
+        for e, part in enumerate(torch.split(rows, counts)):
+            if not counts[e]:
+                continue
+            inner = self.up_proj[e](part)
+            if self.gate_proj is None:
+                inner = ACTIVATIONS[self.activation](inner)
+            else:
+                inner = gated(self.activation, self.gate_proj[e](part), inner)
+            outputs.append(self.down_proj[e](inner))
+        return torch.cat(outputs)
+
+
+class Dense(nn.Module):
+    """One expert's projection that a checkpoint has uncompressed."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out]."""
+        return F.linear(x, self.weight)
+
+
+Code = Callable[[str, int | None], tuple[Packed | Ternary, InputCode | None] | None]
+"""What a parameter, by our name (of a mixture's experts: and the expert), is stored as; None: it stays dense."""
+
+
+def load_packed(
+    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", fast: bool = True
+) -> Transformer:
+    """The model in a checkpoint directory; layers that it has in integer codes hold these, and never were dense.
+
+    ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.quant.packed_linear`;
+    2:4 weights then run on sparse tensor cores. GGUF files are expanded. Raises :class:`UserError` for whatever is wrong
+    with the directory.
+    """
+    path = Path(path)
+    if gguf_file(path) is not None:
+        return load_checkpoint(path, dtype, device)
+    spec = ModelSpec.from_path(path)
+    reader, device, dtype = Reader(path, spec), torch.device(device), dtype or config_dtype(path)
+    with torch.device("meta"):
+        model = Transformer(spec)
+
+    def code(name: str, expert: int | None) -> tuple[Packed | Ternary, InputCode | None] | None:
+        packed = reader.packed(name, expert)
+        return (packed, reader.input(name, expert)) if isinstance(packed, (Packed, Ternary)) else None
+
+    pack_layers(model, code, device, fast, lambda name, e: reader.read(name, e).to(device, dtype))
+    fresh = {n for n, p in model.named_parameters() if p.is_meta}
+    for name in fresh:
+        owner, _, leaf = name.rpartition(".")
+        empty = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
+    model.tie()
+    with torch.no_grad():
+        for ours, _ in groupby(links(spec), key=lambda link: link.ours):
+            if ours in fresh:
+                assign(model.get_parameter(ours), reader.read(ours))
+    if fast:
+        use_sparse_cores(model)
+    return model
+
+
+def pack_layers(
+    model: Transformer, code: Code, device: torch.device, fast: bool = True,
+    dense: Callable[[str, int], Tensor] | None = None,
+) -> int:  # fmt: skip
+    """Put packed layers in the place of all linears of the blocks that ``code`` has codes for; returns how many.
+
+    ``dense`` reads an expert's projection that has none beside others that do.
+    """
+    count = 0
+    for prefix, module in list(model.layers.named_modules(prefix="layers")):
+        for leaf, child in list(module.named_children()):
+            name = f"{prefix}.{leaf}"
+            if isinstance(child, nn.Linear) and leaf.endswith("_proj"):
+                found = code(f"{name}.weight", None)
+                if found is not None:
+                    _fits(found[0], (child.out_features, child.in_features), name)
+                    layer = _layer(found, fast, device)
+                    layer.bias = child.bias  # read with all that is dense
+                    setattr(module, leaf, layer)
+                    count += 1
+            elif isinstance(child, Experts):
+                packed = _experts(child, name, code, device, fast, dense)
+                if packed is not None:
+                    setattr(module, leaf, packed)
+                    count += 1
+    return count
+
+
+def _experts(
+    old: Experts, name: str, code: Code, device: torch.device, fast: bool, dense: Callable[[str, int], Tensor] | None
+) -> PackedExperts | None:
+    kinds = [k for k in ("gate_proj", "up_proj", "down_proj") if getattr(old, k) is not None]
+    made: dict[str, list[nn.Module]] = {}
+    missing: list[tuple[str, int]] = []
+    any_packed = False
+    for kind in kinds:
+        made[kind] = []
+        for e in range(len(old.up_proj)):
+            found = code(f"{name}.{kind}", e)
+            if found is not None:
+                _fits(found[0], tuple(getattr(old, kind).shape[1:]), f"{name}.{kind}.{e}")
+                made[kind].append(_layer(found, fast, device))
+                any_packed = True
+            else:
+                missing.append((kind, e))
+                made[kind].append(nn.Identity())
+    if not any_packed:
+        return None
+    for kind, e in missing:
+        weight = getattr(old, kind).detach()[e] if dense is None else dense(f"{name}.{kind}", e)
+        made[kind][e] = Dense(weight)
+    return PackedExperts(old.activation, made.get("gate_proj"), made["up_proj"], made["down_proj"])
+
+
+def _layer(found: tuple[Packed | Ternary, InputCode | None], fast: bool, device: torch.device) -> nn.Module:
+    code, inputs = found
+    return TernaryLinear(code, device) if isinstance(code, Ternary) else PackedLinear(code, None, inputs, fast, device)
+
+
+def _fits(packed: Packed | Ternary, shape: tuple[int, ...], name: str) -> None:
+    if packed.shape != shape:
+        raise UserError(f"{name} holds codes of shape {list(packed.shape)}, config.json asks for {list(shape)}",
+                        "check that config.json belongs to these files")  # fmt: skip
+
+
+def holds_codes(model: nn.Module) -> list[PackedLinear]:
+    """The layers of a model that compute from codes."""
+    return [m for m in model.modules() if isinstance(m, PackedLinear)]

@@ -1,0 +1,108 @@
+"""Key/value caches that hold codes: what is read is expanded right before use (FlexGen, arXiv:2303.06865, section 4).
+
+Shapes as in :mod:`ridgeline.nn.model.attention`: B batch, G key/value heads, T positions, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn.model.attention import LayerCache
+from ridgeline.spec.lowbit import kv_group
+
+At = slice | Tensor
+"""Positions of a cache: a range, or their numbers [S]."""
+
+
+class ByteCodes:
+    """int8, with an fp16 scale for every token of every head."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.codes = torch.empty(shape, dtype=torch.int8, device=device)
+        self.scale = torch.empty((*shape[:-1], 1), dtype=torch.float16, device=device)
+
+    def write(self, at: At, x: Tensor) -> None:
+        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        x = x.float()
+        scale = x.abs().amax(-1, keepdim=True).div_(127.0).clamp_(2.0**-24, 65504.0).half()
+        self.scale[:, :, at] = scale
+        self.codes[:, :, at] = (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
+
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """Positions ``at``, [B, G, S, D]."""
+        return torch.mul(self.codes[:, :, at], self.scale[:, :, at].to(dtype))
+
+
+class NibbleCodes:
+    """Two codes a byte between the least and the largest value of each group of 64 along D, which are kept as an fp16
+    minimum and scale."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.group = kv_group(shape[-1])
+        self.codes = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=device)
+        groups = (*shape[:-1], shape[-1] // self.group, 1)
+        self.scale = torch.empty(groups, dtype=torch.float16, device=device)
+        self.least = torch.empty(groups, dtype=torch.float16, device=device)
+
+    def write(self, at: At, x: Tensor) -> None:
+        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        grouped = x.float().unflatten(-1, (-1, self.group))
+        least = grouped.amin(-1, keepdim=True).half()
+        span = grouped.amax(-1, keepdim=True) - least.float()
+        scale = span.div_(15.0).clamp_(2.0**-24, 65504.0).half()
+        self.least[:, :, at], self.scale[:, :, at] = least, scale
+        codes = ((grouped - least.float()) / scale.float()).round_().clamp_(0, 15).to(torch.uint8).flatten(-2)
+        half = codes.shape[-1] // 2
+        self.codes[:, :, at] = codes[..., :half] | (codes[..., half:] << 4)
+
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """Positions ``at``, [B, G, S, D]."""
+        packed = self.codes[:, :, at]
+        codes = torch.cat((packed & 15, packed >> 4), -1).to(dtype).unflatten(-1, (-1, self.group))
+        return torch.addcmul(self.least[:, :, at].to(dtype), codes, self.scale[:, :, at].to(dtype)).flatten(-2)
+
+
+class FloatCodes:
+    """fp8 (e4m3) without a scale; what lies beyond its range of ±448 becomes that."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+
+    def write(self, at: At, x: Tensor) -> None:
+        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        self.codes[:, :, at] = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    def read(self, at: At, dtype: torch.dtype) -> Tensor:
+        """Positions ``at``, [B, G, S, D]."""
+        return self.codes[:, :, at].to(dtype)
+
+
+Codes = ByteCodes | NibbleCodes | FloatCodes
+KINDS: dict[str, Callable[[tuple[int, ...], torch.device], Codes]] = {
+    "int8": ByteCodes, "int4": NibbleCodes, "fp8": FloatCodes,
+}  # fmt: skip
+
+
+class CodedCache(LayerCache):
+    """Keys and values of one layer in codes; what :meth:`append` returns has the dtype that it is given."""
+
+    def __init__(self, kind: str, shape: tuple[int, ...], device: torch.device) -> None:
+        """``kind``: fp8, int8 or int4; ``shape``: [B, G, T, D]."""
+        self.held = [KINDS[kind](shape, device) for _ in range(2)]
+        self.length = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``k`` and ``v`` [B, G, S, D] behind what is there, and return all that is stored, expanded."""
+        start, self.length = self.length, self.length + k.shape[2]
+        for held, new in zip(self.held, (k, v), strict=True):
+            held.write(slice(start, self.length), new)
+        keys, values = (held.read(slice(0, self.length), k.dtype) for held in self.held)
+        return keys, values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(t.nbytes for held in self.held for t in vars(held).values() if isinstance(t, Tensor))

@@ -1,0 +1,1 @@
+"""The time of one operator or collective."""

@@ -1,0 +1,147 @@
+"""Fused-attention time: prefill in blocks of queries, decode in splits of the cache.
+
+Prefill (FlashAttention-2, arXiv:2307.08691): a block of 128 queries visits the keys it may see in tiles of 128; the
+masked half of a causal product is skipped. Decode (flash-decoding): each block reads a run of one sequence's keys and
+values, all query heads that share them together; runs are split until the processors are busy. TensorRT-LLM's decode
+kernels share key heads among at most 32 query heads (XQA); beyond that, and without sharing, every query head reads
+for itself (MMHA).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from ridgeline.predict.machine import Machine
+from ridgeline.predict.operators.gemm import GemmTime
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.efficiency import DecodeConstants, PrefillConstants
+
+_BLOCK = 128.0
+_SHARED_HEADS = 32
+_FEW_QUERIES = 16
+
+
+def is_decode(q_len: int, kv_len: int) -> bool:
+    """Whether a few new queries look back on a longer cache."""
+    return q_len < kv_len and q_len <= _FEW_QUERIES
+
+
+def decode_kernel(library: str, heads: int, kv_heads: int) -> str:
+    """Name of the decode kernel that ``library`` picks: flash, xqa or mmha."""
+    if library != "trtllm":
+        return "flash"
+    return "xqa" if 1 < heads // kv_heads <= _SHARED_HEADS else "mmha"
+
+
+@lru_cache(maxsize=65536)
+def attention_time(
+    m: Machine, library: str, shape: tuple[int, ...], causal: bool, dtype: str, kv_dtype: str, backward: bool
+) -> GemmTime:
+    """One fused kernel over ``shape`` = (batch, heads, kv_heads, q_len, kv_len, head_dim)."""
+    _, heads, kv_heads, q_len, kv_len, _ = shape
+    kv = kv_dtype or dtype
+    narrow = DTYPE_BYTES[kv] < 2
+    if is_decode(q_len, kv_len) and not backward:
+        kernel = decode_kernel(library, heads, kv_heads)
+        decode_table = m.efficiency.decode
+        name = kernel if kernel in decode_table else "flash"
+        chosen = decode_table.get(f"{name}.fp8") if narrow else None
+        return decode(m, chosen or decode_table[name], shape, DTYPE_BYTES[kv], kernel == "mmha", dtype)
+    table = m.efficiency.prefill
+    name = library if library in table else "flash"
+    given = table.get(f"{name}.fp8") if narrow else None
+    return prefill(m, given or table[name], shape, causal, dtype, backward)
+
+
+def prefill(
+    m: Machine, c: PrefillConstants, shape: tuple[int, ...], causal: bool, dtype: str = "bf16", backward: bool = False
+) -> GemmTime:
+    """Attention of many queries: seconds of the forward kernel, or of the backward one."""
+    batch, heads, kv_heads, q_len, kv_len, dim = shape
+    rows, streams = (1, kv_heads) if q_len == 1 and c.pack else (q_len, heads)
+    width = _BLOCK if rows > 64 else 64.0
+    count = ceil(rows / width)
+    factor = 2.5 / c.backward_share if backward else 1.0  # five products against two
+    rate = m.peak("fp8" if c.narrow else _math(dtype)) / m.units
+    area = width * _BLOCK
+    softmax = c.softmax_clocks * area / (_BLOCK * _BLOCK)
+    if c.tensor_rate:
+        softmax *= min(1.0, c.tensor_rate * m.clock / rate)
+    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + softmax / m.clock  # exponentials are taken once
+    if causal:  # block i of n sees everything before it and itself
+        before = max(0, kv_len - q_len) / _BLOCK
+        longest = before + count * width / _BLOCK
+        mean = before + 0.5 * (count + 1) * width / _BLOCK
+    else:
+        longest = mean = kv_len / _BLOCK
+    fixed = m.slow * c.block * factor
+    blocks = batch * streams * count
+    longest_seconds = max(longest, 0.5) * tile
+    share = blocks * (mean * tile + fixed) / m.units
+    compute = 1e30
+    for split in (1, 2, 4):
+        filled = blocks * split / m.units
+        if split > 1 and (filled > 2 or longest_seconds / split < 2 * tile):
+            break
+        alone = longest_seconds / split
+        t = (share + c.tail * alone if filled > 1 else alone) + fixed + (m.slow * c.split if split > 1 else 0.0)
+        compute = min(compute, t)
+    element = max(2.0, DTYPE_BYTES[dtype])
+    queries, keys = batch * q_len * heads * dim * element, batch * kv_len * kv_heads * dim * element
+    moved = c.query_passes * queries + c.kv_passes * keys
+    memory = (2.0 if backward else 1.0) * moved / (m.bandwidth * c.memory_share)
+    return _joined(m.slow * c.latency, compute, memory, c.overlap)
+
+
+def decode(
+    m: Machine, c: DecodeConstants, shape: tuple[int, ...], kv_bytes: float, apart: bool = False, dtype: str = "bf16"
+) -> GemmTime:
+    """Attention of few queries over a cache of ``kv_bytes`` per element; ``apart``: each query head reads its own."""
+    batch, heads, kv_heads, q_len, kv_len, dim = shape
+    per_key = 2.0 * dim * kv_bytes
+    traffic = batch * kv_heads * max(kv_len, c.tile) * per_key + 4.0 * batch * heads * q_len * dim
+    if apart:
+        traffic += c.reread * batch * (heads - kv_heads) * kv_len * per_key
+    streams = batch * (heads if apart else kv_heads)
+    bandwidth = m.bandwidth * c.memory_share
+    memory = traffic / bandwidth
+    math = 4.0 * batch * heads * q_len * kv_len * dim / (m.peak(_math(dtype)) * c.math_share)
+    slots = m.units * c.slots
+    one_draws = m.bandwidth / m.units * c.pull
+    p, slow = c.overlap, m.slow
+    best, best_block = 1e30, 0.0
+    split = 1
+    while True:
+        waves = streams * split / slots
+        waves = waves + c.wave * (ceil(waves) - waves) if waves > 1 else 1.0
+        block = waves * (slow * c.block + max(kv_len / split, 16.0) * per_key / one_draws)
+        high = max(memory, math, block)
+        t = high * ((memory / high) ** p + (math / high) ** p + (block / high) ** p) ** (1.0 / p)
+        if split > 1:
+            t += slow * c.split + split * batch * heads * dim * 8.0 / bandwidth
+        if t < best:
+            best, best_block = t, block
+        split *= 2
+        if heads == kv_heads and not c.split_unshared:
+            break
+        if kv_len < split * c.chunk or streams * split > 4 * slots:
+            break
+    latency = slow * c.latency
+    if heads > kv_heads:
+        latency += slow * (c.pack + (c.transpose if batch > 1 and kv_heads > 1 else 0.0))
+    slowest = max(memory, math, best_block)
+    bound = "launch" if latency > slowest else "compute" if math >= memory else "memory"
+    return GemmTime(latency + best, bound)
+
+
+def _math(dtype: str) -> str:
+    """Products run in 16 bits where operands are narrower: what 8-bit kernels gain is in their constants."""
+    return "bf16" if DTYPE_BYTES[dtype] < 2 else dtype
+
+
+def _joined(latency: float, compute: float, memory: float, p: float) -> GemmTime:
+    high, low = (compute, memory) if compute > memory else (memory, compute)
+    t = high * (1.0 + (low / high) ** p) ** (1.0 / p)
+    bound = "launch" if latency > high else "compute" if compute >= memory else "memory"
+    return GemmTime(latency + t, bound)

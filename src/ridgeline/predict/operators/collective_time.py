@@ -1,0 +1,139 @@
+"""Collective time: latency and bandwidth of rings, trees and in-switch sums over the actual topology.
+
+A ring of n ranks sends (n-1)/n of a full buffer of B bytes per rank in n-1 hops, an all-reduce twice that (Thakur et
+al. 2005, doi:10.1177/1094342005051521). Each hop uses the cheapest of NCCL's three protocols: LL and LL128 trade
+bandwidth for latency by sending flags along with the data (Hu et al. 2025, arXiv:2507.04786). Across nodes, ranks of
+one node send over one network card each, side by side (rails).
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+from typing import NamedTuple
+
+from ridgeline.graph.graph import Op
+from ridgeline.predict.machine import Machine, machine
+from ridgeline.predict.operators.kernel import Timed, find_rate
+from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.efficiency import CollectiveConstants
+
+_USUAL_LINK_LATENCY = 2e-6
+"""Latency of the links that the constants were fitted on: only what a link takes beyond it is added per hop."""
+_SWITCHED = 200e9
+"""Bandwidth from which a link is taken to be a switch's, which may sum on the way."""
+_SMALLEST_SWITCHED_SUM = 4
+
+
+class Path(NamedTuple):
+    """What a collective's ring or tree crosses."""
+
+    local: int
+    """Ranks of the group inside one node."""
+    nodes: int
+    bandwidth: float
+    """Bytes/s per rank, at full link share, of the slowest part."""
+    hop: float
+    """Seconds per hop beyond an ordinary link's, inside a node."""
+    across: float
+    """Seconds per hop between nodes; 0 inside one."""
+
+
+def collective_time(op: Op, cluster: Cluster) -> Timed:
+    """Seconds of one collective among ``op.ranks`` ranks that stand ``op.stride`` apart."""
+    n = op.ranks
+    if n < 2:
+        return Timed(0.0, "link", "one rank", 0.0)
+    device = cluster.device
+    kind = "all_gather" if op.kind == "ring" else op.kind  # a pass round a ring is one, hop by hop
+    measured = find_rate(device, kind, "", "fp32")
+    if measured is not None and measured.byte_rate:
+        return Timed(measured.latency + op.link_bytes / measured.byte_rate, "link", measured.source, 0.05)
+    m = machine(device)
+    c = m.efficiency.collective
+    seconds = algorithm_time(m, c, kind, n, op.link_bytes, path(c, cluster, n, op.stride), op.dtype)
+    return Timed(seconds, "link", m.source, m.spread("collective"))
+
+
+def path(c: CollectiveConstants, cluster: Cluster, ranks: int, stride: int = 1) -> Path:
+    """The route of a group of ``ranks`` devices spaced ``stride`` apart."""
+    per_node = cluster.devices_per_node
+    local = min(ranks, max(1, per_node // stride)) if cluster.nodes > 1 else ranks
+    nodes = ceil(ranks / local)
+    inside, latency = _inside(cluster.device)
+    hop = max(0.0, latency - _USUAL_LINK_LATENCY)
+    if nodes == 1:
+        return Path(local, 1, inside * c.bandwidth_share, hop, 0.0)
+    network = cluster.device.network
+    each, far = (network.bandwidth, network.latency) if network else (12.5e9 / per_node, 10e-6)
+    outside = each * local * c.network_share
+    bandwidth = min(inside * c.bandwidth_share, outside) if local > 1 else outside
+    return Path(local, nodes, bandwidth, hop, far + c.network_hop)
+
+
+def _inside(device: Device) -> tuple[float, float]:
+    if device.link is not None:
+        return device.link.bandwidth, device.link.latency
+    return device.memory_bandwidth / 4, 20e-6  # through host memory: two copies, read and write
+
+
+def algorithm_time(
+    m: Machine, c: CollectiveConstants, kind: str, n: int, size: float, p: Path, dtype: str = "bf16"
+) -> float:
+    """Seconds of one collective of ``size`` bytes (the full buffer on one rank) by the best algorithm and protocol."""
+    slow = m.slow
+    start = slow * c.latency
+    if kind == "alltoall":
+        return start + _alltoall(m, c, n, size, p)
+    if kind == "p2p":
+        return start + _best_protocol(c, slow, 1, size, p, p.across)
+    rounds = 2 if kind == "all_reduce" else 1
+    moved = size if kind == "broadcast" else (rounds * (n - 1) + c.local) / n * size
+    hops = rounds * (p.local - 1 if p.nodes > 1 else n - 1)
+    best = _best_protocol(c, slow, hops, moved, p, rounds * (p.nodes - 1) * p.across)
+    if kind not in ("all_reduce", "broadcast"):
+        return start + best
+    levels = rounds * log2(max(2, p.local)) if p.local > 1 else 0.0
+    fixed = levels * (slow * c.tree_hop + p.hop) + rounds * log2(p.nodes) * p.across
+    whole = rounds * size / p.bandwidth
+    ll128 = slow * (c.ll128_latency + levels * c.tree_hop) + whole / c.ll128_share
+    best = min(
+        best,
+        fixed + max(2.0 * whole, rounds * size * slow / c.ll_bandwidth),
+        fixed + ll128,
+        fixed + slow * c.simple_latency + whole,
+    )
+    if _sums_in_switch(m, c, kind, n, p, dtype):
+        wire = m.device.link.bandwidth * c.nvls_share if m.device.link else 0.0
+        best = min(best, slow * c.nvls_latency + (n + 1) / n * size / wire)
+    return start + best
+
+
+def _best_protocol(c: CollectiveConstants, slow: float, hops: int, moved: float, p: Path, across: float) -> float:
+    extra = hops * p.hop + across
+    plain = moved / p.bandwidth
+    return extra + min(
+        slow * hops * c.ll_hop + max(2.0 * plain, moved * slow / c.ll_bandwidth),
+        slow * (c.ll128_latency + hops * c.ll128_hop) + plain / c.ll128_share,
+        slow * (c.simple_latency + hops * c.simple_hop) + plain,
+    )
+
+
+def _alltoall(m: Machine, c: CollectiveConstants, n: int, size: float, p: Path) -> float:
+    """Every rank sends to all others at once: what stays in the node and what leaves it travel side by side."""
+    inside, _ = _inside(m.device)
+    kept = (p.local - 1 + c.local) / n * size
+    seconds = kept / (inside * c.bandwidth_share * c.alltoall_share)
+    if p.nodes > 1:
+        leaving = (n - p.local) / n * size
+        seconds = max(seconds, leaving / (p.bandwidth / p.local if p.local > 1 else p.bandwidth))
+    ramp = c.alltoall_ramp * kept / (kept + c.alltoall_half)
+    peers = c.alltoall_latency + (n - 1) * c.alltoall_peer + ramp
+    return m.slow * peers + (n - 1) * p.hop + p.across + seconds
+
+
+def _sums_in_switch(m: Machine, c: CollectiveConstants, kind: str, n: int, p: Path, dtype: str) -> bool:
+    link = m.device.link
+    return bool(
+        c.nvls_share and kind == "all_reduce" and p.nodes == 1 and n >= _SMALLEST_SWITCHED_SUM
+        and dtype not in ("int8", "fp8", "bool") and link and link.bandwidth >= _SWITCHED
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Work outside the device: copies over the host link, the CPU's optimizer step, disks."""
+
+from __future__ import annotations
+
+from ridgeline.graph.graph import Op
+from ridgeline.predict.operators.kernel import Timed
+from ridgeline.spec.device import Cluster
+
+COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "host_update": "host"}
+"""Kinds of host operators, and the stream each runs on."""
+_LINK_SHARE = 0.80
+"""Share of the host link's bandwidth that pinned copies reach."""
+_HOST_BANDWIDTH = 120e9
+"""Bytes/s of one node's memory under a vectorised AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters
+(arXiv:2101.06840, table 4)."""
+_HOST_LINKS = 4.0
+"""Devices of a node whose host links work at full rate at once; more share them (PCIe switches, host memory)."""
+_DISK_BANDWIDTH = 6e9
+"""Bytes/s of one node's NVMe: assumption, two drives."""
+
+
+def host_time(op: Op, cluster: Cluster) -> Timed:
+    """Seconds of a copy or of the CPU's update for one rank, while its node's other ranks do the same."""
+    ranks = cluster.devices_per_node
+    if op.kind == "host_update":
+        return Timed(op.bytes * ranks / _HOST_BANDWIDTH, "memory", "class default")
+    if op.kind in ("disk_read", "disk_write"):
+        disk = cluster.device.disk
+        if disk is not None:
+            return Timed(disk.latency + op.link_bytes / disk.bandwidth, "link", disk.source or "datasheet")
+        return Timed(op.link_bytes * ranks / _DISK_BANDWIDTH, "link", "class default")
+    link = cluster.device.host_link
+    if link is None:  # a CPU's memory is the host's
+        return Timed(2 * op.link_bytes / cluster.device.memory_bandwidth, "memory", "class default")
+    shared = max(1.0, ranks / _HOST_LINKS)
+    return Timed(link.latency + op.link_bytes * shared / (link.bandwidth * _LINK_SHARE), "link", "class default")

@@ -1,0 +1,146 @@
+"""Operator time: a measured rate where there is one, else the model of the operator's kind on the device's datasheet.
+
+Matrix multiplications are in ``gemm.py``, fused attention in ``attention.py``, collectives in ``collective.py``;
+everything else moves bytes. On a CPU without measured rates a plain roofline answers.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from ridgeline.graph.graph import Op
+from ridgeline.predict.machine import Machine, machine
+from ridgeline.predict.operators.attention_time import attention_time
+from ridgeline.predict.operators.gemm import constants, gemm_time, quantise_time
+from ridgeline.spec.device import DTYPE_BYTES, Device, Rate
+from ridgeline.spec.lowbit import GEMM_ROWS, kv_bytes
+
+
+class Timed(NamedTuple):
+    """Seconds of one call, what bounds it (compute, memory, launch, link), and where the rate came from."""
+
+    seconds: float
+    bound: str
+    source: str
+    spread: float = 0.1
+    """Relative error that 68 % of such estimates stay within."""
+
+
+_CPU_SHARE = {"gemm": 0.70, "bmm": 0.40, "attention": 0.35}
+"""Share of a CPU's peak that well-tuned kernels reach on large shapes: class defaults, which `probe` replaces."""
+_CPU_MEMORY_SHARE = 0.70
+_CPU_SPREAD = 0.35
+_MEASURED_SPREAD = 0.08
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """Dense peak of ``dtype``; one without units of its own runs at the rate of the next wider."""
+    return machine(device).peak(dtype)
+
+
+def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | None:
+    """The measured rate of a kind of operator, most specific key first; None when it was not measured."""
+    rates = device.rates
+    return rates.get(f"{kind}.{direction}.{dtype}") or rates.get(f"{kind}.{dtype}")
+
+
+def op_time(op: Op, device: Device) -> Timed:
+    """Seconds of one call of ``op`` on ``device``; collectives and copies have files of their own."""
+    if op.kernel == "packed" and "attention_pool" in device.rates:
+        return _packed_attention(op, device)
+    rate = _low_rate(op, device) or find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
+    if rate is not None:
+        compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
+        memory = op.bytes / rate.byte_rate if rate.byte_rate else 0.0
+        return _bounded(rate.latency + device.extra_latency, compute, memory, rate.source, _MEASURED_SPREAD)
+    m = machine(device)
+    if device.kind == "cpu":
+        share = _CPU_SHARE.get(op.kind, 0.3)
+        compute = op.flops / (m.peak(op.dtype) * share)
+        memory = op.bytes / (m.bandwidth * _CPU_MEMORY_SHARE)
+        return _bounded(device.launch_latency, compute, memory, "class default", _CPU_SPREAD)
+    return _modelled(op, m)
+
+
+def _low_rate(op: Op, device: Device) -> Rate | None:
+    """The measured rate of a forward product with few rows, or with weights in codes.
+
+    ``gemm_rowsM.D`` is the rate of M rows in bytes, weights above all; between two M, a byte's time is interpolated.
+    Above the last of them codes are expanded first: ``gemm_many.D`` is the product with expanded weights, ``expand.D``
+    the expansion, in bytes of codes; both take their time.
+    """
+    if op.kind != "gemm" or op.direction != "forward" or len(op.shape) != 3:
+        return None
+    rows, out, inner = op.shape
+    each, dtype = rows / max(1.0, op.experts), op.weight_dtype or op.dtype
+    known = [(m, r) for m in GEMM_ROWS if (r := device.rates.get(f"gemm_rows{m}.{dtype}")) is not None]
+    for (fewer, low), (more, high) in pairwise(known):
+        if each <= more:
+            part = max(0.0, (each - fewer) / (more - fewer))
+            return low.model_copy(update={"byte_rate": 1 / ((1 - part) / low.byte_rate + part / high.byte_rate)})
+    many, expand = device.rates.get(f"gemm_many.{dtype}"), device.rates.get(f"expand.{dtype}")
+    if many is None or expand is None:
+        return None
+    codes = op.experts * out * inner * DTYPE_BYTES[dtype] / expand.byte_rate
+    return many.model_copy(update={"latency": many.latency + codes})
+
+
+def _packed_attention(op: Op, device: Device) -> Timed:
+    """Attention of sequences one by one over a pool: of one new token each it waits for the cached keys and values;
+    a chunk's product is as fast as any, and where the pool holds codes, reads these back too."""
+    batch, _, kv_heads, q_len, kv_len, dim = op.shape
+    rate = device.rates.get(f"attention_pool.{op.kv_dtype}" if op.kv_dtype else "attention_pool")
+    rate = rate or device.rates["attention_pool"]
+    cached = 2.0 * kv_heads * kv_len * dim * (kv_bytes(op.kv_dtype, dim) if op.kv_dtype else DTYPE_BYTES[op.dtype])
+    seconds = rate.latency
+    if q_len == 1 or op.kv_dtype:
+        seconds += cached / rate.byte_rate
+    if q_len > 1:
+        chunk = find_rate(device, op.kind, op.direction, op.dtype)
+        seconds += op.flops / batch / chunk.flop_rate if chunk else 0.0
+    return Timed(batch * seconds, "memory" if q_len == 1 else "compute", rate.source, _MEASURED_SPREAD)
+
+
+def _modelled(op: Op, m: Machine) -> Timed:
+    if op.kind == "gemm" and len(op.shape) == 3:
+        rows, n, k = op.shape
+        k = max(1, k // 2) if op.sparse else k  # twice the dense rate
+        t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0))
+        return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
+    if op.kind == "bmm" and len(op.shape) == 4:
+        batch, rows, n, k = op.shape
+        t = gemm_time(m, op.dtype, batch * rows, n, k, batch, op.bytes)
+        return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
+    if op.kind == "attention" and len(op.shape) == 6:
+        backward = op.direction == "backward" and not op.recompute
+        t = attention_time(m, op.kernel or "flash", op.shape, op.causal, op.dtype, op.kv_dtype, backward)
+        kind = "decode" if op.shape[3] < op.shape[4] else "prefill"
+        return Timed(t.seconds, t.bound, m.source, m.spread(kind))
+    e = m.efficiency
+    if op.kind == "quantise":  # bytes: the 16-bit tensor read once and its 8-bit copy written
+        seconds = quantise_time(m, constants(m, "fp8"), op.bytes / 3.0)
+        return Timed(seconds, "memory", m.source, m.spread("pointwise"))
+    compute = op.flops / m.peak(op.dtype)
+    memory = op.bytes / (m.bandwidth * e.pointwise_share * _cached(op.bytes, m))
+    return _bounded(m.slow * e.pointwise_latency, compute, memory, m.source, m.spread("pointwise"))
+
+
+def _cached(size: float, m: Machine) -> float:
+    """Speed-up of what the previous kernel left in the last-level cache: whole up to half of it, none above it."""
+    gain = m.efficiency.l2_gain
+    if gain <= 1.0 or not m.l2 or size >= m.l2:
+        return 1.0
+    hit = min(1.0, 2.0 * (1.0 - size / m.l2))
+    return 1.0 / (1.0 - hit * (1.0 - 1.0 / gain))
+
+
+def _bounded(latency: float, compute: float, memory: float, source: str, spread: float) -> Timed:
+    slow = max(compute, memory)
+    bound = "launch" if latency > slow else "compute" if compute >= memory else "memory"
+    return Timed(latency + slow, bound, source, spread)
+
+
+def roof_seconds(op: Op, device: Device) -> float:
+    """The least time the device's peak and bandwidth allow."""
+    return max(op.flops / peak_flops(device, op.dtype), op.bytes / device.memory_bandwidth)

@@ -1,0 +1,227 @@
+"""Inference engines: what the serving software adds to the operators, as a few named constants.
+
+Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does
+while the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it
+and the dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with
+the iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); ``HOST_SPEED`` scales them for others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.device import Device
+from ridgeline.spec.errors import unknown
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.scheduling import OWN, engine_name
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Constants of one serving engine and generation."""
+
+    name: str
+    title: str
+    graphs: bool
+    """Whether decode iterations are replayed as CUDA graphs."""
+    dispatch_s: float
+    """Host seconds to issue one operator of an eager iteration."""
+    iteration_s: float
+    """Seconds between iterations that nothing hides."""
+    schedule_s: float
+    """Seconds to compose an iteration and hand out its tokens: hidden behind the GPU where the engine overlaps them."""
+    sequence_s: float
+    """The same per running sequence."""
+    prefill_s: float
+    """Seconds that an iteration with prompts takes beyond the GPU's and the dispatch: its inputs, and no graph."""
+    prefill_share: float
+    """Rate of a prompt's kernels inside a model, relative to the same kernels timed alone in a loop: real data and
+    several kinds of kernel in turn leave lower clocks and colder caches."""
+    request_s: float
+    """Seconds a request spends outside iterations (HTTP, tokeniser, queues), all in its time to the first token."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked: bool
+    """Whether a prompt may be cut over several iterations."""
+    mixes: bool = True
+    """Whether prompts and decode steps share an iteration (else prompts go first, and decoding waits)."""
+    reserves: bool = False
+    """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
+    overlap: bool = False
+    """Whether an iteration is composed while the one before it still runs."""
+    kernel: str = ""
+    """Library of its attention kernels: flash, trtllm, or packed: a call per sequence on views of the pool (CPU)."""
+    fused: bool = True
+    """Whether it merges products of one input, and norms with what is beside them."""
+    admission_s: float = 0.0
+    """Seconds that the first iteration of a request waits for its reading (HTTP, JSON) beside the engine."""
+    expand_share: float = 0.33
+    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): kernels made for few rows."""
+    one_shot: bool = True
+    """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
+    memory_share: float = 0.9
+    """Share of device memory the engine takes."""
+    spill_tokens: int = 0
+    """Prompt tokens in one eager iteration beyond which each costs ``spill_s`` more; 0: never."""
+    spill_s: float = 0.0
+    source: str = ""
+
+
+ENGINES: dict[str, Engine] = {
+    e.name: e
+    for e in (
+        Engine(
+            "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
+            dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, prefill_s=0.0,
+            prefill_share=1.0, request_s=20e-3,
+            max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, one_shot=False,
+            spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
+        ),
+        Engine(
+            "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
+            dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=20e-6, prefill_s=3e-3,
+            prefill_share=0.80, request_s=10e-3,
+            max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
+        ),
+        Engine(
+            "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
+            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=7e-3, sequence_s=74e-6, prefill_s=18e-3,
+            prefill_share=0.80, request_s=30e-3,
+            max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
+            kernel="trtllm",
+            source="fitted to serving on H100",
+        ),
+        Engine(
+            "ridgeline", "Ridgeline's own engine, eager", False,
+            dispatch_s=8e-6, iteration_s=0.4e-3, schedule_s=0.0, sequence_s=60e-6, prefill_s=0.0,
+            prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
+            max_num_seqs=256, max_num_batched_tokens=2048, chunked=True, fused=False, expand_share=1.0, one_shot=False,
+            source="assumptions, about what it takes on a server's CPU; `ridgeline probe` measures them on a CPU",
+        ),
+    )
+}  # fmt: skip
+ALIASES = {"sglang": "vllm", "tensorrt-llm": "trtllm", "tensorrt": "trtllm", "vllm-v1": "vllm"}
+"""Backends without constants of their own, and other spellings."""
+
+HOST_SPEED = {"hopper": 0.70, "blackwell": 0.60, "ada": 0.8, "cdna3": 0.75}
+"""Host seconds relative to a DGX A100's, by the device's architecture: servers come with the host of their year.
+Assumptions from the hosts' single-thread speeds; only Hopper's enters the fits, and there it scales constants that are
+fitted on Hopper anyway, so that no open row tests these ratios."""
+
+
+def find_engine(name: str, device: Device) -> Engine:
+    """The engine called ``name``, with its host seconds as measured, or scaled to the device's usual host. Without a
+    name: Ridgeline's own on this machine, vLLM elsewhere."""
+    key = engine_name(name, device.name)
+    key = ALIASES.get(key, key)
+    if key not in ENGINES:
+        raise unknown("engine", name, [*ENGINES, *ALIASES])
+    if key == OWN and device.kind == "cpu":
+        return own_engine(device)
+    engine, speed = ENGINES[key], HOST_SPEED.get(device.architecture.lower(), 1.0)
+    return replace(
+        engine,
+        dispatch_s=engine.dispatch_s * speed,
+        iteration_s=engine.iteration_s * speed,
+        schedule_s=engine.schedule_s * speed,
+        sequence_s=engine.sequence_s * speed,
+        prefill_s=engine.prefill_s * speed,
+        request_s=engine.request_s * speed,
+        spill_s=engine.spill_s * speed,
+    )
+
+
+def own_engine(device: Device) -> Engine:
+    """Ridgeline's own engine on a CPU, where operators run when they are called."""
+    engine, known = replace(ENGINES[OWN], dispatch_s=0.0, kernel="packed"), device.host_latency
+    if "serve.reply" not in known:  # not probed, or by an older version
+        return engine
+    return replace(
+        engine,
+        iteration_s=known["serve.iteration"] + known["serve.reply"],
+        sequence_s=known["serve.sequence"] + known["serve.token"],
+        request_s=known["serve.request"],
+        admission_s=known["serve.admission"],
+        source="measured on this machine",
+    )
+
+
+def engine_of(e: Experiment) -> Engine | None:
+    """The engine of an inference experiment; None: the plain torch twin."""
+    name: str = getattr(e.workload, "engine", "")
+    return find_engine(name, e.cluster.device) if name else None
+
+
+_MERGED = (
+    ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+)
+_AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
+_ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
+
+
+def fuse(g: Graph, engine: Engine) -> Graph:
+    """The graph with the fusions that serving engines make, and attention by the engine's kernels.
+
+    Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit
+    copy that it writes), and the rotations of queries and keys (with their norms) in one kernel that also writes the
+    cache.
+    """
+
+    def each(b: Block) -> None:
+        if engine.fused:
+            _fuse(b)
+        b.forward = [changed(o, kernel=engine.kernel) if o.kind == "attention" else o for o in b.forward]
+
+    return g.each_block(each, layers_only=True)
+
+
+def _fuse(b: Block) -> None:
+    ops = {o.name: o for o in b.forward}
+    for group in _MERGED:
+        if all(name in ops for name in group):
+            ops[group[0]] = _side_by_side([ops[name] for name in group])
+            for name in group[1:]:
+                del ops[name]
+    for name in [n for n, o in ops.items() if o.kind == "quantise"]:
+        if name.removesuffix(".quantise") in ("attention.q_proj", *_AFTER_NORM):
+            del ops[name]  # the norm before it writes 8 bits
+        else:
+            ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token
+    rotated = [ops.pop(name) for name in _ROTATED if name in ops]
+    if rotated:
+        one = changed(rotated[-1], name="attention.rope_and_cache", bytes=sum(o.bytes for o in rotated))
+        ops = _insert_before(ops, next(n for n in ops if n.startswith(("attention.flash", "attention.scores"))), one)
+    for residual, norm in (("attention_residual", "mlp_norm"), ("mlp_residual", "attention_norm")):
+        if residual in ops and norm in ops:
+            ops[residual] = changed(ops[residual], bytes=ops[residual].bytes * 4 / 3)
+            del ops[norm]
+    b.forward = list(ops.values())
+
+
+def _side_by_side(ops: list[Op]) -> Op:
+    """Products of one input with several weights as one product: the input is read once."""
+    rows, _, inner = ops[0].shape[-3:]
+    shape = (*ops[0].shape[:-3], rows, sum(o.shape[-2] for o in ops), inner)
+    traffic = sum(o.bytes for o in ops) - sum(_input_bytes(o) for o in ops[1:])
+    return changed(ops[0], shape=shape, flops=sum(o.flops for o in ops), bytes=traffic,
+                   weight_bytes=sum(o.weight_bytes for o in ops))  # fmt: skip
+
+
+def _input_bytes(op: Op) -> float:
+    """What a product's traffic holds of its rows: 8-bit ones are half as wide as their results."""
+    rows, out, inner = op.shape[-3:]
+    read, written = rows * inner, rows * out * (2 if op.dtype == "fp8" else 1)
+    weights = 0.0 if op.weight_bytes else out * inner * op.experts
+    return (op.bytes - op.weight_bytes) * read / (read + written + weights)
+
+
+def _insert_before(ops: dict[str, Op], name: str, op: Op) -> dict[str, Op]:
+    out: dict[str, Op] = {}
+    for key, value in ops.items():
+        if key == name:
+            out[op.name] = op
+        out[key] = value
+    return out

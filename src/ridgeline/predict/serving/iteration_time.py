@@ -1,0 +1,277 @@
+"""Iteration time of a serving engine, fast enough for millions of iterations: tables over the operator model.
+
+An iteration computes ``tokens`` rows in every linear layer, attention of each prompt chunk and of the decoding batch,
+and one row of logits per sequence. Each part is timed by the operator model on a sparse grid, when first needed, and
+interpolated linearly in between. Decode attention is linear in the cached tokens, so a run of decode iterations has a
+closed form.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from ridgeline.graph import Graph, Op, tokens_graph
+from ridgeline.predict.common import rewritten
+from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.predict.operators.kernel import op_time
+from ridgeline.predict.serving.engine_costs import Engine, fuse
+from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.scheduling import Scheduling, Speculation
+from ridgeline.techniques.kernels.flash_attention import FlashAttention
+from ridgeline.techniques.registry import in_order
+from ridgeline.techniques.technique import Technique
+
+GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+        12288, 16384, 32768, 65536, 131072)  # fmt: skip
+ATTENTION = ("attention", "bmm", "softmax", "mask")
+
+
+@dataclass
+class Table:
+    """A function of a count, evaluated on ``GRID`` when first needed and interpolated linearly."""
+
+    exact: Callable[[int], float]
+    known: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, x: int) -> float:
+        """The value at ``x`` ≥ 1."""
+        value = self.known.get(x)
+        if value is None:
+            value = self.known[x] = self._between(x)
+        return value
+
+    def _node(self, x: int) -> float:
+        if x not in self.known:
+            self.known[x] = self.exact(x)
+        return self.known[x]
+
+    def _between(self, x: int) -> float:
+        i = bisect_right(GRID, x)
+        if i == len(GRID) or GRID[i - 1] == x:
+            return self.exact(x)
+        low, high = GRID[i - 1], GRID[i]
+        a, b = self._node(low), self._node(high)
+        return a + (b - a) * (x - low) / (high - low)
+
+
+class Parts:
+    """The operators' times of one model, plan and engine: what is the same whatever the requests' lengths.
+
+    Attributes are tables over the tokens of an iteration: ``body`` (all layers but attention), ``head`` (over
+    sequences), ``links`` (collectives of the body), ``expanded`` (products of weights stored narrow), in seconds.
+    """
+
+    def __init__(self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine) -> None:
+        self.e, self.cluster, self.engine = e, cluster, engine
+        self.made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
+        self._graphs: dict[int, Graph] = {}
+        self._attended: dict[tuple[int, int, int], float] = {}
+        self.body = Table(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
+        self.head = Table(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=True))
+        self.links = Table(lambda t: self._links(self.graph(t, 1, 1)))
+        self.expanded = Table(lambda t: self._expanded(self.graph(t, 1, 1)))
+        ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
+        self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
+
+    def graph(self, batch: int, q_len: int, kv_len: int) -> Graph:
+        """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens; to read."""
+        alone = q_len == kv_len == 1
+        if alone and batch in self._graphs:
+            return self._graphs[batch]
+        g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
+        g = fuse(rewritten(g, self.e, self.made), self.engine)
+        if alone and len(self._graphs) < 2 * len(GRID):
+            self._graphs[batch] = g
+        return g
+
+    def attention(self, batch: int, q_len: int, kv_len: int) -> float:
+        """Attention seconds of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens."""
+        key = (batch, q_len, kv_len)
+        if key not in self._attended:
+            self._attended[key] = self.total(self.graph(*key), attention=True)
+        return self._attended[key]
+
+    def seconds(self, op: Op) -> float:
+        """GPU seconds of one operator or collective."""
+        if not op.axis:
+            return op_time(op, self.cluster.device).seconds
+        ring = collective_time(op, self.cluster).seconds
+        return min(ring, one_shot(op, self.cluster)) if self.engine.one_shot else ring
+
+    def total(self, g: Graph, *, attention: bool, head: bool | None = None) -> float:
+        """Seconds of attention or of all else, in all blocks, in the head, or in all but the head."""
+        total = 0.0
+        for b in g.blocks:
+            if head is None or (b.name == "head") == head:
+                chosen = [o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention]
+                seconds = sum(self.seconds(o) for o in chosen)
+                more = 0.0 if attention else len(chosen) * self.cluster.device.in_step(g.tokens)
+                total += b.repeat * max(seconds / 2, seconds + more)  # what caches save has its limits
+        return total
+
+    def _links(self, g: Graph) -> float:
+        return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if b.name != "head")
+
+    def _expanded(self, g: Graph) -> float:
+        return sum(
+            b.repeat * sum(self.seconds(o) for o in b.forward if o.weight_dtype not in ("", o.dtype)) for b in g.blocks
+        )
+
+
+_parts: dict[tuple[Hashable, ...], tuple[Device, Parts]] = {}
+_MOST_PARTS = 32
+
+
+def parts_of(e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine) -> Parts:
+    """The :class:`Parts` of an inference experiment, remembered for others that differ only in their workload."""
+    device = cluster.device
+    mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes, id(device))
+    key = (e.model, tuple(e.plan.strings()), mesh, e.dtype, engine)
+    found = _parts.get(key)
+    if found is None or found[0] is not device:  # an id may be given again
+        if len(_parts) >= _MOST_PARTS:
+            del _parts[next(iter(_parts))]
+        found = _parts[key] = (device, Parts(e, made, cluster, engine))
+    return found[1]
+
+
+class Iterations:
+    """The cost surface of one replica (``data_parallel`` of them share the arrivals).
+
+    ``contexts`` are the least and largest numbers of cached tokens a sequence will have, between which decode attention
+    is taken as linear.
+    """
+
+    def __init__(
+        self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, contexts: tuple[int, int]
+    ) -> None:
+        self.e, self.cluster, self.engine = e, cluster, engine
+        low, high = max(1, contexts[0]), max(2, contexts[1])
+        self.contexts = (low, max(high, low + 64))
+        self.parts = parts = parts_of(e, made, cluster, engine)
+        self.graph, self.body, self.head = parts.graph, parts.body, parts.head
+        self.links, self.expanded = parts.links, parts.expanded
+        self._short = Table(lambda b: parts.attention(b, 1, self.contexts[0]))
+        self._long = Table(lambda b: parts.attention(b, 1, self.contexts[1]))
+        self._chunk = Table(lambda q: parts.attention(1, q, q))
+        self._behind = Table(lambda q: parts.attention(1, q, q + self.contexts[1]))
+        self.dispatch_s = parts.dispatch_s
+        """Host seconds to issue the operators of one eager iteration."""
+        self._plain: dict[int, tuple[float, float]] = {}
+        self._drafted: dict[int, tuple[float, float, float]] = {}
+        s = Scheduling()
+        for t in made:
+            t.scheduling(s)
+        self.speculation = s.speculation
+
+    def prompt_attention(self, q: int, before: int) -> float:
+        """Attention seconds of a prompt chunk of ``q`` tokens behind ``before`` that are cached already."""
+        own = self._chunk(q)
+        return own if not before else own + (self._behind(q) - own) * before / self.contexts[1]
+
+    def decode(self, n: int) -> tuple[float, float]:
+        """(a, b): GPU seconds of a token for each of ``n`` sequences with K cached tokens in all are a + b·K."""
+        a, b, made = self._drafts(n)
+        return a / made, b / made
+
+    def between(self, n: int) -> float:
+        """Seconds added to a decode iteration with ``n`` sequences for each token that it makes, while the GPU
+        waits."""
+        return self._waits(n) / self._drafts(n)[2]
+
+    def floor(self, n: int) -> float:
+        """Host seconds, for each token, of a decode iteration with ``n`` sequences that run beside the GPU: it takes at
+        least that long."""
+        return self._beside(n) / self._drafts(n)[2]
+
+    def _one(self, n: int) -> tuple[float, float]:
+        """(a, b) of an iteration that makes one token for each of ``n`` sequences."""
+        found = self._plain.get(n)
+        if found is None:
+            low, high = self.contexts
+            short, long = self._short(n), self._long(n)
+            slope = max(0.0, (long - short) / (high - low))
+            found = self._plain[n] = (self.body(n) + self.head(n) + short - slope * low, slope / n)
+        return found
+
+    def _drafts(self, n: int) -> tuple[float, float, float]:
+        """(a, b, tokens made for each sequence) of a decode iteration: with drafts where these make more a second."""
+        found = self._drafted.get(n)
+        if found is None:
+            found = (*self._one(n), 1.0)
+            if self.speculation is not None:
+                cached = n * sum(self.contexts) / 2
+                found = min(found, self._checked(n, self.speculation), key=lambda way: self._spent(n, cached, way))
+            self._drafted[n] = found
+        return found
+
+    def _spent(self, n: int, cached: float, way: tuple[float, float, float]) -> float:
+        a, b, made = way
+        return (max(a + b * cached, self._beside(n)) + self._waits(n)) / made
+
+    def _checked(self, n: int, s: Speculation) -> tuple[float, float, float]:
+        """Drafts one after another, and a pass over them and one token more (arXiv:2211.17192)."""
+        rows, (low, high) = s.tokens + 1, self.contexts
+        short, long = (self.parts.attention(n, rows, c + rows) for c in (low, high))
+        slope = max(0.0, (long - short) / (high - low))
+        a, b = self.body(n * rows) + self.head(n * rows) + short - slope * low, slope / n
+        if s.model is not None:
+            alone = {"model": s.model, "plan": Plan(), "parallel": {}}
+            small = Iterations(self.e.model_copy(update=alone), [], self.cluster, self.engine, self.contexts)
+            one, grow = small._one(n)
+            a, b = a + s.tokens * max(one, small.dispatch_s), b + s.tokens * grow
+        return a, b, s.made
+
+    def _waits(self, n: int) -> float:
+        e = self.engine
+        return e.iteration_s if e.overlap else e.iteration_s + e.schedule_s + e.sequence_s * n
+
+    def _beside(self, n: int, eager: bool = False) -> float:
+        e = self.engine
+        hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
+        return hidden + (self.dispatch_s if eager or not e.graphs else 0.0)
+
+    def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
+        """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which then
+        draft nothing.
+
+        ``cached``: tokens that the decoding sequences have in the cache, in all. ``pads``: rows that are computed
+        beside the tokens, but for attention.
+        """
+        new = sum(q for q, _ in prompts)
+        if not new:
+            a, b = self.decode(n)
+            gpu = a + b * cached
+            return max(gpu, self.floor(n)) + self.between(n)
+        rows = n + len(prompts)
+        attention = sum(self.prompt_attention(q, before) for q, before in prompts)
+        new += pads
+        whole, links = self.body(n + new), self.links(n + new)
+        slow = attention + whole - links - (self.body(n) - self.links(n) if n else 0.0)
+        extra = slow * (1 / self.engine.prefill_share - 1)
+        extra += (self.expanded(n + new) - (self.expanded(n) if n else 0.0)) * (1 / self.engine.expand_share - 1)
+        gpu = whole + attention + self.head(rows) + extra
+        if n:
+            a, b = self._one(n)
+            gpu += a + b * cached - self.body(n) - self.head(n)
+        over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
+        host = self.engine.prefill_s + over * self.engine.spill_s
+        return max(gpu, self._beside(rows, eager=True)) + host + self._waits(rows)
+
+
+def one_shot(op: Op, cluster: Cluster) -> float:
+    """Seconds of an all-reduce as one kernel that reads its peers' buffers: all of them, or a share and a second pass.
+
+    Infinite where there is no direct link, across nodes, and for other collectives.
+    """
+    link, n, device = cluster.device.link, op.ranks, cluster.device
+    if op.kind != "all_reduce" or link is None or n < 2 or n > cluster.devices_per_node:
+        return float("inf")
+    once = link.latency + (n - 1) * op.link_bytes / link.bandwidth
+    twice = 3 * link.latency + 2 * (n - 1) / n * op.link_bytes / (link.bandwidth * 0.8)
+    barrier = n / 2 * link.latency  # every rank signals and awaits its peers
+    return device.launch_latency + barrier + min(once, twice)

@@ -1,0 +1,89 @@
+"""Memory of a serving engine: what weights and workspace leave for the key/value cache, and what a token takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ridgeline.graph import Graph
+from ridgeline.graph.graph import even
+from ridgeline.predict.serving.engine_costs import Engine
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.predict.step.peak_memory import Peak
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import kv_bytes
+from ridgeline.spec.scheduling import Scheduling
+from ridgeline.spec.workload import Serve
+
+BLOCK = 16
+"""Tokens of one block of the cache; half of one per sequence is empty on average."""
+WORKSPACE = 1.4
+"""Bytes that the largest iteration takes, relative to its largest operator and the residual stream: the operators' own
+buffers and the allocator's fragments. With it, an engine profiled for 64 prompts of 512 tokens of llama2-70b on two
+A100 has room for as few of them as was measured (open data, one configuration)."""
+GRAPH_POOL = 1.0e9
+"""Bytes of captured CUDA graphs and their static buffers (order of magnitude, vLLM's start-up log)."""
+
+
+class Room(NamedTuple):
+    """The cache of one device."""
+
+    tokens: int
+    """Cached tokens that fit, over all sequences; 0 when the weights alone do not."""
+    bytes_per_token: float
+    peak: Peak
+    said: str
+    """The sum in words."""
+
+
+def bytes_per_token(e: Experiment) -> float:
+    """Bytes of keys and values of one token on one device; a layer with a window keeps only that, so it counts not."""
+    m = e.model
+    layers = m.num_layers - m.windowed_layers if m.window_every > 1 else m.num_layers
+    dtype = e.plan.option("kv_quant", "dtype") or e.dtype
+    heads = max(1.0, m.num_kv_heads / e.parallel.get("tp", 1))  # fewer heads than ranks are replicated
+    return 2.0 * layers * heads * m.head_dim * kv_bytes(dtype, m.head_dim)
+
+
+def room(e: Experiment, surface: Iterations, engine: Engine, largest: int) -> Room:
+    """What is left for the cache. ``largest``: tokens of the largest iteration."""
+    device = surface.cluster.device
+    g = surface.graph(1, 1, 1)
+    weights = sum(p.stored_bytes * n for p, n in g.params)
+    work = workspace(surface.graph(min(largest, engine.max_num_batched_tokens), 1, 1))
+    pool = GRAPH_POOL if engine.graphs else 0.0
+    usable = device.memory_bytes * engine.memory_share - device.reserved_bytes
+    left = usable - weights - work - pool
+    each = bytes_per_token(e)
+    peak = Peak(
+        {"parameters": weights, "kv_cache": max(0.0, left), "activations": work, "buffers": pool},
+        "the largest iteration",
+    )
+    tokens = max(0, int(left / each))
+    said = (
+        f"the weights of {e.model.name} take {weights / 1e9:.1f} GB per device, with workspace"
+        f" {(weights + work + pool) / 1e9:.1f} GB of the {usable / 1e9:.1f} GB that {engine.name} may use on"
+        f" {device.name}: room for {tokens} cached tokens"
+    )
+    return Room(tokens, each, peak, said)
+
+
+def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
+    """The pool of Ridgeline's own engine, its blocks, and the longest prompt and output together."""
+    e, device = surface.e, surface.cluster.device
+    weights = sum(p.stored_bytes * n for p, n in surface.graph(1, 1, 1).params)
+    work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
+    m, heads = e.model, max(1.0, e.model.num_kv_heads / e.parallel.get("tp", 1))
+    stages = e.plan.option("pipeline", "layers") or even(m.num_layers, e.parallel.get("pp", 1))
+    each = s.block_bytes(stages[0], heads, m.head_dim, DTYPE_BYTES[e.dtype])
+    blocks, longest = s.pool(m, w, each, device.memory_bytes - weights)
+    peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
+    said = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
+    return Room(blocks * s.block_size, each / s.block_size, peak, said), blocks, longest
+
+
+def workspace(g: Graph) -> float:
+    """Bytes of the largest layer's temporaries and the residual stream."""
+    largest = max((o.bytes for b in g.blocks for o in b.forward if o.kind == "activation"), default=0.0)
+    stream = max((o.bytes for b in g.blocks for o in b.forward if o.kind == "residual"), default=0.0)
+    return WORKSPACE * (largest + stream)

@@ -1,0 +1,180 @@
+"""Prediction of serving: the scheduler's simulation on the engine's predicted iteration times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ridgeline.graph import tokens_graph
+from ridgeline.graph.traffic import traffic
+from ridgeline.predict.common import assemble, metric, rank_cluster, rewritten, source_of
+from ridgeline.predict.serving.arrivals import Request, requests
+from ridgeline.predict.serving.discrete_events import Limits, Outcome, Simulation
+from ridgeline.predict.serving.engine_costs import Engine, find_engine
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.predict.serving.kv_budget import Room, pool_room, room
+from ridgeline.predict.serving.native_schedule import PackedSimulation
+from ridgeline.predict.step.streams import breakdown
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Metric, Result, Traffic
+from ridgeline.spec.scheduling import OWN, Scheduling
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.technique import Technique
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def predict_serving(e: Experiment, made: list[Technique]) -> Result:
+    """The Result of a serving experiment, already normalised and checked.
+
+    ``data_parallel`` replicas take turns with the requests; one of them is simulated with its share.
+    """
+    w = e.workload
+    assert isinstance(w, Serve)
+    if not e.model.causal:
+        raise Incompatible(f"{e.model.name} is an encoder: its serving can be run, not predicted", "use a decoder")
+    cluster = rank_cluster(e)
+    engine = find_engine(w.engine, cluster.device)
+    if engine.name == OWN:
+        weights = sum(p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, made).params)
+        cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
+    asked = _share(requests(w), e.data_parallel, w)
+    lengths = [r.prompt + r.output for r in asked]
+    surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
+    clients = _clients(w, e.data_parallel)
+    if engine.name == OWN:
+        sim, space = packed(surface, made, w, asked, clients)
+        outcome = sim.run()
+        if outcome.rejected == len(asked):
+            return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
+    else:
+        limits, space = limits_of(w, engine, surface, asked)
+        if min(lengths) + limits.overhead_tokens > limits.cache_tokens:
+            return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
+        outcome = Simulation(surface, limits, asked, clients).run()
+    metrics = serving_metrics(outcome, w, e, source_of(cluster))
+    metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
+    result = assemble(e, metrics, space.peak, cluster)
+    if outcome.rejected:
+        result.notes.append(
+            f"{outcome.rejected} of {len(asked)} requests are longer than the cache or the context and were rejected"
+        )
+    sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
+    result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
+    mean = max(1, round(metrics["batch_mean"].value))
+    g = surface.graph(mean, 1, max(1, w.prompt_len + w.output_len // 2))
+    inside = {"1": max(0.0, cluster.device.in_step(mean))} if cluster.device.step_latency else {}
+    device = cluster.device.model_copy(update={"host_latency": {**cluster.device.host_latency, **inside}})
+    result.breakdown = breakdown(g, cluster.model_copy(update={"device": device}))
+    for row in result.breakdown:
+        row.phase = "decode" if row.phase == "forward" else row.phase
+    return result
+
+
+def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Result:
+    """The Result of an engine that cannot hold one request."""
+    result = assemble(e, {}, space.peak, cluster)
+    result.status, result.notes = "infeasible", []
+    result.reason = f"{reason}; use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
+    return result
+
+
+def packed(
+    surface: Iterations, made: Sequence[Technique], w: Serve, asked: Sequence[Request], clients: int | None = None
+) -> tuple[PackedSimulation, Room]:
+    """Ridgeline's own engine as the plan sets it up, about to serve ``asked``, and the pool that it has."""
+    engine, s = surface.engine, Scheduling()
+    s.limits.max_num_seqs, s.limits.max_num_batched_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+    for t in made:
+        t.scheduling(s)
+    s.asked(w)
+    space, blocks, longest = pool_room(surface, s, w)
+    return PackedSimulation(surface, s, blocks, longest, asked, clients, engine.request_s, engine.admission_s), space
+
+
+def limits_of(w: Serve, engine: Engine, surface: Iterations, asked: Sequence[Request]) -> tuple[Limits, Room]:
+    """The scheduler's limits: the engine's, as the workload overrides them, and the room for the cache."""
+    seqs = w.max_num_seqs or engine.max_num_seqs
+    tokens = w.max_num_batched_tokens or engine.max_num_batched_tokens
+    space = room(surface.e, surface, engine, min(tokens, max(r.prompt for r in asked) * seqs))
+    limits = Limits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        cache_tokens=space.tokens,
+        chunked=engine.chunked,
+        mixes=engine.mixes,
+        reserves=engine.reserves,
+        request_s=engine.request_s,
+    )
+    return limits, space
+
+
+def _share(asked: list[Request], replicas: int, w: Serve) -> list[Request]:
+    """What the first of several replicas gets, in turns."""
+    return asked if w.concurrency is not None else asked[::replicas]
+
+
+def _clients(w: Serve, replicas: int) -> int | None:
+    return None if w.concurrency is None else max(1, w.concurrency // replicas)
+
+
+def serving_metrics(o: Outcome, w: Serve, e: Experiment, source: str) -> dict[str, Metric]:
+    """Latencies (mean and percentiles), throughput and goodput of a simulated replica, times the replicas."""
+    served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
+    ttft = sorted(o.first[i] - o.arrival[i] for i in served)
+    e2e = sorted(o.finish[i] - o.arrival[i] for i in served)
+    several = [i for i in served if o.output[i] > 1]
+    pace = {i: (o.finish[i] - o.first[i]) / (o.output[i] - 1) for i in several}
+    span = max(o.finish[i] for i in served) - min(o.arrival[i] for i in served)
+    tokens = sum(o.output[i] for i in served)
+    n = e.data_parallel
+    metrics: dict[str, Metric] = {}
+    for name, values in (("ttft", ttft), ("tpot", sorted(pace.values())), ("e2e", e2e)):
+        if values:
+            metrics[f"{name}_s"] = metric(math.fsum(values) / len(values), "s", "lower", source)
+            for q in QUANTILES:
+                metrics[f"{name}_p{q * 100:.0f}_s"] = metric(percentile(values, q), "s", "lower", source)
+    if o.gaps:
+        total = sum(n for _, n in o.gaps)
+        metrics["itl_s"] = metric(math.fsum(v * n for v, n in o.gaps) / total, "s", "lower", source)
+        for q, value in zip(QUANTILES, weighted_percentiles(o.gaps, QUANTILES), strict=True):
+            metrics[f"itl_p{q * 100:.0f}_s"] = metric(value, "s", "lower", source)
+    good = sum(
+        (w.slo_ttft is None or o.first[i] - o.arrival[i] <= w.slo_ttft)
+        and (w.slo_tpot is None or pace.get(i, 0.0) <= w.slo_tpot)
+        for i in served
+    )
+    metrics |= {
+        "requests_per_s": metric(n * len(served) / span, "requests/s", "higher", source),
+        "goodput_per_s": metric(n * good / span, "requests/s", "higher", "requests within slo_ttft and slo_tpot"),
+        "slo_share": metric(good / max(1, len(served) + o.rejected), "", "higher", "requests within both limits"),
+        "tokens_per_s": metric(n * tokens / span, "tokens/s", "higher", "generated tokens"),
+        "tokens_per_s_per_device": metric(n * tokens / span / e.world, "tokens/s", "higher", "generated tokens"),
+        "busy_share": metric(o.busy_s / span, "", "", "time with an iteration under way"),
+        "batch_mean": metric(tokens / max(1, o.iterations), "sequences", "", "tokens per iteration"),
+        "preemptions": metric(o.preemptions, "", "lower", source),
+    }
+    return metrics
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The value at share ``q`` of a sorted sample, interpolated linearly."""
+    at = q * (len(values) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (at - low)
+
+
+def weighted_percentiles(pairs: Sequence[tuple[float, int]], shares: Sequence[float]) -> list[float]:
+    """Percentiles of values that stand for several samples each."""
+    total = sum(n for _, n in pairs)
+    found: list[float] = []
+    seen, wanted = 0.0, list(shares)
+    for value, n in sorted(pairs):
+        seen += n
+        while wanted and seen >= wanted[0] * total:
+            found.append(value)
+            wanted.pop(0)
+    return found + [max(v for v, _ in pairs)] * len(wanted)

@@ -1,0 +1,100 @@
+"""Prediction of a fixed batch: one prefill, then decode steps over a growing context."""
+
+from __future__ import annotations
+
+from ridgeline.graph import Graph, decode_graph, prefill_graph
+from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of
+from ridgeline.predict.operators.kernel import peak_flops
+from ridgeline.predict.serving.engine_costs import Engine, engine_of, fuse
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.predict.serving.kv_budget import BLOCK, room
+from ridgeline.predict.step.peak_memory import inference_peak
+from ridgeline.predict.step.streams import breakdown, simulate
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.spec.workload import Generate
+from ridgeline.techniques.kernels.flash_attention import FlashAttention
+from ridgeline.techniques.registry import in_order
+from ridgeline.techniques.technique import Technique
+
+
+def predict_generation(e: Experiment, made: list[Technique]) -> Result:
+    """The Result of a generation experiment, already normalised and checked."""
+    w = e.workload
+    assert isinstance(w, Generate)
+    cluster = rank_cluster(e)
+    cluster = cluster.model_copy(update={"device": cluster.device.generating()})
+    engine = engine_of(e)
+    if engine is not None:  # engines compute attention in one kernel whatever the plan says
+        made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
+    prefill = rewritten(prefill_graph(e), e, made)
+    decode = rewritten(decode_graph(e), e, made)
+    steps = decode.decode_steps
+    if engine is None:
+        first, each = _plain(prefill, decode, e, made, cluster)
+        waves = 1
+    else:
+        prefill, decode = fuse(prefill, engine), fuse(decode, engine)
+        first, each, waves = engine_times(e, made, cluster, engine, w)
+    total = waves * (first + steps * each)
+    produced = e.batch_size * (steps + 1)
+    peak = inference_peak(prefill, decode)
+    source = source_of(cluster)
+    metrics = {
+        "ttft_s": metric(first, "s", "lower", source),
+        "tpot_s": metric(each, "s", "lower", source),
+        "e2e_s": metric(total, "s", "lower", source),
+        "tokens_per_s": metric(produced / total, "tokens/s", "higher", source),
+        "tokens_per_s_per_device": metric(produced / total / e.world, "tokens/s", "higher", source),
+        "mfu": metric((prefill.flops + steps * decode.flops) / total / peak_flops(cluster.device, prefill.dtype),
+                       "", "higher", peak_note(cluster, prefill.dtype)),
+    }  # fmt: skip
+    result = assemble(e, metrics, peak, cluster)
+    rows = breakdown(prefill, cluster, times=waves)
+    later = breakdown(decode, cluster, times=steps * waves)
+    for row in rows:
+        row.phase = "prefill" if row.phase == "forward" else row.phase
+    for row in later:
+        row.phase = "decode" if row.phase == "forward" else row.phase
+    result.breakdown = rows + later
+    return result
+
+
+def _plain(
+    prefill: Graph, decode: Graph, e: Experiment, made: list[Technique], cluster: Cluster
+) -> tuple[float, float]:
+    """(first token, mean further token) of the torch twin; Simpson's rule over the growing context."""
+    w = e.workload
+    assert isinstance(w, Generate)
+    first, middle = (simulate(g, cluster, []).seconds for g in (prefill, decode))
+    if w.output_len < 32:  # the context hardly grows
+        return first, middle
+    ends = [
+        simulate(rewritten(decode_graph(e, n), e, made), cluster, []).seconds
+        for n in (w.prompt_len + 1, w.prompt_len + w.output_len)
+    ]
+    return first, (ends[0] + 4 * middle + ends[1]) / 6
+
+
+def engine_times(
+    e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, w: Generate
+) -> tuple[float, float, int]:
+    """(mean seconds to the first token, mean seconds per further token, waves) of a batch that starts together.
+
+    Prompts fill iterations up to the engine's token budget; decoding starts when all are through. Decode iterations are
+    linear in the cached tokens, so their mean is the one at the mean context. Where the cache is too small for all, the
+    batch runs in waves, and the times are those of the first.
+    """
+    last = w.prompt_len + w.output_len
+    surface = Iterations(e, made, cluster, engine, (w.prompt_len, last))
+    space = room(e, surface, engine, e.micro_batch_size * w.prompt_len)
+    batch = max(1, min(e.micro_batch_size, space.tokens // (w.prompt_len + BLOCK)))
+    waves = -(-e.micro_batch_size // batch)
+    per = max(1, engine.max_num_batched_tokens // w.prompt_len)
+    now, firsts = engine.request_s, 0.0
+    for start in range(0, batch, per):
+        n = min(per, batch - start)
+        now += surface.mixed([(w.prompt_len, 0)] * n, 0, 0)
+        firsts += n * now
+    return firsts / batch, surface.mixed([], batch, round(batch * (w.prompt_len + w.output_len / 2))), waves

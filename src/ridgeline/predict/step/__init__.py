@@ -1,0 +1,1 @@
+"""The time and the peak memory of a training step."""

@@ -1,0 +1,386 @@
+"""Step time: operators on streams with dependencies, so that overlap is a result, not a factor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.schedule import run as run_schedule
+from ridgeline.graph.traffic import step_ops
+from ridgeline.predict.machine import machine
+from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.predict.operators.host_work import COPIES, host_time
+from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
+from ridgeline.predict.step.pace import ALONE, Pace
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.result import Row
+
+
+@dataclass(slots=True)
+class Event:
+    """One interval on one stream, in seconds from the start of the step."""
+
+    name: str
+    stream: str
+    start: float
+    seconds: float
+    phase: str
+
+
+@dataclass(slots=True)
+class Step:
+    """A timed step of the slowest rank."""
+
+    seconds: float
+    events: list[Event]
+    exposed: float
+    """Seconds in which communication keeps compute waiting."""
+    inline: float = 0.0
+    """Those of them that collectives inside blocks (tensor and context parallel) take."""
+    communication: float = 0.0
+    """Seconds of communication, hidden and exposed."""
+    bubble: float = 0.0
+    """Seconds in which a rank waits for its pipeline neighbours (mean over the ranks)."""
+    slowed: float = 0.0
+    """Seconds that compute lost to collectives running beside it."""
+    dispatch: float = 0.0
+    """Seconds in which the device waits for the host to launch the next operator."""
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication behind compute."""
+        return max(0.0, self.communication - self.exposed)
+
+
+@dataclass(slots=True)
+class Streams:
+    """Streams with a clock each. Without overlap (a CPU's ranks share their cores) they are one."""
+
+    overlap: bool
+    share: float = 0.0
+    """Share of compute's speed that a running collective takes."""
+    record: bool = True
+    events: list[Event] = field(default_factory=list)
+    clocks: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "link": 0.0, "out": 0.0, "in": 0.0})
+    exposed: float = 0.0
+    communication: float = 0.0
+    slowed: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """When the compute stream is free."""
+        return self.clocks["compute"]
+
+    def run(self, name: str, phase: str, seconds: float, after: float = 0.0, inline: float = 0.0) -> float:
+        """Run on the compute stream once ``after`` (a communication's end) has passed; returns the end.
+
+        ``inline`` seconds of collectives inside the block keep it waiting.
+        """
+        now = self.clocks["compute"]
+        start = max(now, after)
+        beside = max(0.0, min(self.clocks["link"] - start, seconds)) * self.share
+        self.exposed += start - now + inline
+        self.communication += inline
+        self.slowed += beside
+        end = start + seconds + beside + inline
+        if self.record and seconds:
+            self.events.append(Event(name, "compute", start, seconds + beside, phase))
+            if inline:
+                self.events.append(Event(name, "tensor", end - inline, inline, "communication"))
+        self.clocks["compute"] = end
+        return end
+
+    def send(self, name: str, seconds: float, after: float, stream: str = "link") -> float:
+        """Issue a collective or copy that may begin at ``after``; returns its end."""
+        start = max(self.clocks[stream], after)
+        if not self.overlap:
+            start = max(start, self.clocks["compute"])
+        if self.record and seconds:
+            label = "communication" if stream == "link" else f"host {stream}"
+            self.events.append(Event(name, label, start, seconds, "communication"))
+        self.communication += seconds
+        end = self.clocks[stream] = start + seconds
+        if not self.overlap:
+            self.exposed += end - self.clocks["compute"]
+            self.clocks["compute"] = end
+        return end
+
+
+@dataclass(slots=True)
+class BlockTimes:
+    """Seconds of one repeat of a block."""
+
+    block: Block
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    """Part of ``backward`` that computes gradients of weights."""
+    forward_inline: float = 0.0
+    backward_inline: float = 0.0
+    gather_forward: list[tuple[str, float]] = field(default_factory=list)
+    """(stream, seconds) of what must be there before forward."""
+    gather_backward: list[tuple[str, float]] = field(default_factory=list)
+    reduce: list[tuple[str, float]] = field(default_factory=list)
+    store: list[tuple[str, float]] = field(default_factory=list)
+    dispatch: float = 0.0
+    """Seconds of ``forward`` and ``backward`` in which the device waits for the host."""
+
+
+def seconds_of(op: Op, cluster: Cluster, pace: Pace = ALONE) -> float:
+    """Seconds of any operator: compute, collective or copy."""
+    return timed_of(op, cluster).seconds * (1.0 if op.axis else pace.of(op.kind))
+
+
+def timed_of(op: Op, cluster: Cluster) -> Timed:
+    """Seconds, bound and source of any operator timed alone."""
+    found = _timed.get(id(op))
+    if found is not None and found[0] is op and found[1] is cluster:
+        return found[2]
+    if op.kind in COPIES:
+        timed = host_time(op, cluster)
+    else:
+        timed = collective_time(op, cluster) if op.axis else op_time(op, cluster.device)
+    if len(_timed) >= _MOST_TIMED:
+        _timed.clear()
+    _timed[id(op)] = op, cluster, timed
+    return timed
+
+
+_timed: dict[int, tuple[Op, Cluster, Timed]] = {}
+"""Operators of the prediction under way: the step, and then its breakdown, ask for each."""
+_MOST_TIMED = 1024
+
+
+def block_times(b: Block, cluster: Cluster, pace: Pace = ALONE) -> BlockTimes:
+    """Time a block at the given pace."""
+    t = BlockTimes(b)
+    t.forward, t.forward_inline, t.weight = _inside(b.forward, cluster, pace)
+    t.backward, t.backward_inline, t.weight = _inside(b.backward, cluster, pace)
+    if pace.dispatch:
+        for name in ("forward", "backward"):
+            gpu = getattr(t, name)
+            host = len(getattr(b, name)) * pace.dispatch
+            if host > gpu:
+                setattr(t, name, host)
+                t.dispatch += host - gpu
+    for name in ("gather_forward", "gather_backward", "reduce", "store"):
+        ops: list[Op] = getattr(b, name)
+        setattr(t, name, [(COPIES.get(o.kind, "link"), seconds_of(o, cluster)) for o in ops])
+    return t
+
+
+def _inside(ops: list[Op], cluster: Cluster, pace: Pace) -> tuple[float, float, float]:
+    """(compute, exposed collectives, compute of weight gradients) of a block's operators in one direction."""
+    compute = inline = weight = 0.0
+    alongside: dict[str, float] = {}
+    for o in ops:
+        if o.axis:
+            took = timed_of(o, cluster).seconds
+            if o.behind:
+                alongside[o.behind] = alongside.get(o.behind, 0.0) + took
+            else:
+                inline += took
+        else:
+            took = seconds_of(o, cluster, pace)
+            compute += took
+            if o.name.endswith((".dw", ".db")):
+                weight += took
+    if alongside:
+        for o in ops:
+            if o.name in alongside:
+                inline += max(0.0, alongside.pop(o.name) - seconds_of(o, cluster, pace))
+    return compute, inline, weight
+
+
+def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, record: bool = False) -> Step:
+    """Time one step: forward, backward (per micro-batch), then the update.
+
+    Parameter gathers are prefetched one block ahead; reductions run behind the rest of backward; the update waits. With
+    a pipeline, the schedule's action list decides. ``record`` keeps every event, and plays every micro-batch.
+    """
+    if g.pipeline:
+        return _pipelined(g, cluster, update, pace, record)
+    times = [block_times(b, cluster, pace) for b in g.blocks]
+    s = _streams(cluster, record)
+    for _ in range(g.passes):
+        _micro_batches(s, g, times)
+    _finish(s, g, cluster, update, pace)
+    runs = g.accumulation * g.passes
+    inline = sum((t.forward_inline + t.backward_inline) * t.block.repeat for t in times) * runs
+    waited = sum(t.dispatch * t.block.repeat for t in times) * runs
+    end = max(s.clocks.values())
+    s.exposed += end - s.compute
+    return Step(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited)
+
+
+def _streams(cluster: Cluster, record: bool) -> Streams:
+    gpu = cluster.device.kind == "gpu"
+    taken = machine(cluster.device).efficiency.comm_sm_share if gpu else 0.0
+    return Streams(overlap=gpu, share=taken, record=record)
+
+
+def _micro_batches(s: Streams, g: Graph, times: list[BlockTimes]) -> None:
+    """Forward and backward of every micro-batch; a long accumulation repeats its second one."""
+    if g.accumulation <= 3 or s.record:
+        for i in range(g.accumulation):
+            _micro_batch(s, g, times, last=i == g.accumulation - 1)
+        return
+    _micro_batch(s, g, times, last=False)
+    before = dict(s.clocks), s.exposed, s.communication, s.slowed
+    _micro_batch(s, g, times, last=False)
+    more = g.accumulation - 3
+    for name, was in before[0].items():
+        s.clocks[name] += (s.clocks[name] - was) * more
+    s.exposed += (s.exposed - before[1]) * more
+    s.communication += (s.communication - before[2]) * more
+    s.slowed += (s.slowed - before[3]) * more
+    _micro_batch(s, g, times, last=True)
+
+
+def _micro_batch(s: Streams, g: Graph, times: list[BlockTimes], last: bool) -> None:
+    before = s.compute  # when the previous block started: the earliest a prefetch may be issued
+    for t in times:
+        b = t.block
+        for i in range(b.repeat):
+            ready = _fetch(s, t.gather_forward, b.name, before)
+            before = max(s.compute, ready)
+            end = s.run(_label(b, i), "forward", t.forward, ready, t.forward_inline)
+            for stream, seconds in t.store:
+                s.send(f"store {b.name}", seconds, end, stream)
+    before = s.compute
+    for t in reversed(times):
+        b = t.block
+        for i in reversed(range(b.repeat)):
+            ready = _fetch(s, t.gather_backward, b.name, before)
+            before = max(s.compute, ready)
+            end = s.run(_label(b, i), "backward", t.backward, ready, t.backward_inline)
+            if g.overlap_reduce and (last or g.reduce_every_micro_batch):
+                _reduce(s, t, end)
+    if last and not g.overlap_reduce:
+        for t in reversed(times):
+            for _ in range(t.block.repeat):
+                _reduce(s, t, s.compute)
+
+
+def _reduce(s: Streams, t: BlockTimes, end: float) -> None:
+    for stream, seconds in t.reduce:  # a copy waits for the reduction in front of it
+        end = s.send(f"reduce {t.block.name}", seconds, end, stream)
+
+
+def _fetch(s: Streams, parts: list[tuple[str, float]], name: str, after: float) -> float:
+    ready = 0.0
+    for stream, seconds in parts:
+        if seconds:
+            ready = s.send(f"gather {name}", seconds, max(after, ready), stream)
+    return ready
+
+
+def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], pace: Pace) -> None:
+    """The optimizer's operators, on the device or on the host, and what follows them."""
+    begun = s.compute
+    for op in update:
+        took = seconds_of(op, cluster, pace)
+        if op.axis and op.kind not in COPIES:
+            s.run(op.name, "optimizer", 0.0, s.send(op.name, took, s.compute))
+        elif op.kind in COPIES:  # the device waits, unless the update is applied a step late
+            end = s.send(op.name, took, max(s.clocks.values()) if not g.delayed_update else 0.0, "out")
+            s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
+        else:
+            s.run(op.name, "optimizer", took, max(s.clocks["link"], s.clocks["out"]))
+    handed = [(op, b.repeat / g.stages) for b in g.blocks for op in b.after_update]
+    for op, times in [*((op, 1.0) for op in g.after_update), *handed]:
+        stream = COPIES.get(op.kind, "link")
+        after = max(s.clocks.values()) if not g.delayed_update else begun
+        end = s.send(op.name, times * seconds_of(op, cluster), after, stream)
+        s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
+
+
+def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record: bool) -> Step:
+    """Every virtual stage timed by itself, then the schedule played; reductions follow the last backward."""
+    pipe = g.pipeline
+    assert pipe is not None
+    ranks, chunks = pipe.degree, pipe.chunks
+    known = {id(b.params): block_times(b, cluster, pace) for b in g.blocks}
+    stages = [[(known[id(b.params)], b.repeat) for b in stage] for stage in g.cut(ranks * chunks)]
+    forward, backward, weight = [], [], []
+    exposed = communication = slowed = inline = waited = 0.0
+    for stage in stages:
+        f = sum(n * (t.forward + t.forward_inline + _late(t.gather_forward, t.forward)) for t, n in stage)
+        b = sum(n * (t.backward + t.backward_inline + _late(t.gather_backward, t.backward)) for t, n in stage)
+        w = sum(n * t.weight for t, n in stage) if pipe.schedule == "zero_bubble" else 0.0
+        forward.append(f)
+        backward.append(b - w)
+        weight.append(w)
+        for t, n in stage:
+            held = t.forward_inline + t.backward_inline
+            late = _late(t.gather_forward, t.forward) + _late(t.gather_backward, t.backward)
+            inline += n * held
+            exposed += n * (held + late)
+            communication += n * (held + sum(x for _, x in (*t.gather_forward, *t.gather_backward)))
+            waited += n * t.dispatch
+    each = g.accumulation / ranks
+    send = collective_time(pipe.send, cluster).seconds if pipe.send else 0.0
+    timeline = run_schedule(
+        pipe.schedule, ranks, g.accumulation, tuple(forward), tuple(backward), tuple(weight), send, chunks, record
+    )
+    s = _streams(cluster, record)
+    tails, sent = [], 0.0
+    for r in range(ranks):
+        own = [pair for i in range(r, ranks * chunks, ranks) for pair in stages[i]]
+        total = sum(n * x for t, n in own for _, x in t.reduce)
+        window = sum(n * t.backward for t, n in own) - max(t.backward for t, n in own)
+        tails.append(total if not g.overlap_reduce else max(total - window, total / max(1, sum(n for _, n in own))))
+        sent += total / ranks
+    slowest = max(range(ranks), key=lambda r: timeline.ends[r] + tails[r])
+    end = timeline.ends[slowest] + tails[slowest]
+    busy = sum(timeline.busy) / ranks
+    if record:
+        for r, plan in enumerate(timeline.starts):
+            for action, start in plan:
+                took = {"F": forward, "B": backward, "W": weight}[action.kind][action.stage]
+                phase = "forward" if action.kind == "F" else "backward"
+                s.events.append(Event(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
+    for name in s.clocks:
+        s.clocks[name] = end
+    _finish(s, g, cluster, update, pace)
+    finish = max(s.clocks.values())
+    s.exposed += finish - s.compute
+    exposed = exposed * each + tails[slowest] + s.exposed
+    communication = communication * each + sent + s.communication
+    bubble = max(0.0, timeline.ends[slowest] - busy)
+    return Step(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
+
+
+def _late(parts: list[tuple[str, float]], compute: float) -> float:
+    """What a prefetch one block ahead leaves exposed."""
+    return max(0.0, sum(x for _, x in parts) - compute) if parts else 0.0
+
+
+def _label(b: Block, i: int) -> str:
+    return f"{b.name}.{i}" if b.repeat > 1 else b.name
+
+
+def breakdown(g: Graph, cluster: Cluster, times: int = 1, pace: Pace = ALONE) -> list[Row]:
+    """One row per (phase, module, operator, kind), summed over blocks and micro-batches; slowest first.
+
+    With a pipeline the rows are the mean over its ranks.
+    """
+    device = cluster.device
+    sums: dict[tuple[str, str, str, str], list[float]] = {}
+    said: dict[tuple[str, str, str, str], Timed] = {}
+    for op, count in step_ops(g):
+        key = (op.phase, op.module, op.name, op.kind)
+        said[key] = one = timed_of(op, cluster)
+        seconds = one.seconds * (1.0 if op.axis else pace.of(op.kind))
+        n = count * times
+        roof = 0.0 if op.axis else roof_seconds(op, device)
+        values = [x * n for x in (seconds, 1.0, op.flops, op.bytes, op.link_bytes, roof)]
+        old = sums.get(key)
+        sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
+    rows = [
+        Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=s, count=n, flops=flops, bytes=moved,
+            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None, bound=said[key].bound,
+            spread=said[key].spread)
+        for key, (s, n, flops, moved, sent, roof) in sums.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda r: -r.seconds)

@@ -1,0 +1,113 @@
+"""Prediction of a training step: time, exposed communication, utilisation, memory."""
+
+from __future__ import annotations
+
+from ridgeline.graph import Graph, Op, optimizer_ops, training_graph
+from ridgeline.graph.graph import changed
+from ridgeline.graph.traffic import traffic
+from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
+from ridgeline.predict.operators.kernel import peak_flops
+from ridgeline.predict.step.pace import training_pace
+from ridgeline.predict.step.peak_memory import Peak, training_peak
+from ridgeline.predict.step.streams import Event, Step, breakdown, simulate
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result, Row, Traffic
+from ridgeline.techniques.technique import Technique
+
+COMMUNICATOR_BYTES = 0.25e9
+"""Device memory of one communicator's channels (assumption)."""
+FRAGMENTATION = 0.03
+"""Share of the step's changing tensors that the allocator's blocks (512 bytes, 2 MiB, …) waste (assumption)."""
+
+
+def update_ops(g: Graph, e: Experiment) -> list[Op]:
+    """Build the optimizer's operators, keep them in the graph and return them."""
+    ops = optimizer_ops(g, e.training.optimizer, e.training.grad_clip > 0)
+    if g.host_states:
+        ops = [changed(op, kind="host_update", axis="host") for op in ops]
+    g.update = [*g.before_update, *ops]
+    return g.update
+
+
+def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) -> tuple[Step, float]:
+    """The step of one rank, and the seconds that it then waits for the slowest."""
+    pace = training_pace(cluster, g.fused)
+    step = simulate(g, cluster, update, pace, record)
+    delay = (step.seconds - step.exposed) * pace.straggling(cluster.size)
+    if record and delay:
+        step.events.append(Event("waiting for the slowest rank", "compute", step.seconds, delay, "other"))
+    return step, delay
+
+
+def predict_training(e: Experiment, made: list[Technique]) -> Result:
+    """The Result of a training experiment, already normalised and checked."""
+    cluster = rank_cluster(e)
+    g = rewritten(training_graph(e), e, made)
+    update = update_ops(g, e)
+    step, delay = timed(g, update, cluster)
+    seconds = step.seconds + delay
+    peak = with_overheads(training_peak(g), e)
+    tokens = e.batch_size * e.training.seq_len
+    each = g.accumulation / g.stages / seconds
+    dtype_peak = peak_flops(cluster.device, g.dtype)
+    source = source_of(cluster)
+    metrics = {
+        "tokens_per_s": metric(tokens / seconds, "tokens/s", "higher", source),
+        "tokens_per_s_per_device": metric(tokens / seconds / e.world, "tokens/s", "higher", source),
+        "step_time_s": metric(seconds, "s", "lower", source),
+        "tokens_per_step": metric(tokens, "tokens", "", "workload"),
+        "mfu": metric(g.model_flops * each / dtype_peak, "", "higher", peak_note(cluster, g.dtype)),
+        "hfu": metric(g.flops * g.passes * each / dtype_peak, "", "higher", peak_note(cluster, g.dtype)),
+        "exposed_communication_s": metric(step.exposed, "s", "lower", source),
+        "hidden_communication_s": metric(step.hidden, "s", "", source),
+        "bubble_s": metric(step.bubble, "s", "lower", source),
+        "bubble_share": metric(step.bubble / seconds, "", "lower", source),
+        "trained_parameters": metric(trained(g), "", "", "graph"),
+    }
+    if g.host_bytes:
+        metrics["host_bytes"] = metric(g.host_bytes, "bytes", "lower", "graph")
+    result = assemble(e, metrics, peak, cluster)
+    result.breakdown = breakdown(g, cluster, pace=training_pace(cluster, g.fused))
+    _expose(result.breakdown, g, step)
+    result.breakdown += _waits(step, delay)
+    sent = sorted(traffic(g).items())
+    result.traffic = [Traffic(kind=k, ranks=n, calls=calls, bytes=size) for (k, n), (calls, size) in sent]
+    return result
+
+
+def with_overheads(peak: Peak, e: Experiment) -> Peak:
+    """Adds what a GPU's allocator and communicators take beyond the tensors."""
+    if e.cluster.device.kind != "gpu":
+        return peak
+    at = dict(peak.categories)
+    groups = sum(degree > 1 for degree in (e.data_parallel, *e.parallel.values()))
+    at["buffers"] = at.get("buffers", 0.0) + groups * COMMUNICATOR_BYTES
+    at["fragmentation"] = FRAGMENTATION * (at.get("activations", 0.0) + at.get("temporaries", 0.0))
+    return Peak({k: v for k, v in at.items() if v}, peak.instant)
+
+
+def _expose(rows: list[Row], g: Graph, step: Step) -> None:
+    """Exposed seconds of each collective: those inside blocks in proportion, the others by what is left."""
+    inside = {o.name for b in g.blocks for o in (*b.forward, *b.backward) if o.axis}
+    for within, exposed in ((True, step.inline), (False, step.exposed - step.inline)):
+        moved = [r for r in rows if r.phase == "communication" or r.kind == "host_update"]
+        mine = [r for r in moved if (r.operator in inside) == within]
+        sent = sum(r.seconds for r in mine)
+        for row in mine:
+            row.exposed_seconds = row.seconds * exposed / sent if sent else 0.0
+
+
+def _waits(step: Step, delay: float) -> list[Row]:
+    """Rows for the seconds in which no operator of this rank makes progress."""
+    parts = {
+        ("pipeline bubble", "bubble", "bubble"): step.bubble,
+        ("slowed by collectives", "contention", "link"): step.slowed,
+        ("waiting for the host", "dispatch", "host"): step.dispatch,
+        ("waiting for the slowest rank", "straggler", "latency"): delay,
+    }
+    return [
+        Row(phase="other", module="schedule", operator=name, kind=kind, seconds=s, bound=bound)
+        for (name, kind, bound), s in parts.items()
+        if s > 0
+    ]

@@ -1,0 +1,271 @@
+"""The builder that the training engine hands to each technique in canonical order."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.memory.tiered_store import Store
+from ridgeline.nn.model.loss import token_loss
+from ridgeline.runtime.gradients import clear, clip, global_norm
+from ridgeline.runtime.mesh import Mesh
+from ridgeline.runtime.optimizer import MakeOptimizer, learning_rate, make_optimizer
+from ridgeline.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tokenizers import Tokenizer
+    from torch.distributed import ProcessGroup
+
+    from ridgeline.nn.model.attention import Backend
+    from ridgeline.nn.model.transformer import Transformer
+    from ridgeline.nn.parallel.divide import Divider
+    from ridgeline.runtime.reducer import Bucket, Waitable
+
+
+class Micro(NamedTuple):
+    """One rank's part of one micro-batch."""
+
+    ids: Tensor
+    """[batch, seq] token ids."""
+    labels: Tensor
+    """[batch, seq] the token that each position should predict, or -100."""
+    positions: Tensor | None = None
+    """[seq] or [batch, seq] place of each token in its sequence; None: 0, 1, …"""
+    documents: Tensor | None = None
+    """[batch, seq] number of the document that each token belongs to; it sees no other one. None: one per row."""
+
+
+class Batch(NamedTuple):
+    """One global batch, as every rank derives it from the step; fields as in :class:`Micro`."""
+
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+
+
+class Batches(Protocol):
+    """Where global batches come from. A technique may put another source, or a layer over this one, in its place."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the token ids."""
+
+    def batch(self, step: int) -> Batch:
+        """The batch of ``step``: the same on every rank, whatever was asked for before."""
+
+    def held_out_batch(self) -> Batch | None:
+        """A batch that no step trains on; None when there is none to spare."""
+
+
+class LossModel(nn.Module):
+    """The model (or consecutive layers of it) with its loss, so that one forward call holds all a wrapper must see."""
+
+    def __init__(self, model: Transformer, loss: Callable[..., tuple[Tensor, Tensor]] = token_loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        """Sum of token losses from (hidden, head, labels), as :func:`ridgeline.nn.model.loss.token_loss`."""
+        self.positions: Tensor | None = None
+        """Places of the tokens, where the caller cannot pass them on (pipeline stages)."""
+        self.autocast: torch.dtype | None = None
+        """Compute dtype of matrix products; None: that of the weights."""
+
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Sum of token losses (fp32 scalar) from ids [batch, seq], or from hidden states where there is no embedding.
+
+        Without a head the result is the hidden states [batch, seq, hidden] for the next stage.
+        """
+        low = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
+        places = self.positions if positions is None else positions
+        with low:
+            hidden: Tensor = self.model(x, places, documents=documents, return_hidden=True)
+            if self.model.head is None:
+                return hidden.contiguous()  # it will be sent
+            assert labels is not None
+            return self.loss(hidden, self.model.head, labels)[0]
+
+    def part(self, layers: Iterable[str], first: bool, last: bool) -> LossModel:
+        """Some of the layers as a model that shares its modules with this one."""
+        model = copy.copy(self.model)
+        model._modules = dict(self.model._modules)
+        names = set(layers)
+        model.layers = nn.ModuleDict({n: b for n, b in self.model.layers.items() if n in names})
+        if not first:
+            model.embed = None
+        if not last:
+            model.norm = model.head = None
+        part = LossModel(model, self.loss)
+        part.autocast = self.autocast
+        return part
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps beside model and optimizer: small, the same on every rank, and writable as JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a checkpoint."""
+
+
+class Scaler(Stateful, Protocol):
+    """Dynamic loss scaling: a factor on the loss, and what becomes of it after each step."""
+
+    scale: float
+
+    def update(self, finite: bool) -> None:
+        """After a step, whose gradients were ``finite`` or not (the latter is skipped)."""
+
+
+@dataclass
+class Build:
+    """What every engine offers a technique."""
+
+    experiment: Experiment
+    model: Transformer
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    """Autocast dtype of the forward pass; None: none."""
+    fused_attention: str | Backend = "flash"
+    """The attention backend that has no score matrix."""
+    said: dict[str, Callable[[], float]] = field(default_factory=dict)
+    """What techniques tell of a generation when it is over: shares, by the name of the metric."""
+
+
+@dataclass
+class TrainBuild(Build):
+    """What the training engine offers a technique. ``root`` holds the parameters, ``chunks`` are what is called."""
+
+    rank: int = 0
+    world: int = 1
+    mesh: Mesh | None = None
+    """The ranks on their axes; None with one process."""
+    trainable: Callable[[str], bool] = lambda name: True
+    """Which parameters train, by name; asserted again after every phase."""
+    divider: Divider | None = None
+    """What divides layers over the tensor-parallel ranks."""
+    sync: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
+    """Context of one micro-batch's forward and backward; argument: whether it is the step's last."""
+    cut: list[Callable[[Micro], Micro]] = field(default_factory=list)
+    """What this rank takes of a micro-batch, in order."""
+    execute: Callable[[list[Micro], float], Tensor] = field(init=False)
+    """Forward and backward of all micro-batches, with the factor on the loss; returns the sum of losses times it."""
+    score: Callable[[list[Micro]], Tensor] = field(init=False)
+    """Sum of the losses of all micro-batches without gradients."""
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Before the norm is taken, in order: what reduces and completes gradients."""
+    tied: tuple[nn.Module, str, ProcessGroup] | None = None
+    """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
+    send_bucket: Callable[[Bucket], Waitable] | None = None
+    """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
+    low_weights: torch.dtype | None = None
+    """16-bit dtype in which parameters rest beside the fp32 values that are updated; None: there is one copy."""
+    masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Those fp32 values, of this rank's part of each trained parameter, until what updates them takes them."""
+    filled: list[Callable[[], None]] = field(default_factory=list)
+    """Once this rank's parts of the parameters have their values, in order; nothing is offloaded yet."""
+    experts_divided: bool = False
+    """Whether each rank of an inner data-parallel group holds other experts."""
+    keep_gradients: bool = False
+    """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
+    after_evaluation: Callable[[], None] = lambda: None
+    """What to undo after a forward pass that no backward follows."""
+    batches: Batches = field(init=False)
+    """Where batches come from; set by the engine before it builds."""
+    tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
+    """Token ids (int32 [tokens]) of another source of text, of which so many bytes are read, by the run's tokenizer."""
+    loss_of: Callable[[Batch], float] = field(init=False)
+    """Mean loss over all ranks of a batch that nothing learns from."""
+    schedule: Callable[[int], float] = field(init=False)
+    """Learning rate of a step."""
+    lr: float = 0.0
+    """Learning rate of the step under way, known before its forward pass (for updates within the backward)."""
+    before_step: list[Callable[[int], None]] = field(default_factory=list)
+    """Before each step, with its number."""
+    finished: Callable[[], bool] = lambda: False
+    """Whether training should end after this step though steps are left (a budget is spent); asked of rank 0."""
+    states: dict[str, Stateful] = field(default_factory=dict)
+    """What checkpoints keep for techniques, by name."""
+    partial: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Replicated parameters, as (module, name), whose gradients are summed over the tensor-parallel ranks."""
+    norm: Callable[[list[nn.Parameter], dict[nn.Parameter, int], int], Tensor] = global_norm
+    """Global norm of the gradients, wherever they are."""
+    clip: Callable[[list[nn.Parameter], Tensor, float, float], None] = clip
+    """Scales the gradients, wherever they are."""
+    clear: Callable[[list[nn.Parameter], bool], None] = clear
+    """Drops the gradients, or zeroes them in place, wherever they are."""
+    resident: Callable[[bool], AbstractContextManager[object]] = lambda changed: nullcontext()
+    """Context in which parameters and optimizer states are in memory, for checkpoints and exports; argument: whether
+    they are overwritten."""
+    make_optimizer: MakeOptimizer = make_optimizer
+    """Builds the optimizer from parameter groups and the workload."""
+    optimizer: torch.optim.Optimizer | None = None
+    """What ``make_optimizer`` gave, once the engine has called it."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """After the optimizer's step, in order (new weights handed round)."""
+    store: Store | None = None
+    """What rests in host memory or on disk, with its traffic."""
+    scaler: Scaler | None = None
+    """Dynamic loss scaling; None: the loss as it is."""
+    root: LossModel = field(init=False)
+    chunks: list[LossModel] = field(init=False)
+    """This rank's consecutive parts of the model: one, or several thin pipeline stages."""
+    call: nn.Module = field(init=False)
+    """What a micro-batch without a pipeline is given to: the whole model, maybe wrapped."""
+
+    def __post_init__(self) -> None:
+        self.root = LossModel(self.model)
+        self.chunks = [self.root]
+        self.call = self.root
+        self.execute = self._execute
+        self.score = self._score
+        self.schedule = functools.partial(learning_rate, self.experiment.training)
+
+    def tell_last(self, tell: Callable[[bool], None]) -> None:
+        """Have ``tell`` hear before each micro-batch whether it is the step's last."""
+        inner = self.sync
+
+        def sync(last: bool) -> AbstractContextManager[object]:
+            tell(last)
+            return inner(last)
+
+        self.sync = sync
+
+    def _execute(self, micros: list[Micro], factor: float) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for i, micro in enumerate(micros):
+            with self.sync(i + 1 == len(micros)):
+                loss = self.call(*micro) * factor
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _score(self, micros: list[Micro]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in micros:
+            total += self.call(*micro).double()
+        return total
+
+    def assert_trainable(self) -> None:
+        """Set ``requires_grad`` of every parameter from ``trainable``; some wrappers silently reset it."""
+        for name, p in self.root.named_parameters():
+            if p.is_floating_point():
+                p.requires_grad_(self.trainable(name))
+        for chunk in self.chunks:
+            chunk.autocast = self.compute_dtype

@@ -1,0 +1,117 @@
+"""The task table: adapters of many tasks over one base, loaded and unloaded while it serves (PetS, USENIX ATC 2022;
+unified paging as in S-LoRA, arXiv:2311.03285: an adapter's memory is taken out of the block pool's).
+
+A step's rows are ordered by adapter, so that each layer's shared product is one and each task's part a few more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ridgeline.nn.adapters.adapter import Adapter, Tasks
+from ridgeline.nn.adapters.fixed import fixed
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.serve.block_manager import Blocks
+from ridgeline.serve.request import Invalid
+from ridgeline.serve.sequence import Sequence
+from ridgeline.spec.plan import Call
+from ridgeline.spec.targets import chosen
+from ridgeline.train.adapter_folder import Loaded, adapters, load_adapter
+
+PROBED = 8
+"""Rank of the adapter that stands for any when costs are measured."""
+
+
+class AdapterTable:
+    """The adapters that can be asked for, by name."""
+
+    def __init__(self, model: Transformer, blocks: Blocks, block_bytes: float, longest: int) -> None:
+        """``block_bytes``: memory of a block of the pool. ``longest``: tokens of the longest request, which must always
+        fit, or it would never end."""
+        self.model, self.blocks, self.block_bytes, self.longest = model, blocks, block_bytes, longest
+        self.tasks = Tasks(model)
+        self.held: dict[str, list[int]] = {}
+        self.loads = 0
+        self.version: dict[str, int] = {}
+        """The number of the load that brought each: what the cache holds of an older one of that name is not its."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.held
+
+    def load(self, name: str, folder: Path) -> None:
+        """Read an adapter. Raises :class:`UserError` for a folder that does not fit, :class:`Invalid` for a name that
+        is taken or a pool without room."""
+        if not name or name in self.held:
+            raise Invalid("lora_name", f"{name!r} is {'taken' if name else 'no name'}", "choose another, or unload it")
+        loaded = load_adapter(folder, self.model.spec)
+        self.tasks.activate(None)
+        made = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
+        size = sum(_bytes(adapter) for adapter in made.values())
+        wanted = math.ceil(size / self.block_bytes) if self.blocks.count else 0  # an encoder has no pool to share
+        spare = self.blocks.count - self.blocks.borrowed - self.blocks.needed(self.longest)
+        blocks = self.blocks.borrow(wanted) if wanted <= max(0, spare) else None
+        if blocks is None:
+            raise Invalid(
+                "lora_path",
+                f"takes {size} bytes, {wanted} blocks, of which {self.blocks.free} are free now, and {max(0, spare)}"
+                f" can be spared beside a request of {self.longest} tokens",
+                "unload another adapter, give the pool more memory, or set a shorter max_model_len",
+            )
+        self.tasks.add(name, made)
+        self.held[name] = blocks
+        self.loads += 1
+        self.version[name] = self.loads
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter that nobody is using. Raises :class:`Invalid` for an unknown one."""
+        if name not in self.held:
+            raise Invalid("lora_name", f"{name!r} is not loaded", f"loaded: {', '.join(self.held) or 'none'}")
+        self.tasks.remove(name)
+        self.blocks.give_back(self.held.pop(name))
+        del self.version[name]
+
+    @contextmanager
+    def probe(self) -> Iterator[None]:
+        """All rows go through a LoRA of rank 8 around every linear, so that its time can be taken."""
+        spec = self.model.spec
+        wanted = chosen(spec, ("all-linear",))
+        state = {f"{name}.{leaf}": torch.zeros(size) for name, (out, into) in wanted.items()
+                 for leaf, size in (("lora_a", (PROBED, into)), ("lora_b", (out, PROBED)))}  # fmt: skip
+        call = Call(name="lora", options={"rank": PROBED, "targets": ["all-linear"]})
+        self.tasks.add("", {at: fixed(a) for at, a in adapters(self.model, Loaded(call, state)).items()})
+        self.tasks.activate_rows([("", slice(None))], dim=1)
+        try:
+            yield
+        finally:
+            self.tasks.remove("")
+
+    def scope(self, name: str) -> bytes:
+        """What a cache block computed with an adapter is marked with."""
+        return f"{name}@{self.version[name]}".encode() if name else b""
+
+    def activate(self, batch: list[tuple[Sequence, int]], rows: list[int]) -> None:
+        """Let each row of a batch, ordered by adapter, go through its own. ``rows``: how many each sequence takes."""
+        segments: list[tuple[str | None, slice]] = []
+        row = 0
+        for (seq, _), n in zip(batch, rows, strict=True):
+            name = seq.group.request.adapter or None
+            if segments and segments[-1][0] == name:
+                segments[-1] = (name, slice(segments[-1][1].start, row + n))
+            else:
+                segments.append((name, slice(row, row + n)))
+            row += n
+        if self.held:
+            self.tasks.activate_rows(segments, dim=1)
+
+
+def _bytes(adapter: Adapter) -> int:
+    total = 0
+    for t in adapter.state().values():
+        parts = [t.values(), t.col_indices(), t.crow_indices()] if t.is_sparse_csr else [t]
+        total += sum(p.nbytes for p in parts)
+    return total

@@ -1,0 +1,166 @@
+"""From an experiment or a checkpoint to an engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ridgeline import catalog
+from ridgeline.nn.model.init import build
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.runtime.mesh import Mesh
+from ridgeline.runtime.serve_build import Drafts, ServeBuild
+from ridgeline.serve import ranks
+from ridgeline.serve.adapter_table import AdapterTable
+from ridgeline.serve.batching import Batches, free, measure_costs, measure_task
+from ridgeline.serve.block_manager import Blocks
+from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
+from ridgeline.serve.engine import Engine
+from ridgeline.serve.ranks import RankedRunner
+from ridgeline.serve.runner import Runner
+from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.sequence import Sequence as Row
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.scheduling import context
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import check, mesh_axes, normalise, require_runnable, techniques
+
+DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search")
+"""What ``ridgeline serve`` switches on by itself."""
+DRAFTED = 16
+"""Sequences of full length that a drafting model's cache has room for."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_engine(e: Experiment, device: torch.device, model: Transformer | None = None) -> Engine:
+    """The engine that a serving experiment describes. ``model``: at hand already, instead of the checkpoint's.
+
+    A plan that divides the model starts the other ranks' processes, unless they are there (a job of several ranks).
+    """
+    run = _built(e, device, model)
+    e, w = run.experiment, run.experiment.workload
+    assert isinstance(w, Serve)
+    run.asked(w)
+    width = next(run.model.parameters()).element_size()
+    each = run.block_bytes(len(run.model.layers), run.kv_heads, e.model.head_dim, width)
+    blocks, longest = run.pool(e.model, w, each, _free(run.device)) if e.model.causal else (0, context(e.model, w))
+    runner = _runner(run, blocks)
+    table = Blocks(blocks, run.block_size, run.share_prefixes)
+    engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
+    if run.adapters:
+        engine.adapters = AdapterTable(run.model, table, each, longest)
+    if run.drafts is not None:
+        engine.drafter = _drafting(run, run.drafts, longest)
+    if run.cut is not None:
+        measure = partial(measure_costs, runner, table, run.limits, longest)
+        shared = measure()
+        tasks = engine.adapters if run.per_task else None
+        own = free if tasks is None else measure_task(tasks, shared, measure)
+        engine.scheduler.order = Batches(run.cut, run.limits, shared, own)
+    return engine
+
+
+def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
+    """The part of an engine that a rank other than the first is."""
+    run = _built(e, device, None)
+    runner = _runner(run, 0)
+    assert isinstance(runner, RankedRunner)
+    return runner
+
+
+def _built(e: Experiment, device: torch.device, model: Transformer | None) -> ServeBuild:
+    """The model with every technique's changes; on several ranks, this one's part of it."""
+    e = normalise(e)
+    w = e.workload
+    if not isinstance(w, Serve):
+        raise UserError(f"task {e.task!r} is not served", "use a workload of kind serve")
+    made = check(e)
+    require_runnable(e)
+    if e.data_parallel > 1:
+        raise Incompatible(
+            f"{e.world} devices are {e.data_parallel} replicas, and an engine is one",
+            "start a server for each, or divide the model with tensor_parallel or pipeline",
+        )
+    followers = ranks.start(e) if e.world > 1 and not dist.is_initialized() else []
+    if followers:
+        device = torch.device("cuda", 0) if dist.get_backend() == "nccl" else torch.device("cpu")
+    if model is None:
+        dtype = DTYPES[e.dtype]
+        model = (
+            load_packed(Path(w.checkpoint), dtype, device) if w.checkpoint else build(e.model, device, dtype, w.seed)
+        )
+    model.requires_grad_(False)
+    run = ServeBuild(e, model, device, kv_heads=e.model.num_kv_heads, followers=followers)
+    run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
+    for technique in made:
+        technique.scheduling(run)
+        technique.serve(run)
+    return run
+
+
+def _runner(run: ServeBuild, blocks: int) -> Runner:
+    """This rank's runner; all have as many ``blocks`` as the first."""
+    w = run.experiment.workload
+    assert isinstance(w, Serve)
+    longest, padded = context(run.experiment.model, w), run.limits.padded
+    if run.mesh is None:
+        runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind, padded=padded)
+        if run.memory is not None:
+            runner.compute = run.memory(runner.compute, runner.layout, run.device)
+        return runner
+    said = [blocks]
+    dist.broadcast_object_list(said)
+    ranked = RankedRunner(run.mesh, run.model, said[0] * run.block_size, run.block_size, longest, run.cache_kind,
+                          kv_heads=run.kv_heads, padded=padded)  # fmt: skip
+    ranked.followers = run.followers
+    return ranked
+
+
+def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload: object) -> Engine:
+    """An engine for a checkpoint on this machine, with fields of :class:`Serve` as ``workload``."""
+    catalog.allow_unprobed()
+    w = Serve(**{"checkpoint": str(checkpoint), "prompt_len": 1, "output_len": 1, **workload})
+    calls = Plan.parse(list(plan))
+    world = math.prod(mesh_axes("serve", techniques(calls)).values())
+    e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=catalog.cluster(f"{world}xlocal"), workload=w,
+                   plan=calls)  # fmt: skip
+    return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _free(device: torch.device) -> float:
+    """Bytes of the device's memory that nobody uses."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
+    if drafts.model is not None:
+        longest = min(longest, drafts.model.spec.max_positions)
+        blocks = DRAFTED * -(-longest // run.block_size)
+        return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens)
+
+    def propose(seqs: Sequence[Row], most: list[int]) -> list[list[int]]:
+        return [lookup(s.tokens, drafts.ngram, n) for s, n in zip(seqs, most, strict=True)]
+
+    return Drafting(propose, drafts.tokens)
+
+
+def ends_of(checkpoint: str | None) -> frozenset[int]:
+    """The end-of-sequence tokens that a checkpoint's ``generation_config.json`` or ``config.json`` names."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(checkpoint or "", name)
+        if checkpoint and file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()

@@ -1,0 +1,397 @@
+"""The one thread that owns the engine: requests come in, text goes out to whoever waits for it on the event loop.
+
+Ownership: the engine, its jobs and their text belong to the thread; streams belong to the event loop. What crosses is
+an inbox of calls (under a lock) one way, and one callback per step with everything that is new the other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.serve.detokenize import Delta, Job
+from ridgeline.serve.request import Busy, Event, Invalid, Stats
+from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from ridgeline.serve.engine import Engine
+    from ridgeline.serve.metrics import Metrics
+
+log = logging.getLogger("ridgeline.serve")
+
+
+class Failed(Exception):
+    """The engine broke, or lost a request: not the client's doing."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the queue takes, and how long anything may last. None: no limit."""
+
+    queued_requests: int | None = 512
+    """Outputs (``n`` or ``best_of`` counts so many times, a beam search its beams) that have not been scheduled yet."""
+    queued_tokens: int | None = 1 << 20
+    """Prompt tokens of those."""
+    first_token: float | None = 300.0
+    """Seconds that a request may wait until the first of its outputs is scheduled."""
+    stall: float = 120.0
+    """Seconds that one step may take before the server counts as ill."""
+
+
+class Stream:
+    """The outputs of some jobs that belong together, as they come. Merges what its reader is too slow to take."""
+
+    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
+        self.jobs = {job.request.id: job for job in jobs}
+        self.asked = time.monotonic()
+        self.first: dict[str, float] = {}
+        self.started = False
+        """Whether any of its outputs has been scheduled (the engine's thread says so)."""
+        self._open = {(job.ordinal, i) for job in jobs for i in job.open}
+        self._fresh: dict[tuple[int, int], Delta] = {}
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self.accepted: asyncio.Future[None] = loop.create_future()
+
+    def put(self, delta: Delta) -> None:
+        """News of one output (on the event loop)."""
+        key = (delta.job, delta.index)
+        if key in self._fresh:
+            self._fresh[key].add(delta)
+        else:
+            self._fresh[key] = delta
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """No more will come (on the event loop)."""
+        self._error = self._error or error
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # whoever went away does not look
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """News until every output has ended. Raises what the stream failed with."""
+        while self._open:
+            await self._news.wait()
+            self._news.clear()
+            fresh, self._fresh = self._fresh, {}
+            for key, delta in fresh.items():
+                if delta.finish:
+                    self._open.discard(key)
+                yield delta
+            if self._error is not None and self._open:
+                raise self._error
+
+
+@dataclass
+class _Queue:
+    """Requests that have not been scheduled: (sequences, prompt tokens) by id."""
+
+    waiting: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        return sum(n for n, _ in self.waiting.values()), sum(t for _, t in self.waiting.values())
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own. Methods are for the event loop's thread, but for those named ``_…``."""
+
+    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics) -> None:
+        self.engine, self.limits, self.metrics = engine, limits, metrics
+        no_end = 1 << 62  # the queue is bounded here, before the inbox: the engine's own bounds would come too late
+        engine.limits.max_waiting = engine.limits.max_waiting_tokens = no_end
+        self.stats: Stats = engine.stats()
+        self.failure: Exception | None = None
+        self.draining = False
+        self.on_failure: Callable[[], None] = lambda: None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stop = False
+        self._queue = _Queue()
+        self._streams: dict[str, Stream] = {}
+        self._patience = 1.0
+        self._step_began: float | None = None
+        self._outgoing: list[tuple[Stream, Delta | Exception | None]] = []
+
+    # ---- the event loop's side ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve, from within the event loop that streams are read on."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are taken."""
+        return not self.draining and self.alive
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine works: its thread runs, and its step is not overdue."""
+        return self.failure is None and self._thread.is_alive() and self.step_age <= self.limits.stall
+
+    @property
+    def step_age(self) -> float:
+        """Seconds that the running step has taken so far."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def open_streams(self) -> int:
+        """Requests that somebody waits for."""
+        return len({id(stream) for stream in list(self._streams.values())})
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Sequences and prompt tokens that wait to be scheduled."""
+        with self._wake:
+            return self._queue.totals
+
+    async def submit(self, jobs: Sequence[Job]) -> Stream:
+        """Queue ``jobs`` and wait until the engine has taken them. Raises :class:`Busy`, Invalid or :class:`Failed`."""
+        stream = Stream(jobs, self._loop)
+        with self._wake:
+            self._admit(jobs)
+            self._queue.waiting.update({j.request.id: (j.sequences, len(j.request.prompt)) for j in jobs})
+            self._streams.update({j.request.id: stream for j in jobs})
+            self._inbox.append(lambda: self._add(stream))
+            self._wake.notify()
+        try:
+            await stream.accepted
+        except asyncio.CancelledError:
+            self.cancel(stream)
+            raise
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """Give up what is not finished of ``stream``; its blocks are free before the next step."""
+        left = [job.request.id for job in stream.jobs.values() if job.open]
+        if left and self.failure is None:
+            self.metrics.disconnected.inc()
+            self._call(lambda: self._abort(left))
+
+    async def ask(self, function: Callable[[Engine], Any]) -> Any:
+        """``function(engine)``, between two steps."""
+        answer = self._loop.create_future()
+
+        def settle(value: Any, error: Exception | None) -> None:
+            if not answer.done():
+                answer.set_exception(error) if error else answer.set_result(value)
+
+        def call() -> None:
+            value, error = None, None
+            try:
+                value = function(self.engine)
+            except Exception as e:
+                error = e
+            self._loop.call_soon_threadsafe(settle, value, error)
+
+        if self.failure is not None:
+            raise Failed("the engine has stopped")
+        self._call(call)
+        return await answer
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, let the running ones finish for so long, then abort the rest."""
+        self.draining = True
+        until = time.monotonic() + seconds
+        while self._streams and time.monotonic() < until and self.alive:
+            await asyncio.sleep(0.02)
+        if left := list(self._streams):
+            log.warning("%d requests aborted: not finished within %g s", len(left), seconds)
+            self._call(lambda: self._abort(left))
+            while self._streams and self.alive:
+                await asyncio.sleep(0.02)
+
+    def stop(self, seconds: float = 5.0) -> bool:
+        """End the thread after its step → whether it ended within so many seconds."""
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _admit(self, jobs: Sequence[Job]) -> None:
+        if self.failure is not None:
+            raise Failed("the engine has stopped")
+        if self.draining:
+            raise Busy("the server is shutting down", 5.0)
+        sequences = sum(job.sequences for job in jobs)
+        self.bound(sequences)
+        tokens = sum(len(job.request.prompt) for job in jobs)
+        most = self.limits.queued_tokens
+        if most is not None and len(jobs) > 1 and tokens > most:
+            raise Invalid("prompt", f"has {tokens} tokens in all, of {most} at most", "ask in several requests")
+        waiting = self._queue.totals
+        if not waiting[0]:  # a single prompt has the context for its bound
+            return
+        for number, limit, what in ((waiting[0] + sequences, self.limits.queued_requests, "outputs"),
+                                    (waiting[1] + tokens, most, "prompt tokens")):  # fmt: skip
+            if limit is not None and number > limit:
+                self.metrics.rejected.inc()
+                raise Busy(
+                    f"the queue is full: {number} {what}, of {limit} at most", min(60.0, max(1.0, self._patience))
+                )
+
+    def bound(self, outputs: int) -> None:
+        """Raise :class:`Invalid` for a request of more outputs than the queue ever takes."""
+        most = self.limits.queued_requests
+        if most is not None and outputs > most:
+            raise Invalid("n", f"makes {outputs} outputs of all prompts, of {most} at most", "ask in several requests")
+
+    def _call(self, call: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(call)
+            self._wake.notify()
+
+    # ---- the engine's side -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                with self._wake:
+                    if not self._inbox and not self.engine.has_work() and not self._stop:
+                        self._wake.wait()
+                self._take_calls()
+                self._give_up()
+                if self.engine.has_work():
+                    self._step_began = time.monotonic()
+                    events = self.engine.step()
+                    self._step_began = None
+                    for event in events:
+                        self._read(event)
+                    self._note_started()
+                self.stats = self.engine.stats()
+                self._send()
+        except Exception as e:
+            log.exception("the engine failed")
+            with self._wake:
+                self.failure = e  # from here on nothing is queued any more
+                lost = {id(stream): stream for stream in self._streams.values()}
+            self._outgoing += [(s, Failed("the engine failed; the server's log says why")) for s in lost.values()]
+            self._forget(*list(self._streams))
+            with contextlib.suppress(Exception):
+                self._take_calls()  # who asks something gets the engine's own answer
+            self._send()
+            self._loop.call_soon_threadsafe(self.on_failure)
+
+    def _take_calls(self) -> None:
+        while True:
+            with self._wake:
+                if not self._inbox:
+                    return
+                call = self._inbox.popleft()
+            call()
+
+    def _add(self, stream: Stream) -> None:
+        done: list[str] = []
+        try:
+            for job in stream.jobs.values():
+                self.engine.add(job.request)
+                done.append(job.request.id)
+        except Exception as e:
+            for request in done:
+                self.engine.abort(request)
+            self._forget(*stream.jobs)
+            if not isinstance(e, UserError):
+                log.exception("a request could not be added")
+                e = Failed("the request could not be taken; the server's log says why")
+            self._outgoing.append((stream, e))
+        else:
+            self._outgoing.append((stream, None))
+
+    def _abort(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            self.engine.abort(request)
+            stream = self._streams.get(request)
+            if stream is None:
+                continue
+            job = stream.jobs[request]
+            for index in sorted(job.open):
+                if (delta := job.read(Event(request, index, finish="abort"))) is not None:
+                    self._outgoing.append((stream, delta))
+            self.metrics.finished.labels("abort").inc()
+            self._forget(request)
+
+    def _give_up(self) -> None:
+        """Fail whatever has waited too long to be scheduled."""
+        if self.limits.first_token is None:
+            return
+        with self._wake:
+            late = [(r, self._streams[r]) for r in self._queue.waiting if r in self._streams]
+        now = time.monotonic()
+        for request, stream in late:
+            if stream.started or now - stream.asked <= self.limits.first_token:
+                continue
+            if request in self._streams:
+                error = Busy(f"no token within {self.limits.first_token:g} s", max(1.0, self._patience))
+                self._outgoing.append((stream, error))
+                for other in stream.jobs:
+                    self.engine.abort(other)
+                self._forget(*stream.jobs)
+                self.metrics.finished.labels("timeout").inc()
+
+    def _note_started(self) -> None:
+        """Take what has been scheduled out of the queue."""
+        with self._wake:
+            for request in [r for r in self._queue.waiting if self.engine.started(r)]:
+                del self._queue.waiting[request]
+                self._streams[request].started = True
+
+    def _read(self, event: Event) -> None:
+        stream = self._streams.get(event.request)
+        if stream is None:  # given up
+            return
+        job, now = stream.jobs[event.request], time.monotonic()
+        if event.request not in stream.first and (event.tokens or event.embedding):
+            stream.first[event.request] = now
+            self._patience += 0.1 * (now - stream.asked - self._patience)
+            self.metrics.first_token.observe(now - stream.asked)
+        delta = job.read(event)
+        if delta is None:
+            return
+        if delta.finish and event.finish is None:  # the text found a stop string
+            self.engine.finish(event.request, event.index)
+        self.metrics.tokens.inc(len(event.tokens))
+        self._outgoing.append((stream, delta))
+        if delta.finish:
+            self.metrics.output(delta, stream.first.get(event.request, now), now)
+        if not job.open:
+            self.metrics.request(delta, len(job.request.prompt), now - stream.asked)
+            self._forget(event.request)
+
+    def _forget(self, *requests: str) -> None:
+        with self._wake:
+            for request in requests:
+                self._streams.pop(request, None)
+                self._queue.waiting.pop(request, None)
+
+    def _send(self) -> None:
+        """Hand what is new to the event loop, all in one call."""
+        if not self._outgoing:
+            return
+        parcel, self._outgoing = self._outgoing, []
+        try:
+            self._loop.call_soon_threadsafe(_deliver, parcel)
+        except RuntimeError:  # the event loop is gone, and all readers with it
+            self._stop = True
+
+
+def _deliver(parcel: list[tuple[Stream, Delta | Exception | None]]) -> None:
+    for stream, news in parcel:
+        if isinstance(news, Delta):
+            stream.put(news)
+        elif news is not None:
+            stream.fail(news)
+        elif not stream.accepted.done():
+            stream.accepted.set_result(None)

@@ -1,0 +1,1 @@
+"""Parameter-efficient fine-tuning: the base stays frozen."""

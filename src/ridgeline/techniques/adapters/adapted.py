@@ -1,0 +1,218 @@
+"""What techniques that leave the base frozen and train a little beside it share on the analytic side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.targets import chosen, linears, matching, shortest
+from ridgeline.techniques.technique import Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ridgeline.nn.adapters.adapter import Adapter
+    from ridgeline.runtime.train_build import TrainBuild
+
+_CHANGE_THE_BASE = (
+    "lora",
+    "qlora",
+    "bitfit",
+    "bottleneck_adapter",
+    "diff_pruning",
+    "mask_tuning",
+    "alpha_tuning",
+    "qft",
+)
+
+Adapt = Callable[[Block, Op, str], None]
+"""Adds to a block what adapts one of its linear layers: block, the layer's forward operator, the saved activation that
+is its input."""
+
+
+class Adapting(Technique):
+    """A technique that puts an adapter around linear layers and trains it alone."""
+
+    leaves: ClassVar[tuple[str, ...]]
+    """Names of the adapter's tensors at each layer."""
+    from_zero: ClassVar[bool] = True
+    """Whether what decides the adapter's effect is zero at the start."""
+
+    if TYPE_CHECKING:  # each kind has this option, in its own place among the others
+        targets: tuple[str, ...]
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """As it is: what else it can do changes the result, not the speed."""
+        return [cls.model_validate({})]
+
+    def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
+        """The adapter around one linear layer, at its start: as if it were not there."""
+        raise NotImplementedError
+
+    def check_alone(self, e: Experiment, **also: str) -> None:
+        """Refuse what does not go with an adapter other than LoRA, and techniques in ``also`` for the reason given."""
+        for other in _CHANGE_THE_BASE:
+            self.needs(other == self.card.name or not e.plan.has(other),
+                       f"{other} already decides what trains beside, or in, the frozen base",
+                       f"keep one of {self.card.name} and {other}")  # fmt: skip
+        self.needs(not e.plan.has("tensor_parallel"), "tensor_parallel divides linear layers, and of adapters"
+                   " only those of lora", "use lora, or zero or pipeline instead of tensor_parallel")  # fmt: skip
+        for other, why in also.items():
+            self.needs(not e.plan.has(other), f"{other} {why}", f"keep one of {self.card.name} and {other}")
+
+    def build(self, run: TrainBuild) -> None:
+        """Put the adapters in place, freeze the rest."""
+        from ridgeline.nn.adapters.adapter import put
+
+        for i, name in enumerate(chosen(run.model.spec, self.targets)):
+            base = run.model.get_submodule(name)
+            put(run.model, name, self.around(base, run.experiment.training.seed, i))
+        run.trainable = lambda name: name.rpartition(".")[2] in self.leaves
+
+    def compact(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A model's whole state as trained → the tensors that a folder keeps."""
+        return {n: t for n, t in state.items() if n.rpartition(".")[2] in self.leaves}
+
+    def expand(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`compact`: the adapter's tensors as trained."""
+        return state
+
+
+def check_targets(technique: Adapting, e: Experiment, targets: Iterable[str]) -> None:
+    """Every target must name a linear layer; a pipeline's first stage must have something to train; the optimizer must
+    move it."""
+    known = linears(e.model)
+    for t in targets:
+        if not matching(t, known):
+            names = ", ".join(sorted(shortest(known, known)))
+            technique.needs(False, f"target {t!r} matches no linear layer of {e.model.name}",
+                            f"its linear layers: {names}")  # fmt: skip
+    technique.needs(not (technique.from_zero and e.plan.has("adalomo")), "adalomo sizes its updates by the parameters,"
+                    " and an adapter that starts at zero would hardly move", "use another optimizer")  # fmt: skip
+    first = next(iter(chosen(e.model, targets)))
+    technique.needs(first.startswith(("layers.0.", "encoder.0.")) or not e.plan.has("pipeline"),
+                    f"the first layer to adapt is {first}, so stages of the pipeline may have nothing to train",
+                    "adapt layer 0 too, or drop pipeline")  # fmt: skip
+
+
+def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
+    """Freeze everything (no weight gradients, no optimizer state) and ``add`` to each targeted linear layer.
+
+    Nothing below the first adapter needs gradients: layers before it have no backward pass, and the first layer with
+    one computes no gradient for its input.
+    """
+    found: dict[str, set[str]] = {}
+    for name in chosen(e.model, targets):
+        stack, i, inner = name.split(".", 2)
+        found.setdefault(f"{stack}.{i}", set()).add(inner)
+    m = e.model
+    order = [f"encoder.{i}" for i in range(m.encoder_layers)] + [f"layers.{i}" for i in range(m.num_layers)]
+    lowest = next(i for i, layer in enumerate(order) if layer in found)
+    blocks: list[Block] = []
+    for b in g.blocks:
+        sources = _sources(b)
+        _freeze(b)
+        if not b.name.startswith(("layers", "encoder")):
+            if b.name != "head":
+                b.drop_users([o.name for o in b.backward])
+            blocks.append(b)
+            continue
+        experts = any(".experts." in p.name for p in b.params)
+        kinds: dict[tuple[int, frozenset[str]], int] = {}
+        for place, layer in enumerate(order):
+            stack, _, index = layer.partition(".")
+            if stack == b.name and m.is_moe_layer(int(index)) == experts:
+                kind = (max(-1, min(1, place - lowest)), frozenset(found.get(layer, ())))
+                kinds[kind] = kinds.get(kind, 0) + 1
+        for (side, inside), count in kinds.items():
+            part = b.copy()
+            part.repeat = count
+            for op in b.forward:
+                if op.kind == "gemm" and op.name in inside:
+                    add(part, op, sources[op.name])
+            if side < 0:
+                part.drop_users([o.name for o in part.backward])
+            elif side == 0:
+                part.drop_users(_needless({n.rpartition(".")[2] for n in inside}, m.post_norm))
+            blocks.append(part)
+    g.blocks = blocks
+    return g
+
+
+def _sources(b: Block) -> dict[str, str]:
+    """Linear layer → the saved activation that is its input (linears that read the same tensor share one)."""
+    return {user.removesuffix(".dw"): key for key, s in b.saved.items() for user in s.users if user.endswith(".dw")}
+
+
+def _freeze(b: Block) -> None:
+    for p in b.params:
+        p.trainable = False
+    gone = [o.name for o in b.backward if o.name.endswith((".dw", ".db"))]
+    b.drop_users(gone)
+
+
+def _needless(targets: set[str], post_norm: bool) -> list[str]:
+    """Backward operators that the first layer does not run: those of tensors that depend on no adapter."""
+
+    def linear(name: str) -> list[str]:
+        return [f"{name}.dx", f"{name}.lora_a.dx", f"{name}.accumulate"]
+
+    q, k, v = ("q_proj" in targets, "k_proj" in targets, "v_proj" in targets)
+    attended = q or k or v
+    added = attended or "o_proj" in targets
+    inner = added or bool({"gate_proj", "up_proj"} & targets)
+    gone = ["attention_residual.bwd", *linear("attention.q_proj"), *linear("attention.k_proj")]
+    gone += linear("attention.v_proj")
+    if not post_norm:
+        gone.append("attention_norm.bwd")
+    for part, needed, product in (("q", q, "scores.dq"), ("k", k, "scores.dk"), ("v", v, "values.dv")):
+        if not needed:
+            gone += [f"attention.{name}" for name in (f"{part}_norm.bwd", f"{part}_rope.bwd", product)]
+    if not (q or k):
+        gone += ["attention.softmax.bwd", "attention.values.dprobs"]
+    if not attended:
+        gone += linear("attention.o_proj")
+    if not added:
+        gone += ["attention_norm.bwd" if post_norm else "mlp_norm.bwd", "mlp_residual.bwd"]
+        gone += [*linear("mlp.gate_proj"), *linear("mlp.up_proj")]
+    if not inner:
+        gone += ["mlp.act.bwd", *linear("mlp.down_proj")]
+    return gone
+
+
+def unwrapped(state: dict[str, Tensor], leaves: Iterable[str]) -> dict[str, Tensor]:
+    """A model's state without the adapters' own tensors, the base's named as if nothing were around them."""
+    gone = set(leaves)
+    adapted = {n.rpartition(".")[0] for n in state if n.rpartition(".")[2] in gone}
+    out: dict[str, Tensor] = {}
+    for name, value in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        if prefix in adapted and leaf in gone:
+            continue
+        bare = prefix.removesuffix(".base")
+        out[f"{bare}.{leaf}" if bare in adapted else name] = value
+    return out
+
+
+def train_matrix(b: Block, op: Op, source: str, leaf: str, tensors: tuple[str, ...], work: float, back: float) -> None:
+    """Add ``tensors`` of the weight's shape that train through the layer's product: its weight gradient is computed as
+    if the base trained. ``work`` and ``back``: matrices that are made beside it in forward and backward."""
+    m, n, k = op.shape
+    w = DTYPE_BYTES[op.dtype]
+    size = float(n * k) * w
+    make = Op(f"{op.name}.{leaf}", op.module, "cast", bytes=(2.0 + len(tensors)) * size, dtype=op.dtype)
+    again = changed(make, name=f"{make.name}.again_made", direction="backward")
+    dw = changed(op, name=f"{make.name}.dw", direction="backward", shape=(n, k, m), param=f"{op.name}.{tensors[0]}")
+    split = changed(make, name=f"{make.name}.bwd", direction="backward", bytes=(2.0 + 2.0 * len(tensors)) * size)
+    b.forward.insert(b.forward.index(op), make)
+    b.backward += [again, dw, split]
+    for name in tensors:
+        b.params.append(Param(f"{op.name}.{name}", n * k, "fp32", True, 4.0, shape=(n, k), grad_bytes=4.0))
+    old = b.saved.get(source)
+    b.saved[source] = Saved(m * k * w, (old.users if old else frozenset()) | {dw.name})
+    b.workspace = max(b.workspace, work * size)
+    b.backward_workspace = max(b.backward_workspace, back * size)

@@ -1,0 +1,41 @@
+"""Bottleneck adapters after a sub-layer (Houlsby et al. 2019, arXiv:1902.00751)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.adapters.adapter import Adapter
+from ridgeline.nn.parallel.collectives import local
+from ridgeline.spec.errors import UserError
+
+
+class BottleneckLinear(Adapter):
+    """h + gelu(h D + d) U + u for the output h = base(x) of a sub-layer's last linear.
+
+    D [size, width] is random and small; U [width, size], d and u are zero at the start, so that it is the identity.
+    """
+
+    leaves: ClassVar[tuple[str, ...]] = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
+
+    def __init__(self, base: Any, size: int, generator: torch.Generator | None = None) -> None:
+        super().__init__(base)
+        like, width = base.weight, base.out_features
+        down = torch.empty(size, width).normal_(std=width**-0.5, generator=generator)
+        self.adapter_down = nn.Parameter(down.to(like))
+        self.adapter_down_bias = nn.Parameter(like.new_zeros(size))
+        self.adapter_up = nn.Parameter(like.new_zeros(width, size))
+        self.adapter_up_bias = nn.Parameter(like.new_zeros(width))
+
+    def delta(self, x: Tensor, y: Tensor) -> Tensor:
+        """The sub-layer's output, adapted."""
+        inner = F.gelu(F.linear(y, local(self.adapter_down), local(self.adapter_down_bias)))
+        return y + F.linear(inner, local(self.adapter_up), local(self.adapter_up_bias))
+
+    def weight(self) -> Tensor:
+        """There is none: it is not linear."""
+        raise UserError("a bottleneck adapter is not linear, so that no weight of the base can hold it",
+                        "keep it as an adapter (adapter_config.json beside its tensors)")  # fmt: skip

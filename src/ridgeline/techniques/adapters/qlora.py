@@ -1,0 +1,137 @@
+"""QLoRA: low-rank adapters over a 4-bit NormalFloat base."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, Param
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.adapters.lora import LoRA
+from ridgeline.techniques.optimizers.replaced_optimizer import alone
+from ridgeline.techniques.parallel.divide_operators import host_copy
+from ridgeline.techniques.technique import Card, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ridgeline.runtime.train_build import TrainBuild
+
+_BLOCK = 64
+
+
+class QLoRA(LoRA):
+    """LoRA over frozen linear layers in NF4 with doubly quantised scales, each matrix expanded at every use."""
+
+    card: ClassVar[Card] = Card(
+        name="qlora",
+        title="QLoRA",
+        paper="arXiv:2305.14314",
+        taxonomy="training/finetune/qlora",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=False,
+        claim="a 65B model fine-tuned on one 48 GB GPU",
+        bound="falls",
+        quality="training loss within 1 % of LoRA's on the unquantised base",
+        needs_model={"head_dim": 32, "intermediate_size": 128},
+    )
+
+    targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
+    """The linear layers to adapt, by default all (section 4 of the paper), as in ``lora``."""
+
+    paged: bool = False
+    """Keep the optimizer's states in host memory, but for those that are being updated."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """States on the device, and paged."""
+        return [cls(paged=paged) for paged in (False, True)]
+
+    def stored(self) -> dict[str, Any]:
+        """LoRA's options; where optimizer states rest is nothing to a checkpoint."""
+        return {k: v for k, v in super().stored().items() if k != "paged"}
+
+    def check(self, e: Experiment) -> None:
+        """What LoRA asks; the base is quantised once, and divided between blocks only."""
+        super().check(e)
+        self.needs(
+            not e.plan.has("lora"), "it is LoRA itself", "drop lora and give its options to qlora (qlora:rank=32)"
+        )
+        self.needs(not e.plan.has("rtn"), "rtn already stores the base as integers", "keep one of qlora and rtn")
+        if self.paged:
+            alone(self, e)
+        tp = e.parallel.get("tp", 1)
+        for p in e.model.block_parameters(0):
+            if p.name.endswith("_proj.weight") and len(p.shape) == 2:
+                width = p.shape[1]
+                self.needs(width % 2 == 0, f"{p.name} has odd width {width}: codes of 4 bits come in pairs",
+                           "use a model of even width, or lora alone")  # fmt: skip
+                if tp > 1 and p.name.endswith(("o_proj.weight", "down_proj.weight")):
+                    self.needs(width % (_BLOCK * tp) == 0, f"{p.name}'s input of {width} cut over {tp}"
+                               f" tensor-parallel ranks would split blocks of {_BLOCK} weights",
+                               f"use a degree whose parts are multiples of {_BLOCK}, or zero:stage=3")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Weights shrink, and every use first expands one weight matrix; then as LoRA.
+
+        Beside the codes each block of a row has a scale of a byte, and each row its mean and largest deviation.
+        """
+
+        def quantise(b: Block) -> None:
+            sizes: dict[str, float] = {}
+            for p in list(b.params):
+                if not (p.name.endswith("_proj.weight") and len(p.shape) == 2):
+                    continue
+                rows, width = p.shape
+                copies = p.numel / (rows * width)
+                p.bytes_per_element, p.dtype, p.trainable = 0.5, "nf4", False
+                sizes[p.name] = p.numel
+                prefix = p.name.removesuffix("weight")
+                blocks = rows * -(-width // _BLOCK) * copies
+                b.params += [Param(f"{prefix}scales", blocks, "uint8", False, 1.0),
+                             Param(f"{prefix}spans", rows * copies, "uint8", False, 8.0)]  # fmt: skip
+            for ops in (b.forward, b.backward):
+                for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
+                    moved = sizes[op.param] * (0.5 + 1 / _BLOCK + 4)
+                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, moved, "nf4",
+                                param=op.param)  # fmt: skip
+                    ops.insert(ops.index(op), expand)
+            largest = max(sizes.values(), default=0.0) * 4.0
+            b.workspace = max(b.workspace, largest)
+            b.backward_workspace = max(b.backward_workspace, largest)
+
+        if self.paged:
+            g.closing.append(_page_states)
+        return super().rewrite(g.each_block(quantise, layers_only=True), e)
+
+    def build(self, run: TrainBuild) -> None:
+        """Replace the linears of every block by codes, then adapt them."""
+        from ridgeline.nn.quant.nf4 import NF4Linear
+        from ridgeline.nn.quant.quantized import replace_linears
+
+        replace_linears(run.model, NF4Linear)
+        super().build(run)
+        if self.paged:
+            from ridgeline.techniques.adapters.qlora_torch import page_states
+
+            page_states(run)
+
+    def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Codes expanded, updates merged into them."""
+        from ridgeline.nn.quant.nf4 import NF4Linear
+        from ridgeline.nn.quant.quantized import expanded
+
+        return super().plain(expanded(state, NF4Linear))
+
+
+def _page_states(g: Graph) -> None:
+    """The optimizer's states rest in host memory; each part's come to the device for its update, and go back."""
+    for b in g.blocks:
+        size = sum(p.numel / p.state_shards for p in b.params if p.trainable) * g.optimizer_bytes
+        if size:
+            times = b.repeat // g.stages or 1
+            g.host_bytes += size * times
+            pair = [host_copy("paged.in", "h2d", size, "update"), host_copy("paged.out", "d2h", size, "update")]
+            g.after_update = pair * times + g.after_update
+    g.optimizer_bytes = 0.0

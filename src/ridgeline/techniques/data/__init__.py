@@ -1,0 +1,1 @@
+"""What a training run is fed, and when: sequence lengths, mixtures, schedules."""

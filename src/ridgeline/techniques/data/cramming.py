@@ -1,0 +1,156 @@
+"""Cramming: training within a budget."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Graph, Op
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Metric, Result
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import TrainBuild
+
+
+class Cramming(Technique):
+    """Tie a run to a budget of minutes, joules or tokens: learning rate and batch size follow the share that is spent,
+    and training ends with it.
+
+    The paper's recipe is for BERT; of a causal model this is its budget protocol alone: one triangular cycle of the
+    learning rate, and batches that grow. The workload's ``lr`` is the top of the cycle, its ``steps`` are an upper
+    limit. What was spent before an interruption stays spent. Predicted are whole batches.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="cramming",
+        title="Cramming (budgeted training)",
+        paper="arXiv:2212.14034",
+        taxonomy="training/data/cramming",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=False,
+        claim="close to BERT on GLUE after one day on one consumer GPU",
+        bound="falls",
+        quality="another schedule: the training loss must fall",
+        example={"tokens": 448, "start": 0.5, "ramp": 0.05},
+    )
+    phase: ClassVar[Phase] = "loop"
+    order: ClassVar[int] = -1
+
+    minutes: float | None = Field(default=None, gt=0)
+    """Budget of time from the first step on, evaluations and checkpoints included."""
+    joules: float | None = Field(default=None, gt=0)
+    """Budget of energy of rank 0's machine: ``watts`` times seconds, or what its processors count (RAPL)."""
+    tokens: int | None = Field(default=None, gt=0)
+    """Budget of tokens."""
+    watts: float | None = Field(default=None, gt=0)
+    """Power that the machine draws, for a budget of joules."""
+    top: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the budget at which the learning rate is highest."""
+    start: float = Field(default=0.25, gt=0, le=1)
+    """Share of the batch to begin with."""
+    ramp: float = Field(default=0.6, ge=0, le=1)
+    """Share of the budget after which batches are whole; 0: always."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: a budget is the user's."""
+        return []
+
+    @property
+    def grows(self) -> bool:
+        """Whether batches do."""
+        return self.ramp > 0 and self.start < 1
+
+    def check(self, e: Experiment) -> None:
+        """One budget; nothing that needs every batch to be of one size."""
+        given = [n for n in ("minutes", "joules", "tokens") if getattr(self, n) is not None]
+        self.needs(len(given) <= 1, f"{' and '.join(given)} are several budgets", "give one of them")
+        for other in ("static_memory", "swap_advisor"):
+            self.needs(not (self.grows and e.plan.has(other)), f"{other} records a step whose shapes must stay, but"
+                       " batches grow", "use ramp=0, or drop it")  # fmt: skip
+        self.needs(not (self.grows and e.plan.has("growlength")), "batches cannot grow while growlength keeps their"
+                   " tokens constant", "use ramp=0, or drop growlength")  # fmt: skip
+        self.needs(not (self.grows and e.plan.has("pipeline") and e.micro_batch_size == e.batch_size), "a pipeline's"
+                   " batches cannot grow without micro-batches", "use micro_batch_size, or ramp=0")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Ranks agree on what is spent."""
+        if e.world > 1:
+            g.before_update.append(Op("budget.reduce", "communication", "all_reduce", "update", bytes=8.0,
+                                      link_bytes=8.0, ranks=e.world, axis="all"))  # fmt: skip
+        return g
+
+    def note(self, e: Experiment, result: Result) -> None:
+        """How many steps the budget is for: all of whole batches, so that growing ones come to somewhat more."""
+        step = result.metrics["step_time_s"].value
+        tokens = result.metrics["tokens_per_step"].value
+        watts = self.watts or (e.cluster.device.watts or 0.0) * e.world
+        steps = 0.0
+        if self.tokens:
+            steps = self.tokens / tokens
+        elif self.joules and watts:
+            steps = self.joules / (watts * step)
+        elif not self.joules:
+            steps = (self.minutes or 60.0) * 60 / step
+        if steps:
+            result.metrics["budget_steps"] = Metric(value=steps, unit="", better="", source="budget over a step")
+
+    def build(self, run: TrainBuild) -> None:
+        """Schedule, batches and the end of the run go by what is spent."""
+        import torch
+        import torch.distributed as dist
+
+        from ridgeline.techniques.data.cramming_torch import Ramp, Spending, rapl_joules, triangle
+
+        e = run.experiment
+        done = [0.0]
+        count = time.monotonic
+        budget = (self.minutes or 60.0) * 60
+        if self.tokens:
+            budget, count = float(self.tokens), lambda: done[0]
+        elif self.joules:
+            budget = self.joules
+            measured = rapl_joules() if self.watts is None else None
+            watts = self.watts
+            if measured is not None:
+                count = measured
+            elif watts is not None:
+                count = lambda: watts * time.monotonic()  # noqa: E731
+            else:
+                raise UserError("cramming: this machine does not show what energy it uses", "give watts, e.g. watts=65")
+
+        def agree(share: float) -> float:
+            if run.world == 1:
+                return share
+            told = torch.tensor(share if run.rank == 0 else 0.0, dtype=torch.float64, device=run.device)
+            dist.all_reduce(told)
+            return float(told)
+
+        spending = Spending(budget, count, agree)
+        run.states["budget"] = spending
+        peak = run.schedule(e.training.warmup_steps)
+        run.schedule = lambda step: peak * triangle(_inside(spending.share(step)), self.top)
+        run.finished = spending.finished
+        if self.grows:
+            least = e.data_parallel * e.micro_batch_size if e.accumulation > 1 else e.data_parallel
+            run.batches = run.states["ramp"] = Ramp(
+                run.batches, e.batch_size, least, self.start, self.ramp, spending.share
+            )
+        batches = run.batches
+
+        def used() -> None:
+            step = spending.known[0]
+            size = batches.rows(step) if isinstance(batches, Ramp) else e.batch_size
+            done[0] += size * e.training.seq_len
+
+        run.after_update.append(used)
+
+
+def _inside(share: float) -> float:
+    """The first step has some length too."""
+    return max(share, 0.01)

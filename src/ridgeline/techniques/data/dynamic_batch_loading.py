@@ -1,0 +1,116 @@
+"""Dynamic batch loading: more of the domains that lag behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Graph
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.spec.sizes import Size
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import TrainBuild
+
+
+class DynamicBatchLoading(Technique):
+    """Draw each row of a batch from a domain; every so often multiply the domains' weights by exp(loss - reference).
+
+    Domains are what commas separate in the workload's ``data``, or the files and sub-directories of a directory. Losses
+    are those of held-out windows.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="dynamic_batch_loading",
+        title="Dynamic batch loading (Sheared LLaMA)",
+        paper="arXiv:2310.06694",
+        taxonomy="training/data/dynamic_batch_loading",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=False,
+        claim="part of Sheared LLaMA: 1.3B and 2.7B models for 3 % of the compute of training them from scratch",
+        bound="falls",
+        quality="other data in each step: the training loss must fall",
+        example={"domains": ("stdlib", "stdlib-code"), "limit": "60kB", "every": 2},
+        unpredicted=dict.fromkeys(("pretrain", "finetune"), "a step costs the same whatever it reads"),
+    )
+    phase: ClassVar[Phase] = "loop"
+    order: ClassVar[int] = -3
+    """What shapes batches comes after where they come from."""
+
+    domains: tuple[str, ...] = ()
+    """Sources of text, if not those of the workload's ``data``."""
+    weights: tuple[float, ...] = ()
+    """Weights to begin with; by default the domains' sizes."""
+    reference: tuple[float, ...] = ()
+    """Loss that each domain should reach, e.g. that of a larger model; by default what it is when training begins."""
+    every: int = Field(default=50, ge=1)
+    """Steps between two updates of the weights."""
+    clipped: bool = True
+    """Whether a loss below its reference counts as one that has reached it (the paper; its code does not clip)."""
+    floor: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the weights that is the same for all domains."""
+    limit: Size = 4_000_000
+    """Text that is read from each domain, e.g. 4MB."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: it changes what the training arrives at."""
+        return []
+
+    def check(self, e: Experiment) -> None:
+        """Needs running text of a decoder, and as many numbers as domains."""
+        self.needs(e.model.causal, f"{e.model.name} is an encoder, whose masked batches have one source",
+                   "use a decoder")  # fmt: skip
+        separate = e.training.separates_documents or e.training.instructions
+        self.needs(not separate, "domains are cut into windows of running text, not into documents",
+                   "drop document_mask, or train on text files")  # fmt: skip
+        for name in ("weights", "reference"):
+            given = getattr(self, name)
+            self.needs(not (given and self.domains) or len(given) == len(self.domains),
+                       f"{len(self.domains)} domains, but {len(given)} {name}", "give one for each")  # fmt: skip
+        self.needs(all(w > 0 for w in self.weights), f"weights {self.weights} are not all positive",
+                   "a domain without weight would never come: leave it out")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """A step is the same whatever it reads."""
+        return g
+
+    def note(self, e: Experiment, result: Result) -> None:
+        """Evaluations are beside the step."""
+        result.notes.append(f"every {self.every} steps one forward pass per domain comes to the predicted step time")
+
+    def build(self, run: TrainBuild) -> None:
+        """Put the domains in the place of the data, and update their weights before steps."""
+        from ridgeline.spec.errors import UserError
+        from ridgeline.techniques.data.dynamic_batch_loading_torch import DomainBatches, sources, updated
+
+        w = run.experiment.training
+        names = list(self.domains) or sources(w.data)
+        if len(names) < 2:
+            raise UserError(f"dynamic_batch_loading: data {w.data!r} is one domain",
+                            "give several sources with commas between them, or a directory of several")  # fmt: skip
+        for what in ("weights", "reference"):
+            given = getattr(self, what)
+            if given and len(given) != len(names):
+                raise UserError(f"dynamic_batch_loading: {len(given)} values in {what}, but {len(names)} domains:"
+                                f" {', '.join(names)}", "give one for each")  # fmt: skip
+        batches = DomainBatches.read(run.tokens_of, run.batches.tokenizer, names, w.seq_len, run.experiment.batch_size,
+                                     w.seed, int(self.limit), self.weights)  # fmt: skip
+        batches.reference = list(self.reference)
+        run.batches = run.states["domains"] = batches
+        measured = [-1]
+
+        def prepare(step: int) -> None:
+            if step == measured[0] or step % self.every or (step == 0 and batches.reference):
+                return
+            measured[0] = step
+            losses = [run.loss_of(batches.held_out_of(i)) for i in range(len(names))]
+            if not batches.reference:
+                batches.reference = losses
+            elif step:
+                batches.weights = updated(batches.weights, losses, batches.reference, self.clipped, self.floor)
+
+        run.before_step.append(prepare)

@@ -1,0 +1,1 @@
+"""Memory: recomputation, offload to host and disk, swapping, static plans."""

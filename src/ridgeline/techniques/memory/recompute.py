@@ -1,0 +1,271 @@
+"""Activation recomputation (checkpointing): trade forward arithmetic for activation memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.spec.sizes import Size, say_size
+from ridgeline.techniques.technique import Ask, Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import TrainBuild
+
+
+class Recompute(Technique):
+    """Drop a block's activations after its forward pass and rebuild them just before its backward pass."""
+
+    card: ClassVar[Card] = Card(
+        name="recompute",
+        title="Activation recomputation",
+        paper="arXiv:1604.06174",
+        taxonomy="training/model/recompute",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="activation memory of O(sqrt n) layers for about one third more compute; selective: arXiv:2205.05198",
+    )
+    phase: ClassVar[Phase] = "recompute"
+
+    policy: Literal["full", "selective", "budget"] = "full"
+    """full: whole blocks; selective: only scores, softmax and values (the score matrix); budget: in each block the
+    one of the two, or neither, so that the peak fits into ``budget`` with the least recomputation."""
+    every: int = Field(default=1, ge=1)
+    """With policy full: recompute every how many-th block."""
+    budget: Size | None = None
+    """With policy budget: bytes of device memory for the whole step on one rank, e.g. 2GB."""
+    full_blocks: int | None = Field(default=None, ge=0)
+    """With policy budget: how many blocks, from the first, are recomputed whole; by default the predictor settles it.
+    The first blocks have their backward pass last, when the activations of the others are gone."""
+    selective_blocks: int | None = Field(default=None, ge=0)
+    """With policy budget: how many blocks after those recompute their score matrix; settled with ``full_blocks``."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Full, full in every other layer, selective."""
+        return [cls(), cls(every=2), cls(policy="selective")]
+
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """The numbers of blocks whose predicted step is the fastest of those within the budget.
+
+        The peak falls with every further block that is recomputed, so the least number of selective blocks is found in
+        one walk over the numbers of full ones: O(blocks) predictions.
+        """
+        if self.policy != "budget" or self.budget is None or self.full_blocks is not None or not e.is_training:
+            return self
+        blocks = _blocks(e)
+        scores = 0 if _without_scores(e) else blocks
+        smallest = min(_peak(ask(self._with(blocks, 0).placed(e))), _peak(ask(self._with(0, scores).placed(e))))
+        best: tuple[float, int, int] | None = None
+        selective = scores
+        for full in range(blocks + 1):
+            selective = min(selective, blocks - full)
+            if best is not None and _time(ask(self._with(full, 0).placed(e))) > best[0]:
+                break  # more whole blocks only take longer
+            found = ask(self._with(full, selective).placed(e))
+            if _peak(found) > self.budget:
+                continue
+            while selective:
+                fewer = ask(self._with(full, selective - 1).placed(e))
+                if _peak(fewer) > self.budget:
+                    break
+                found, selective = fewer, selective - 1
+            if best is None or _time(found) < best[0]:
+                best = _time(found), full, selective
+        if best is None:
+            raise Incompatible(
+                f"recompute: the step does not fit into a budget of {say_size(self.budget)}: its smallest reachable"
+                f" peak is {say_size(smallest)}",
+                f"raise the budget, or add what else saves memory: {_advice(e)}",
+            )
+        return self._with(best[1], best[2])
+
+    def _with(self, full: int, selective: int) -> Recompute:
+        return self.model_copy(update={"full_blocks": full, "selective_blocks": selective})
+
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
+    def check(self, e: Experiment) -> None:
+        """Selective recomputation has nothing to drop when attention is fused; each policy has its own options."""
+        selective = self.policy == "selective" or bool(self.selective_blocks)
+        self.needs(
+            not (selective and e.plan.has("flash_attention")),
+            "policy 'selective' drops the score matrix, which flash_attention never stores",
+            "use policy=full, or drop one of the two",
+        )
+        self.needs(
+            not (self.policy == "selective" and self.every > 1),
+            "policy 'selective' treats every block alike",
+            "drop every=…, or use policy=full",
+        )
+        layers = e.model.num_layers
+        self.needs(self.every <= layers, f"every={self.every} exceeds the {layers} layers", f"use at most {layers}")
+        if self.policy == "budget":
+            self.needs(self.budget is not None or self.full_blocks is not None, "policy 'budget' has no budget",
+                       "write e.g. budget=2GB")  # fmt: skip
+            self.needs(self.every == 1, "policy 'budget' chooses the blocks itself", "drop every=…")
+            chosen, blocks = (self.full_blocks or 0) + (self.selective_blocks or 0), _blocks(e)
+            self.needs(chosen <= blocks, f"{chosen} blocks are to be recomputed of {blocks}", f"use at most {blocks}")
+        else:
+            given = self.budget or self.full_blocks or self.selective_blocks
+            self.needs(not given, f"policy {self.policy!r} has no budget", "add policy=budget, or drop the budget")
+
+    def kinds(self, blocks: int) -> list[str]:
+        """What becomes of each block in model order: full, selective or none."""
+        if self.policy == "selective":
+            return ["selective"] * blocks
+        if self.policy == "full":
+            return ["none" if i % self.every else "full" for i in range(blocks)]
+        full = blocks if self.full_blocks is None else self.full_blocks
+        selective = self.selective_blocks or 0
+        return ["full"] * full + ["selective"] * selective + ["none"] * (blocks - full - selective)
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Forward operators move into the backward phase too; saved activations shrink to the block's input."""
+        model = e.model
+        order = [*range(model.encoder_layers)]
+        first = len(order)  # the graph lists dense layers before those with experts
+        order += [first + i for i in sorted(range(model.num_layers), key=model.is_moe_layer)]
+
+        def close(graph: Graph) -> None:
+            kinds = self.kinds(len(order))
+            _drop(graph, [kinds[i] for i in order], in_order=self.policy == "budget")
+
+        g.closing.append(close)
+        return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Wrap the forward of each chosen block (or of its attention core) in ``torch.utils.checkpoint``."""
+        from functools import partial
+
+        from torch.utils.checkpoint import checkpoint
+
+        from ridgeline.nn.model.attention import Attention
+
+        # The model has no dropout, so there is no random state to restore.
+        again = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False)
+        kinds = self.kinds(run.model.spec.num_layers)
+        for name, block in run.model.layers.items():
+            kind = kinds[int(name)]
+            if kind == "full":
+                block.forward = again(block.forward)
+            elif kind == "selective":
+                for module in block.modules():
+                    if isinstance(module, Attention):
+                        module.backend = replace(module.backend, function=again(module.backend.function))
+
+
+def _blocks(e: Experiment) -> int:
+    return e.model.encoder_layers + e.model.num_layers
+
+
+def _without_scores(e: Experiment) -> bool:
+    return e.plan.has("flash_attention")
+
+
+def _peak(r: Result) -> float:
+    return r.metrics["peak_bytes"].value
+
+
+def _time(r: Result) -> float:
+    return r.metrics["step_time_s"].value
+
+
+def _advice(e: Experiment) -> str:
+    """Techniques and settings not in the plan that lower the peak further."""
+    known = {
+        "flash_attention": not e.plan.has("flash_attention"),
+        "mixed_precision": not e.plan.has("mixed_precision") and e.dtype == "fp32",
+        "a smaller micro_batch_size": e.micro_batch_size > 1,
+        "zero:stage=3": e.data_parallel > 1 and e.plan.option("zero", "stage") != 3,
+        "more devices": e.data_parallel == 1,
+        "lora": not (e.plan.has("lora") or e.plan.has("qlora")),
+    }
+    return ", ".join(name for name, helps in known.items() if helps)
+
+
+def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:
+    """Rebuild the layers that ``kinds`` (in the order of the graph) names; the input of each stays.
+
+    ``in_order``: those of one kind are neighbours in the model, else they alternate with the others.
+    """
+    stacks: dict[str, dict[str, list[Block]]] = {}
+    at = 0
+    for block in g.blocks:
+        found = stacks.setdefault(block.name, {kind: [] for kind in ("full", "selective", "none")})
+        if not block.name.startswith(("layers", "encoder")):
+            found["none"].append(block)
+            continue
+        mine = kinds[at : at + block.repeat]
+        at += block.repeat
+        for kind, blocks in found.items():
+            if kind in mine:
+                part = block.copy()
+                part.repeat = mine.count(kind)
+                blocks.append(part)
+                if kind == "full":
+                    _full(part, g.residual)
+                elif kind == "selective":
+                    _selective(part)
+                if in_order and kind != "none":
+                    part.name = f"{block.name}.{kind}"
+    g.blocks = [b for found in stacks.values() for blocks in found.values() for b in blocks]
+
+
+def _again(ops: list[Op]) -> list[Op]:
+    return [
+        changed(
+            o, name=f"{o.name}.again", direction="backward", recompute=True, behind=o.behind and f"{o.behind}.again"
+        )
+        for o in ops
+    ]
+
+
+def _full(b: Block, kept: float) -> None:
+    """All of the forward pass is repeated, but for what comes after the last tensor that backward needs.
+
+    A matrix multiplication keeps only what it reads, so the last one of a pre-norm layer is not run again.
+    """
+    needed = {o.name.rpartition(".")[0] for o in b.backward if o.kind != "residual"}
+    end = max((i for i, o in enumerate(b.forward) if o.name in needed and o.kind != "residual"), default=-1)
+    quantised = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
+    if b.forward[end].kind != "gemm" or quantised:
+        end += 1
+    b.recomputed = _rebuilt(b)
+    b.saved = {"input": Saved(kept, frozenset({"recompute"}))}
+    b.backward = _again(b.forward[:end]) + b.backward
+
+
+def _rebuilt(b: Block) -> float:
+    """Rebuilt bytes at the worse of two instants, as seen beside the largest workspace of the backward pass.
+
+    The MLP's gradients come first, with everything rebuilt alive; when those of attention come, its part is gone.
+    """
+    everything = b.saved_bytes
+    mlp = sum(s.bytes for s in b.saved.values() if all(user.startswith("mlp") for user in s.users))
+    act = next((o for o in b.backward if o.kind == "activation"), None)
+    if act is None or not mlp:
+        return everything
+    gated = "mlp.gate" in b.saved
+    # Of what it moves: the gradients that come in and go out, less the product's input, which is gone by then.
+    in_mlp = act.bytes * (2 / 5 if gated else 1 / 3)
+    at = max(everything + min(in_mlp, b.backward_workspace), everything - mlp + b.backward_workspace)
+    return at - b.backward_workspace
+
+
+def _selective(b: Block) -> None:
+    for prefix in ("attention", "cross_attention"):
+        # The product with the values reads the last tensor to be rebuilt, and is not run again.
+        core = {f"{prefix}.{part}" for part in ("scores", "mask", "softmax")}
+        again = _again([o for o in b.forward if o.name in core])
+        for name in ("probs", "probs.mask", "probs.dropped"):
+            dropped = b.saved.pop(f"{prefix}.{name}", None)
+            b.recomputed += dropped.bytes if dropped else 0.0
+        b.backward = again + b.backward

@@ -1,0 +1,147 @@
+"""ZeRO-Infinity: parameters and optimizer states in host memory or on NVMe."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Graph, Op
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.memory.zero_offload import moved_together, offload_states
+from ridgeline.techniques.parallel.divide_operators import host_copy
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.nn.memory.tiered_store import Tier
+    from ridgeline.runtime.train_build import TrainBuild
+
+_TIER: dict[str, Tier] = {"cpu": "cpu", "nvme": "disk"}
+
+
+class ZeroInfinity(Technique):
+    """Stream parameters (under ZeRO-3 each rank's shard) in before every use, and update states where they rest.
+
+    What is no transformer layer stays on the device through a micro-batch; of the layers, the one that runs and the
+    next. With states on NVMe the gradients rest there too, and the step streams through memory part by part.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="zero_infinity",
+        title="ZeRO-Infinity",
+        paper="arXiv:2104.07857",
+        taxonomy="training/offload/zero_infinity",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="over 25 PFLOP/s on 512 V100 (40 % of peak); a trillion parameters fine-tuned on one DGX-2",
+    )
+    phase: ClassVar[Phase] = "offload"
+
+    parameters: Literal["device", "cpu", "nvme"] = "cpu"
+    """Where parameters (or their shards) rest."""
+    optimizer: Literal["cpu", "nvme"] = "cpu"
+    """Where gradients and optimizer states rest, and master weights unless parameters do."""
+    tile: int = Field(default=1, ge=1)
+    """Tiles into which each linear of the feed-forward layers is cut; one at a time is on the device."""
+    path: str | None = None
+    """Folder of what rests on NVMe; None: Ridgeline's cache."""
+
+    def stored(self) -> dict[str, Any]:
+        """Tiles are parameters of their own."""
+        return {"tile": self.tile} if self.tile > 1 else {}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """From host memory to disk, one part at a time."""
+        return [cls(parameters="cpu", optimizer="cpu"), cls(parameters="cpu", optimizer="nvme"),
+                cls(parameters="nvme", optimizer="nvme")]  # fmt: skip
+
+    def check(self, e: Experiment) -> None:
+        """Under data parallelism parameters can only leave when they are sharded."""
+        self.needs(
+            self.parameters == "device" or not e.plan.has("pipeline"),
+            "a pipeline's stages have no step-wide order of layers to stream parameters in",
+            "use parameters=device, or drop pipeline",
+        )
+        self.needs(
+            self.parameters == "device" or not e.plan.has("data_parallel"),
+            "data_parallel keeps whole parameters on every device",
+            "use zero:stage=3 instead of data_parallel, or parameters=device",
+        )
+        stage = e.plan.option("zero", "stage")
+        self.needs(
+            self.parameters == "device" or not e.plan.has("zero") or stage == 3,
+            f"zero:stage={stage} keeps whole parameters on the device",
+            "use zero:stage=3, or parameters=device",
+        )
+
+        if self.tile > 1:
+            self._check_tiles(e)
+
+    def _check_tiles(self, e: Experiment) -> None:
+        m = e.model
+        self.needs(self.parameters != "device", "tile cuts weights that come and go, but parameters=device keeps them",
+                   "use parameters=cpu or nvme, or drop tile")  # fmt: skip
+        self.needs(not m.num_experts, f"tile cuts dense layers, {m.name} has experts", "drop tile")
+        width = math.gcd(m.hidden_size, m.intermediate_size)
+        self.needs(width % self.tile == 0, f"tile={self.tile} does not divide the rows of every linear ({m.hidden_size}"
+                   f" and {m.intermediate_size})", f"use a divisor of {width}")  # fmt: skip
+        for other, why in (
+            ("zero", "gathers whole blocks"), ("tensor_parallel", "divides the same linears"),
+            ("lora", "wraps whole linears"), ("rtn", "packs whole linears"),
+            ("qlora", "packs whole linears"), ("alpha_tuning", "packs whole linears"), ("fp8", "scales whole linears"),
+            ("recompute", "would fetch every tile once more"), ("fused_layers", "fuses whole linears"),
+            ("mixed_precision", "keeps a low-precision copy of every tile until backward"),
+        ):  # fmt: skip
+            self.needs(not e.plan.has(other), f"tile={self.tile} cannot be used with {other}, which {why}",
+                       f"drop tile, or {other}")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Copies in front of every use of a block; on NVMe also the disk's reads and writes."""
+        rest = self.parameters != "device"
+        weights = self.parameters == "nvme" if rest else None
+        if self.tile > 1:
+            for p, _ in g.params:
+                p.tiles = self.tile if p.name.startswith("mlp.") and len(p.shape) == 2 else 1
+        offload_states(g, self.optimizer == "nvme", weights, rest)
+        if rest:
+            g.host_parameters = True
+            for b in g.blocks:
+                ways: list[Op] = []
+                for params, tiles in moved_together(b):
+                    shard = sum(p.stored_bytes for p in params) / tiles
+                    each = [host_copy("offload.shard", "h2d", shard, "forward")]
+                    if self.parameters == "nvme":
+                        each.insert(0, host_copy("offload.read", "disk_read", shard, "forward"))
+                    ways += each * tiles if shard else []
+                b.gather_forward = ways + b.gather_forward
+                if b.name.startswith(("layers", "encoder")):
+                    b.gather_backward = ways + b.gather_backward
+        return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Put everything where it rests, after making sure that the disk will do."""
+        from pathlib import Path
+
+        from ridgeline.nn.memory.tiered_store import Store
+        from ridgeline.nn.memory.tiled import tile_linears
+        from ridgeline.paths import cache_dir
+        from ridgeline.runtime.host_optimizer import HostStates, disk_bytes, parts_of
+        from ridgeline.techniques.memory.zero_infinity_torch import Residency
+
+        states = _TIER[self.optimizer]
+        rest = self.parameters != "device"
+        weights = _TIER[self.parameters] if rest else states
+        if self.tile > 1:
+            for block in run.model.layers.values():
+                tile_linears(block.mlp, self.tile)  # type: ignore[arg-type]
+        folder, need = None, 0
+        if "disk" in (weights, states):
+            folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
+            optimizer = run.experiment.training.optimizer
+            need = disk_bytes(parts_of(run.root), weights, states, optimizer, bool(run.masters))
+        run.store = Store(run.device, folder, need)
+        host = HostStates(run, run.store, states, weights, rest)
+        if rest:
+            Residency(run, run.store, host)

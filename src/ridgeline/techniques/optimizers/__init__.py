@@ -1,0 +1,1 @@
+"""Optimizers with smaller states, and updates fused into the backward pass."""

@@ -1,0 +1,122 @@
+"""AdaLomo: LOMO with a factored second moment and updates of normalised size."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Graph, Op, Param
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.optimizers.lomo import check_recorded
+from ridgeline.techniques.optimizers.replaced_optimizer import alone, apply_in_backward, fuses, scaled
+from ridgeline.techniques.parallel.divide_operators import ROW
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import TrainBuild
+
+
+class AdaLomo(Technique):
+    """Adaptive updates within the backward pass, from row and column means of squared gradients.
+
+    Each update is normalised by its own size and scaled with its parameter's, so that neither the gradients' norm nor
+    ``grad_clip`` matters; there is no weight decay (Algorithm 1). Where gradients must be kept whole (see lomo) the
+    updates follow the backward pass.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="adalomo",
+        title="AdaLomo",
+        paper="arXiv:2310.10195",
+        taxonomy="training/optimizer/adalomo",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=False,
+        claim="AdamW's quality in instruction tuning of LLaMA 7B to 65B at about LOMO's memory",
+        bound="falls",
+        quality="another path to the minimum: the training loss must fall",
+        example={"lr_ratio": 0.01, "least": 0.1},
+    )
+    phase: ClassVar[Phase] = "optimiser"
+
+    decay: float = Field(default=0.8, gt=0)
+    """Exponent c of the second moment's averaging, β = 1 - t^-c."""
+    least: float = Field(default=1e-3, gt=0)
+    """Smallest size of a parameter's elements (root mean square) that its updates are scaled with."""
+    lr_ratio: float = Field(default=1.0, gt=0)
+    """Factor on the workload's learning rate, which here is relative to the parameters' size."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: it changes what the training arrives at."""
+        return []
+
+    def check(self, e: Experiment) -> None:
+        """It is the only optimizer; an overflow must be known before anything is applied."""
+        alone(self, e)
+        half = e.plan.option("mixed_precision", "dtype") == "fp16"
+        self.needs(not (half and fuses(e)), "fp16 gradients may overflow, which must be known before any of them is"
+                   " applied", "use mixed_precision:dtype=bf16")  # fmt: skip
+        check_recorded(self, e)
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """States are rows and columns; where tensors are divided, their sums are completed over the ranks."""
+        g.optimizer, g.clips = ("adalomo", 44.0), False
+        tp = e.parallel.get("tp", 1)
+        for b in g.blocks:
+            for p in b.params:
+                if p.trainable:
+                    held, sums = _states(p, tp, e.stride("cp"))
+                    p.state_bytes = held * p.state_shards / p.numel
+                    if g.reduce_every_micro_batch and not fuses(e):
+                        g.after_update += sums * b.repeat
+                    else:
+                        b.reduce += sums
+        if fuses(e):
+            apply_in_backward(g, 1)
+        return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Hooks on the final parameters, or an ordinary optimizer where gradients are kept."""
+        from ridgeline.runtime import optimizers
+        from ridgeline.techniques.optimizers import lomo_torch as fused_update
+
+        run.make_optimizer = lambda groups, w: optimizers.AdaLomo(groups, w.lr, self.decay, self.least)
+        scaled(run, self.lr_ratio)
+        if fuses(run.experiment):
+            fused_update.FusedUpdate(run, "none")
+        else:
+            run.clip = fused_update.unscale
+
+
+def _states(p: Param, tp: int, stride: int) -> tuple[float, list[Op]]:
+    """Bytes of a parameter's states on this rank, and the collectives of its update."""
+    parts = round(math.prod(p.shape) / p.numel) / p.spread  # over tensor-parallel ranks
+    shape = [float(n) for n in p.shape or (p.numel,)]
+    cuts: list[tuple[int, str, int, int]] = []  # dimension, axis, ranks, stride
+    shape[0] /= p.spread
+    if p.state_shards > 1:
+        cuts.append((0, "dp", p.state_shards, stride))
+        shape[0] /= p.state_shards
+    if parts > 1:
+        row = any(f"{name}." in p.name for name in ROW) or p.name.rpartition(".")[2] in ROW
+        dim = len(shape) - (1 if row or len(shape) < 2 else 2)
+        cuts.append((dim, "tp", tp, 1))
+        shape[dim] /= parts
+    last = len(shape) - 1
+    held = 4.0 * math.prod(shape) if last == 0 else 4.0 * math.prod(shape[:-2]) * (shape[-2] + shape[-1])
+    sums = []
+    for dim, axis, ranks, step in cuts:
+        if dim < last - 1:
+            continue  # whole matrices on each rank
+        if last > 0:
+            side = shape[-1] if dim == last - 1 else shape[-2]
+            sums.append(_sum("update.factors", 4.0 * math.prod(shape[:-2]) * side, axis, ranks, step))
+        sums.append(_sum("update.sizes", (24.0 if last else 16.0) * math.prod(shape[:-2]), axis, ranks, step))
+    return held, sums
+
+
+def _sum(name: str, size: float, axis: str, ranks: int, stride: int) -> Op:
+    return Op(name, "communication", "all_reduce", "backward", bytes=size, link_bytes=size, ranks=ranks, axis=axis,
+              stride=stride)  # fmt: skip

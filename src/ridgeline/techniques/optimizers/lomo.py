@@ -1,0 +1,81 @@
+"""LOMO: gradients are applied where they arise, and never stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ridgeline.graph.graph import Graph
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.optimizers.replaced_optimizer import alone, apply_in_backward, fuses
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import TrainBuild
+
+
+class Lomo(Technique):
+    """SGD within the backward pass: a gradient is applied as soon as it is complete, and dropped.
+
+    Needs one micro-batch per step, and zero rather than data_parallel on several ranks. Where gradients have to be kept
+    whole all the same (several micro-batches add to them, a pipeline, the buckets of data_parallel) the step is plain
+    SGD: the same loss, in one pass, with all gradients in memory, and so it is predicted.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="lomo",
+        title="LOMO",
+        paper="arXiv:2306.09782",
+        taxonomy="training/optimizer/lomo",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="memory down to 10.8 % of DeepSpeed's; all parameters of a 65B model tuned on 8 RTX 3090",
+    )
+    phase: ClassVar[Phase] = "optimiser"
+
+    norm: Literal["global", "tensor", "none"] = "global"
+    """How the workload's ``grad_clip`` limits gradients: by their global norm, exactly, which costs a second pass that
+    only measures; each tensor by its own norm; not at all."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: it is SGD, which changes what the training arrives at."""
+        return []
+
+    def check(self, e: Experiment) -> None:
+        """It is the only optimizer; an overflow must be known before anything is applied."""
+        alone(self, e)
+        half = e.plan.option("mixed_precision", "dtype") == "fp16"
+        self.needs(
+            not (half and fuses(e)) or (self.norm == "global" and e.training.grad_clip > 0),
+            "fp16 gradients may overflow, which must be known before any of them is applied",
+            "use norm=global with a grad_clip, which measures them first, or mixed_precision:dtype=bf16",
+        )
+        check_recorded(self, e)
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """No states; no gradients but those of the block that runs; a second pass to measure them."""
+        g.optimizer_bytes, g.optimizer = 0.0, ("lomo", 12.0)
+        if fuses(e):
+            measures = self.norm == "global" and e.training.grad_clip > 0
+            apply_in_backward(g, 2 if measures else 1)
+        return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Hooks on the final parameters, or plain SGD where gradients are kept."""
+        from ridgeline.runtime import optimizers
+        from ridgeline.techniques.optimizers import lomo_torch as fused_update
+
+        run.make_optimizer = lambda groups, w: optimizers.SGD(groups, w.lr)
+        if fuses(run.experiment):
+            fused_update.FusedUpdate(run, self.norm)
+        elif self.norm == "tensor":
+            run.clip = fused_update.clip_tensors
+        elif self.norm == "none":
+            run.clip = fused_update.unscale
+
+
+def check_recorded(t: Technique, e: Experiment) -> None:
+    """Refuse what records a backward pass without updates in it."""
+    for other in ("static_memory", "swap_advisor"):
+        t.needs(not (fuses(e) and e.plan.has(other)), f"{other} records one backward pass as the step, but here updates"
+                " are part of it", f"drop {other}, or use micro_batch_size so that gradients are kept")  # fmt: skip

@@ -1,0 +1,144 @@
+"""QFT: weights, gradients and Lion's momentum in int8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, Param
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.optimizers.replaced_optimizer import scaled
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ridgeline.runtime.train_build import TrainBuild
+
+
+def _at_once(e: Experiment) -> int:
+    """Weights that are updated at once (as :func:`ridgeline.techniques.optimizers.qft_linear_torch.at_once`)."""
+    return 1 << 13 if e.cluster.device.kind == "cpu" else 1 << 22
+
+
+class QFT(Technique):
+    """Train all parameters in integers: every matrix, its gradient and Lion's momentum are int8 codes.
+
+    The largest 1 % of each row's weights stay fp32 in a list. Updates happen within the backward pass, one layer after
+    the other, and are rounded stochastically. Norms, biases, position tables and tied embeddings stay fp32. Gradients
+    are not clipped, since Lion's step does not grow with them.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="qft",
+        title="Quantised full-parameter tuning",
+        paper="arXiv:2310.07147",
+        taxonomy="training/finetune/qft",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=False,
+        claim="model state reduced to 21 % of the standard solution; LLaMA-7B fine-tuned in less than 30 GB",
+        bound="falls",
+        quality="another optimizer on rounded weights: the training loss must fall below its starting value",
+        example={"lr_ratio": 1e-4},
+    )
+    phase: ClassVar[Phase] = "adapt"
+
+    lr_ratio: float = Field(default=1.0, gt=0)
+    """Factor on the workload's learning rate; Lion's paper uses 0.1 to 0.3 of AdamW's."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: it changes what the training arrives at."""
+        return []
+
+    def check(self, e: Experiment) -> None:
+        """One process that owns weights, gradients and optimizer."""
+        from ridgeline.techniques.registry import techniques
+
+        for other in techniques(e.plan):
+            name = other.card.name
+            if name == self.card.name:
+                continue
+            self.needs(other.phase != "adapt", f"{name} also decides how the weights are stored or which parameters"
+                       " train", f"keep one of qft and {name}")  # fmt: skip
+            owns = other.phase == "optimiser" or name in ("zero_offload", "zero_infinity")
+            self.needs(not owns, f"the update is its own integer Lion, within the backward pass; {name} owns it too",
+                       f"keep one of qft and {name}")  # fmt: skip
+        self.needs(e.world == 1, "each layer is updated within the backward pass of one process: ranks would have to"
+                   " agree on its gradient first", "run on 1 device, or use qlora with zero")  # fmt: skip
+        self.needs(not e.plan.has("fp8"), "the weights are int8 codes: fp8 would have none to code",
+                   "keep one of qft and fp8")  # fmt: skip
+        low = e.plan.has("mixed_precision") and (
+            e.plan.option("mixed_precision", "weights") == "low" or e.plan.option("mixed_precision", "dtype") == "fp16"
+        )
+        self.needs(not low, "integer weights have no 16-bit copy, and their updates cannot be taken back when a scaled"
+                   " fp16 loss overflows", "use mixed_precision with dtype=bf16 and weights=fp32")  # fmt: skip
+        self.needs(not e.model.num_experts, f"the experts of {e.model.name} are not linear layers of their own",
+                   "use a dense model")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Codes and a few outliers in the place of weights; each use expands a matrix; states of a byte.
+
+        A gradient is resident only between micro-batches, as codes.
+        """
+        states = trained = 0.0
+        for b in g.blocks:
+            rows = self._code(b, e, 1.0 if g.accumulation > 1 else 0.0)
+            for p in b.params:
+                if p.trainable:
+                    states += (p.numel * (1.0 if p.name in rows else 4.0) + 4.0 * rows.get(p.name, 0)) * b.repeat
+                    trained += p.numel * b.repeat
+        g.optimizer_bytes, g.clips = states / trained, False
+        g.optimizer = ("qft", 400.0)  # about forty passes over numbers of four bytes and their codes, a third random
+        return g
+
+    def _code(self, b: Block, e: Experiment, gradient: float) -> dict[str, int]:
+        """Rewrites a block; the rows of each matrix that is now integer. ``gradient``: bytes it keeps per element."""
+        rows: dict[str, int] = {}
+        for p in list(b.params):
+            if not _coded(p.name, p.shape, e.model.tie_embeddings):
+                continue
+            rows[p.name], width = p.shape
+            outliers = rows[p.name] * max(1, round(0.01 * width))
+            p.bytes_per_element, p.dtype, p.grad_bytes = 1.0, "int8", gradient * (1 + 4.0 / width)
+            prefix = p.name.removesuffix("weight")
+            b.params += [Param(f"{prefix}scale", rows[p.name], "fp32", False, 4.0),
+                         Param(f"{prefix}outliers", outliers, "fp32", False, 8.0)]  # fmt: skip
+        sizes = {p.name: p.numel for p in b.params if p.name in rows}
+        for ops in (b.forward, b.backward):
+            for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
+                expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, 5.0 * sizes[op.param], "int8",
+                            param=op.param)  # fmt: skip
+                ops.insert(ops.index(op), expand)
+        if sizes:
+            largest = max(sizes.values())
+            b.workspace = max(b.workspace, largest * 4.0)
+            update = min(largest, _at_once(e)) * 20.0
+            if b.name == "head":  # whose gradient is counted where it is made
+                b.backward_workspace += update
+            else:
+                b.backward_workspace = max(b.backward_workspace, largest * 4.0 + update)
+        return rows
+
+    def build(self, run: TrainBuild) -> None:
+        """Put integer layers in the place of matrices, and take their gradients."""
+        from ridgeline.techniques.optimizers.qft_torch import IntegerUpdates
+
+        scaled(run, self.lr_ratio)
+        IntegerUpdates(run).code()
+        run.trainable = lambda name: name.rpartition(".")[2] not in ("scale", "outliers")
+
+    def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Codes and outliers multiplied out."""
+        from ridgeline.nn.quant.quantized import expanded
+        from ridgeline.techniques.optimizers.qft_linear_torch import IntegerLinear
+
+        return expanded(state, IntegerLinear)
+
+
+def _coded(name: str, shape: tuple[int, ...], tied: bool) -> bool:
+    """Whether a parameter is stored in integers."""
+    if len(shape) != 2:
+        return False
+    return name.endswith("_proj.weight") or (not tied and name in ("embed.tokens.weight", "head.out.weight"))

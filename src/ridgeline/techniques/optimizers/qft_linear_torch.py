@@ -1,0 +1,186 @@
+"""Training on integers only (QFT, arXiv:2310.07147): weights, gradients and Lion's momentum are int8 codes.
+
+A matrix [out, in] has one scale per row. Its largest 1 % of weights stay as they are, in a list beside the codes (the
+paper's hybrid quantiser). In the backward pass a layer's weight gradient becomes codes as soon as it is known, moves
+momentum and weights, and is gone: one layer's gradient exists at a time. What the update makes of weights and momentum
+is rounded stochastically, so that steps far below a code's width still count, in the mean: rounding to nearest would
+drop every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ridgeline.nn.quant.quantized import QuantisedLinear
+
+OUTLIERS = 0.01
+"""Share of each row that stays fp32."""
+_TOP = 127
+
+
+def at_once(device: str) -> int:
+    """How many weights are updated at once on a kind of device: a CPU's caches are to hold their temporaries."""
+    return 1 << 13 if device == "cpu" else 1 << 22
+
+
+_HEADROOM = 17 / 16
+"""By how much more than needed a row's scale grows when a code would leave its range."""
+
+
+def outliers_of(width: int) -> int:
+    """How many weights of a row of ``width`` stay fp32."""
+    return max(1, round(OUTLIERS * width))
+
+
+def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Each number to one of its two neighbouring integers, so that the mean is the number itself (in place)."""
+    return x.add_(torch.rand(x.shape, generator=generator, device=x.device)).floor_()
+
+
+def _peak(x: Tensor) -> Tensor:
+    """Each row's largest magnitude [rows, 1], over the largest code; never zero."""
+    return x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / _TOP
+
+
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes to nearest and the scale of each row, fp32 [rows, 1]."""
+    scale = _peak(x)
+    return (x / scale).round_().to(torch.int8), scale
+
+
+def quantise(weight: Tensor) -> dict[str, Tensor]:
+    """What a matrix [out, in] is stored as: int8 ``codes``, fp32 ``scale`` [out, 1], and ``outliers`` (fp32 [out, k])
+    at ``columns`` (int32 [out, k]), where codes are zero."""
+    w = weight.detach().float()
+    columns = w.abs().topk(outliers_of(w.shape[1]), 1).indices
+    outliers = w.gather(1, columns)
+    codes, scale = encode_rows(w.scatter(1, columns, 0.0))
+    return {"codes": codes, "scale": scale, "columns": columns.int(), "outliers": outliers}
+
+
+def expand(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """Weights [..., in] in ``dtype`` from rows of codes, scale, columns and outliers."""
+    codes, scale, columns, outliers = parts
+    whole = torch.mul(codes, scale.to(dtype))
+    return whole.scatter_(-1, columns.long(), outliers.to(dtype))
+
+
+Update = Callable[["IntegerWeight", Tensor], None]
+"""Takes a matrix and its gradient [out, in]."""
+
+
+class IntegerWeight(nn.Module):
+    """What integer layers share: their stored parameters, and where gradients go."""
+
+    codes: nn.Parameter
+    scale: nn.Parameter
+    columns: nn.Parameter
+    outliers: nn.Parameter
+    update: Update
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Codes, scale, columns and outliers."""
+        return self.codes, self.scale, self.columns, self.outliers
+
+    def anchor(self) -> Tensor:
+        """Something that needs a gradient: codes cannot, yet their backward must run."""
+        return torch.zeros((), device=self.codes.device, requires_grad=torch.is_grad_enabled())
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: IntegerWeight, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *parts)
+        ctx.layer = layer
+        return F.linear(x, expand(parts, dtype=x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parts = ctx.saved_tensors
+        dx = grad @ expand(parts, dtype=grad.dtype) if ctx.needs_input_grad[0] else None
+        ctx.layer.update(ctx.layer, grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
+        return dx, None, None, *(None for _ in parts)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, anchor: Tensor, layer: IntegerWeight) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.layer = layer
+        return expand((p[ids] for p in layer.parts()), torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        dw = grad.new_zeros(ctx.layer.codes.shape)
+        dw.index_add_(0, ids.flatten(), grad.reshape(-1, grad.shape[-1]))
+        ctx.layer.update(ctx.layer, dw)
+        return None, None, None
+
+
+class IntegerLinear(QuantisedLinear, IntegerWeight):
+    """A linear layer in integers that trains. Its bias, if any, stays fp32."""
+
+    stored = ("codes", "scale", "columns", "outliers")
+
+    def __init__(self, linear: nn.Linear, update: Update) -> None:
+        super().__init__(linear)
+        self.keep(**quantise(linear.weight))
+        self.update = update
+
+    @staticmethod
+    def expand(*stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :func:`expand`."""
+        return expand(stored, dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out], without the bias."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y: Tensor = _Product.apply(x, self.anchor(), self, *self.parts())  # type: ignore[no-untyped-call]
+        return y
+
+
+class IntegerEmbedding(IntegerWeight):
+    """A table of vectors in integers that trains."""
+
+    def __init__(self, table: nn.Embedding, update: Update) -> None:
+        super().__init__()
+        for name, t in quantise(table.weight).items():
+            setattr(self, name, nn.Parameter(t, requires_grad=False))
+        self.num_embeddings = table.num_embeddings
+        self.update = update
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids [...] → vectors [..., width]."""
+        y: Tensor = _LookUp.apply(ids, self.anchor(), self)  # type: ignore[no-untyped-call]
+        return y
+
+
+def lion_rows(layer: IntegerWeight, rows: slice, gradient: Tensor, momentum: Tensor, momentum_scale: Tensor, *,
+              lr: float, decay: float, betas: tuple[float, float], generator: torch.Generator) -> None:  # fmt: skip
+    """Lion's step on some rows (arXiv:2302.06675, algorithm 2): u = sign(β1 m + (1 - β1) g), w ← w - lr (u + λ w),
+    m ← β2 m + (1 - β2) g; weights and momentum are rounded stochastically to their codes."""
+    m = torch.mul(momentum, momentum_scale)
+    step = torch.lerp(gradient, m, betas[0]).sign_().mul_(-lr)
+    m.lerp_(gradient, 1 - betas[1])
+    torch.clamp_min(m.abs().amax(-1, keepdim=True), 1e-30, out=momentum_scale).div_(_TOP)
+    momentum.copy_(stochastic_round(m.div_(momentum_scale), generator).clamp_(-_TOP, _TOP))
+    del m, gradient
+    codes, scale = layer.codes[rows], layer.scale[rows]
+    columns, outliers = layer.columns[rows].long(), layer.outliers[rows]
+    outliers.mul_(1 - lr * decay).add_(step.gather(1, columns))
+    moved = torch.mul(codes, 1 - lr * decay).add_(step.div_(scale)).scatter_(1, columns, 0.0)
+    needed = moved.abs().amax(-1, keepdim=True) / _TOP
+    grow = torch.where(needed > 1, needed * _HEADROOM, 1.0)
+    scale.mul_(grow)
+    codes.copy_(stochastic_round(moved.div_(grow), generator).clamp_(-_TOP, _TOP))
+    codes.scatter_(1, columns, 0)

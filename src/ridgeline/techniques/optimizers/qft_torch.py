@@ -1,0 +1,147 @@
+"""Updates of integer layers from within the backward pass, and the optimizer that keeps their momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.memory.tiered_store import making
+from ridgeline.runtime.train_build import TrainBuild
+from ridgeline.spec.workload import Training
+from ridgeline.techniques.optimizers.qft_linear_torch import (
+    IntegerEmbedding,
+    IntegerLinear,
+    IntegerWeight,
+    at_once,
+    encode_rows,
+    lion_rows,
+)
+
+BETAS = (0.9, 0.99)
+"""Of arXiv:2302.06675, section 4."""
+
+
+class IntegerLion(torch.optim.Optimizer):
+    """Lion for what stays fp32, and the home of the momentum of integer layers, which update themselves."""
+
+    def __init__(self, groups: list[dict[str, Any]], layers: list[IntegerWeight], w: Training) -> None:
+        codes = {"params": [p for layer in layers for p in layer.parts()], "weight_decay": w.weight_decay}
+        super().__init__([*groups, codes], {"lr": w.lr})
+        for p in (p for g in groups for p in g["params"]):
+            self.state[p] = {"momentum": torch.zeros_like(p)}
+        for layer in layers:
+            self.state[layer.codes] = {
+                "momentum": torch.zeros_like(layer.codes),
+                "momentum_scale": torch.zeros_like(layer.scale),
+            }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of what is fp32; integer layers have made theirs."""
+        for group in self.param_groups:
+            lr = group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):  # none of an integer layer's has one
+                m = self.state[p]["momentum"]
+                p.mul_(1 - lr * group["weight_decay"]).sub_(torch.lerp(p.grad, m, BETAS[0]).sign_(), alpha=lr)
+                m.lerp_(p.grad, 1 - BETAS[1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimizer's; checkpoints write integer momentum in place and leave it out here."""
+        kept = {p: s for p, s in self.state.items() if not p.is_floating_point()}
+        super().load_state_dict(state_dict)
+        for p, s in kept.items():
+            if not self.state.get(p):
+                self.state[p] = s
+
+
+def _unclipped(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
+    """Gradients stay as they are."""
+
+
+@dataclass
+class IntegerUpdates:
+    """Takes each matrix's gradient in backward: codes it, and in the last micro-batch moves momentum and weights.
+
+    Between micro-batches the sum of gradients waits as codes. Gradients are not clipped, as Lion's step has the same
+    length whatever theirs is; their norm is taken all the same.
+    """
+
+    run: TrainBuild
+    layers: list[IntegerWeight] = field(default_factory=list)
+    last: bool = True
+    step: int = 0
+    squares: float = 0.0
+    _held: dict[IntegerWeight, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        run = self.run
+        self._generator = torch.Generator("cpu" if run.device.type == "meta" else run.device)
+        self._place: dict[IntegerWeight, int] = {}
+        run.tell_last(self._hear)
+        run.before_step.append(self._begin)
+        inner = run.norm
+
+        def norm(parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
+            rest = inner(parameters, copies, world)
+            return (rest.double().square() + self.squares).sqrt().float()
+
+        run.norm = norm
+        run.clip = _unclipped
+        run.make_optimizer = lambda groups, w: IntegerLion(groups, self.layers, w)
+
+    def code(self) -> None:
+        """Put integer layers in the place of every linear of the layers, the head, and the table of tokens."""
+        model = self.run.model
+        tied = self.run.experiment.model.tie_embeddings
+        for module in [*model.layers.modules(), model.head, model.embed]:
+            if module is None:
+                continue
+            for leaf, child in list(module.named_children()):
+                layer: IntegerWeight | None = None
+                if isinstance(child, nn.Linear) and (leaf.endswith("_proj") or (leaf == "out" and not tied)):
+                    layer = IntegerLinear(child, self.take)
+                elif isinstance(child, nn.Embedding) and leaf == "tokens" and not tied:
+                    layer = IntegerEmbedding(child, self.take)
+                if layer is not None:
+                    setattr(module, leaf, layer)
+                    self._place[layer] = len(self.layers)
+                    self.layers.append(layer)
+
+    def _begin(self, step: int) -> None:
+        self.step, self.squares = step, 0.0
+
+    def _hear(self, last: bool) -> None:
+        self.last = last
+
+    @torch.no_grad()
+    def take(self, layer: IntegerWeight, dw: Tensor) -> None:
+        """A matrix's gradient [out, in] of one micro-batch."""
+        run = self.run
+        assert run.optimizer is not None
+        held = self._held.pop(layer, None)
+        if not self.last:
+            with making("gradients"):
+                self._held[layer] = held or (torch.zeros_like(layer.codes), torch.zeros_like(layer.scale))
+        self._generator.manual_seed(
+            (run.experiment.training.seed * 1_000_003 + self.step) * 65_537 + self._place[layer]
+        )  # a resumed run draws the same numbers
+        state = run.optimizer.state[layer.codes]
+        step = max(1, at_once(dw.device.type) // dw.shape[1])
+        for at in range(0, len(dw), step):
+            rows = slice(at, at + step)
+            g = dw[rows].float()
+            if held is not None:
+                g = g.addcmul(held[0][rows], held[1][rows])
+            codes, scale = encode_rows(g)
+            if not self.last:
+                self._held[layer][0][rows], self._held[layer][1][rows] = codes, scale
+                continue
+            self.squares += float(g.double().square().sum())
+            lion_rows(
+                layer, rows, torch.mul(codes, scale), state["momentum"][rows], state["momentum_scale"][rows],
+                lr=run.lr, decay=run.experiment.training.weight_decay, betas=BETAS,
+                generator=self._generator,
+            )  # fmt: skip

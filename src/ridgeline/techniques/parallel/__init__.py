@@ -1,0 +1,1 @@
+"""Parallelism: data, tensor, sequence, context, pipeline and expert parallelism; ZeRO."""

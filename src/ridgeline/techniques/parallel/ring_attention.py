@@ -1,0 +1,163 @@
+"""Ring attention: the sequence divided over ranks, keys and values passed round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.parallel.divide_operators import split_bytes, split_gemm, split_saved
+from ridgeline.techniques.technique import Card, Phase, Technique, degrees
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import TrainBuild
+
+_QUERY_SIDE = {"scores": 1, "values": 1, "values.dprobs": 1, "values.dv": 3, "scores.dq": 1, "scores.dk": 3}
+"""Where the query length stands in a batched product's (batch, m, n, k)."""
+
+
+class RingAttention(Technique):
+    """Each rank keeps its part of every sequence; keys and values travel round while attention runs (Liu et al. 2023).
+
+    Parts are dealt in zigzag (the first with the last), so that causal masking leaves all ranks the same work.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="ring_attention",
+        title="Ring attention (context parallelism)",
+        paper="arXiv:2105.13120",
+        taxonomy="training/distributed/ring_attention",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="3.0x longer sequences than tensor parallelism on 64 P100; over 27x with sparse attention",
+        min_ranks=2,
+        example={"degree": 2},
+        requires=("flash_attention",),
+    )
+    phase: ClassVar[Phase] = "sequence"
+
+    degree: int = Field(default=2, ge=2)
+    """Ranks that share a sequence."""
+
+    def axes(self) -> dict[str, int]:
+        """The mesh axis next to tensor parallelism."""
+        return {"cp": self.degree}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Powers of two up to 16, where each rank keeps at least 1024 tokens."""
+        return [cls(degree=n) for n in degrees(e, min(16, e.training.seq_len // 1024))]
+
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
+    def check(self, e: Experiment) -> None:
+        """Zigzag halves must divide the sequence."""
+        length = e.training.seq_len
+        self.needs(
+            length % (2 * self.degree) == 0,
+            f"seq_len {length} does not cut into 2 × {self.degree} zigzag parts",
+            f"use a multiple of {2 * self.degree}",
+        )
+        self.needs(not e.model.is_encoder_decoder, "cross-attention is not passed round", "use a decoder")
+        self.needs(e.model.causal, f"{e.model.name} looks both ways, the ring is causal", "use a decoder")
+        window = e.model.sliding_window or length
+        self.needs(window >= length, f"the ring has no sliding window ({window} of {length} tokens)",
+                   f"use a seq_len of at most {window}")  # fmt: skip
+        self.needs(e.plan.has("flash_attention"), "the score matrix never exists in a ring",
+                   "add flash_attention (--with flash_attention)")  # fmt: skip
+        separate = e.is_training and e.training.separates_documents
+        self.needs(not separate or e.cluster.device.kind == "cpu", "PyTorch's flash kernel for GPUs takes no mask, so"
+                   " it cannot tell documents apart", "drop ring_attention, or do not mask documents: packing=false for"
+                   " examples (one in a row), document_mask=false for text")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Divide the tokens; exchange keys and values beside the attention core."""
+        c = self.degree
+        parameters = {p.name: p.numel for b in g.blocks for p in b.params}
+        kv = min(e.parallel.get("tp", 1), e.model.num_kv_heads)
+        pair = 2.0 * g.tokens * e.model.kv_size / kv * DTYPE_BYTES[g.dtype]
+        for b in g.blocks:
+            b.forward = [_divide(op, c, parameters) for op in b.forward]
+            b.backward = [_divide(op, c, parameters) for op in b.backward]
+            split_saved(b, list(b.saved), c)
+            b.workspace /= c
+            b.backward_workspace /= c
+        g.tokens //= c
+        g.length //= c
+        g.residual /= c
+        stride = e.stride("cp")
+        elements = pair / DTYPE_BYTES[g.dtype]
+        g.closing.insert(0, lambda graph: _exchange(graph, elements, c, stride))
+        return g
+
+    def build(self, run: TrainBuild) -> None:
+        """Deal every sequence out in zigzag, positions with it, and compute attention round the ring."""
+        from ridgeline.runtime.train_build import Micro
+        from ridgeline.techniques.parallel.ring_attention_torch import Ring, backend, zigzag
+
+        assert run.mesh is not None
+        ring = Ring(run.mesh.group("cp"))
+
+        def take(micro: Micro) -> Micro:
+            mine = zigzag(micro.ids.shape[1], ring.ranks, ring.rank).to(micro.ids.device)
+            places = mine if micro.positions is None else micro.positions[:, mine]
+            return Micro(micro.ids[:, mine], micro.labels[:, mine], places, micro.documents)
+
+        run.cut.append(take)
+        run.fused_attention = backend(ring)
+
+
+def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
+    if op.axis:
+        return changed(op, bytes=op.bytes / c, link_bytes=op.link_bytes / c)
+    if op.kind == "gemm":
+        return split_gemm(op, **{"k" if op.name.endswith(".dw") else "m": c})
+    if op.kind == "cast":
+        return op
+    if op.kind == "bmm":
+        at = _QUERY_SIDE[op.name.partition(".")[2]]
+        shape = tuple(d // c if i == at else d for i, d in enumerate(op.shape))
+        return changed(split_bytes(op, c), shape=shape)
+    if op.name.endswith(".dw") and op.param in parameters:  # an embedding's gradient: the table, and the tokens' rows
+        return op
+    return split_bytes(op, c)
+
+
+def _balanced(op: Op, c: int) -> Op:
+    """A causal kernel in zigzag parts: as much work as ``c`` times as many sequences of a part's length."""
+    if op.kind != "attention" or not op.causal:
+        return op
+    batch, heads, kv_heads, q_len, kv_len, dim = op.shape
+    return changed(op, shape=(batch * c, heads, kv_heads, q_len, kv_len // c, dim))
+
+
+def _exchange(g: Graph, elements: float, c: int, stride: int) -> None:
+    """Keys and values round the ring in forward; once more, and their gradients back in fp32, in backward."""
+    pair, wide = elements * DTYPE_BYTES[g.dtype], elements * 4.0
+
+    def ring(name: str, direction: str, behind: Op, size: float = pair) -> Op:
+        return Op(name, "communication", "ring", direction, bytes=size, link_bytes=size, ranks=c, axis="cp",
+                  stride=stride, behind=behind.name)  # fmt: skip
+
+    def pass_round(b: Block) -> None:
+        core = next((o for o in b.forward if o.name in ("attention.flash", "attention.scores")), None)
+        if core is None:
+            return
+        if core.kind == "attention":
+            b.forward = [_balanced(o, c) for o in b.forward]
+            b.backward = [_balanced(o, c) for o in b.backward]
+            # The fused kernel reads every key and value, but keeps its own part.
+            split_saved(b, ["attention.k", "attention.v"], c)
+        core = next(o for o in b.forward if o.name == core.name)
+        b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "forward", core))
+        back = next((o for o in b.backward if o.name in ("attention.flash.bwd", "attention.scores.dk")), None)
+        if back is not None:
+            b.backward.append(ring("attention.exchange_again", "backward", back))
+            b.backward.append(ring("attention.exchange_grads", "backward", back, wide))
+
+    g.each_block(pass_round, layers_only=True)

@@ -1,0 +1,224 @@
+"""Ring attention: every rank keeps a part of the sequence, keys and values travel round (arXiv:2310.01889).
+
+Parts are dealt in zigzag: the sequence is cut into 2·c pieces, and rank r holds pieces r and 2·c - 1 - r. Then every
+rank has two blocks of the same size to compute at every step but the first, where a plain deal would leave the first
+rank idle under a causal mask.
+
+Shapes: B batch, H query heads, G key/value heads, S local tokens (two pieces), D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ridgeline.nn.model.attention import Backend, Mask
+
+
+def zigzag(length: int, ranks: int, rank: int) -> Tensor:
+    """Places [length / ranks] in the whole sequence of the tokens that ``rank`` holds, ascending."""
+    piece = length // (2 * ranks)
+    last = 2 * ranks - 1 - rank
+    return torch.cat((torch.arange(rank * piece, (rank + 1) * piece), torch.arange(last * piece, (last + 1) * piece)))
+
+
+# ---- one block, by PyTorch's fused kernels, with the log of the softmax's denominator --------------------------------
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√D + bias)·v [B, H, S, D] in the dtype of q, and its log-sum-exp [B, H, S] in fp32. ``bias``
+    [B, 1, S, T] only on CPUs."""
+    k, v = (_every_head(t, q.shape[1]) for t in (k, v))
+    if q.is_cuda:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    return out, lse
+
+
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of q, k and v, from the *whole* output and log-sum-exp of its queries."""
+    groups = k.shape[1]
+    k, v = (_every_head(t, q.shape[1]) for t in (k, v))
+    if q.is_cuda:
+        length, total = q.shape[2], k.shape[2]
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, length, total, 0.0, causal, state, state
+        )
+    else:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        )
+    return dq, _each_group(dk, groups), _each_group(dv, groups)
+
+
+def _every_head(t: Tensor, heads: int) -> Tensor:
+    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
+
+
+def _each_group(t: Tensor, groups: int) -> Tensor:
+    return t if t.shape[1] == groups else t.unflatten(1, (groups, -1)).sum(2)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from the attention over each; outputs and log-sum-exps in fp32."""
+    total = torch.logaddexp(lse, more_lse)
+    old, new = (lse - total).exp().unsqueeze(-1), (more_lse - total).exp().unsqueeze(-1)
+    return out * old + more.float() * new, total
+
+
+# ---- the ring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ring:
+    """The ranks that share a sequence."""
+
+    group: ProcessGroup
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in the ring."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.group.rank()
+
+    def send_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
+        """Start handing contiguous tensors to the next rank; returns what will come from the one before, and waits."""
+        peers = dist.get_process_group_ranks(self.group)
+        ahead, behind = peers[(self.rank + 1) % self.ranks], peers[(self.rank - 1) % self.ranks]
+        coming = [torch.empty_like(t) for t in tensors]
+        ops = [dist.P2POp(dist.isend, t, ahead, self.group) for t in tensors]
+        ops += [dist.P2POp(dist.irecv, t, behind, self.group) for t in coming]
+        return coming, dist.batch_isend_irecv(ops)
+
+
+def parts(step: int, rank: int, length: int) -> tuple[slice, slice]:
+    """Which of ``length`` local queries see which of the keys that arrive at ``step`` ≥ 1: halves, as dealt in zigzag.
+
+    Keys of a rank before this one: all queries see their first piece. Of one behind: the second piece of queries sees
+    both.
+    """
+    half = length // 2
+    if step <= rank:
+        return slice(0, length), slice(0, half)
+    return slice(half, length), slice(0, length)
+
+
+@dataclass
+class Documents:
+    """Which tokens may see each other, where several documents share a sequence."""
+
+    numbers: Tensor
+    """[B, whole sequence], the same on every rank."""
+    ring: Ring
+
+    def bias(self, step: int, rows: slice, keys: slice, like: Tensor) -> Tensor:
+        """[B, 1, rows, keys] to add to the scores of this rank's queries with the keys that arrive at ``step``; with
+        its own, at step 0, causality is in it. Half the lowest number instead of -inf: see ``make_mask``."""
+        ring, length = self.ring, self.numbers.shape[1]
+        of = [zigzag(length, ring.ranks, r).to(like.device) for r in (ring.rank, (ring.rank - step) % ring.ranks)]
+        mine, theirs = of[0][rows], of[1][keys]
+        seen = self.numbers[:, mine, None] == self.numbers[:, None, theirs]
+        if step == 0:
+            seen = seen & (mine[:, None] >= theirs)
+        bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+        return bias.masked_fill_(~seen, torch.finfo(like.dtype).min / 2).unsqueeze(1)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Causal attention over the whole sequence; between forward and backward only local tensors are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, documents: Documents | None) -> Tensor:
+        everything = slice(0, q.shape[2])
+        pair = torch.stack((k, v))
+        works: list[dist.Work] = []
+        if ring.ranks > 1:
+            (coming,), works = ring.send_on(pair)
+        own = documents.bias(0, everything, everything, q) if documents else None
+        out, lse = block_forward(q, k, v, documents is None, own)
+        out = out.float()
+        for step in range(1, ring.ranks):
+            _wait(works)
+            pair = coming
+            if step + 1 < ring.ranks:  # the next exchange runs while this block is computed
+                (coming,), works = ring.send_on(pair)
+            rows, keys = parts(step, ring.rank, q.shape[2])
+            more, more_lse = block_forward(
+                q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(), pair[1, :, :, keys].contiguous(), False,
+                documents.bias(step, rows, keys, q) if documents else None,
+            )  # fmt: skip
+            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.ring, ctx.documents = ring, documents
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, documents, length = ctx.ring, ctx.documents, q.shape[2]
+        grad = grad.contiguous()
+        pair = torch.stack((k, v))
+        works: list[dist.Work] = []
+        if ring.ranks > 1:
+            (coming,), works = ring.send_on(pair)
+        own = documents.bias(0, slice(0, length), slice(0, length), q) if documents else None
+        dq, dk, dv = (t.float() for t in block_backward(grad, q, k, v, out, lse, documents is None, own))
+        travelling = None  # gradients of the keys and values at hand, in fp32, on their way home
+        for step in range(1, ring.ranks):
+            _wait(works)
+            pair = coming
+            if step + 1 < ring.ranks:
+                (coming,), works = ring.send_on(pair)
+            rows, keys = parts(step, ring.rank, length)
+            found = block_backward(
+                grad[:, :, rows].contiguous(), q[:, :, rows].contiguous(), pair[0, :, :, keys].contiguous(),
+                pair[1, :, :, keys].contiguous(), out[:, :, rows].contiguous(), lse[:, :, rows].contiguous(), False,
+                documents.bias(step, rows, keys, q) if documents else None,
+            )  # fmt: skip
+            dq[:, :, rows] += found[0]
+            if travelling is None:
+                travelling = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
+            else:  # they follow one step behind, with what the rank before added
+                (travelling,), moves = ring.send_on(travelling)
+                _wait(moves)
+            travelling[0, :, :, keys] += found[1]
+            travelling[1, :, :, keys] += found[2]
+        if travelling is not None:
+            (home,), moves = ring.send_on(travelling)
+            _wait(moves)
+            dk, dv = dk + home[0], dv + home[1]
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def backend(ring: Ring) -> Backend:
+    """Causal attention over sequences whose tokens are dealt over ``ring`` in zigzag."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        assert mask.causal
+        assert mask.bias is None
+        documents = None if mask.documents is None else Documents(mask.documents, ring)
+        y: Tensor = _RingAttention.apply(q, k, v, ring, documents)  # type: ignore[no-untyped-call]
+        return y
+
+    return Backend("ring", attend, separates=True)

@@ -1,0 +1,291 @@
+"""ZeRO: shard optimizer states (1), gradients (2) and parameters (3) over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.graph.schedule import gathers
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.parallel.divide_operators import reductions
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ridgeline.runtime.train_build import TrainBuild
+    from ridgeline.techniques.parallel.zero_torch import Among
+
+
+class Zero(Technique):
+    """ZeRO data parallelism.
+
+    On PyTorch's ``fully_shard`` every stage keeps a rank's parameters, gradients and optimizer states as shards between
+    steps. Stage 3 gathers a block's parameters only while it runs, forward and backward; stage 2 keeps them gathered
+    from forward to backward; stage 1 also keeps unreduced gradients through gradient accumulation and reduces once per
+    step. Without accumulation stages 1 and 2 therefore do the same work.
+
+    With ``mixed_precision:weights=low`` stage 3 shards the 16-bit weights and their fp32 masters. In stages 1 and 2, as
+    in DeepSpeed and Megatron-LM, the 16-bit weights stay whole on every rank; masters and moments (stage 2: summed
+    gradients too) are divided, and the new weights handed round after the update. Gradients are reduced in fp32.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="zero",
+        title="ZeRO",
+        paper="arXiv:1910.02054",
+        taxonomy="training/distributed/zero",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=True,
+        claim="8x larger models and 10x the speed of the state of the art on 400 GPUs",
+        min_ranks=2,
+    )
+    phase: ClassVar[Phase] = "shard"
+    splits_batch: ClassVar[bool] = True
+
+    stage: Literal[1, 2, 3] = 2
+    """1: optimizer states; 2: gradients too; 3: parameters too."""
+    degree: int | None = Field(default=None, ge=2)
+    """Ranks that share one copy, if not all. Fewer is hybrid sharding: shards inside a node, copies across nodes."""
+
+    reshard: bool | None = None
+    """Free a layer's gathered parameters after its forward pass and gather them again for backward. None: in stage 3,
+    but not in a pipeline, where it would happen for every micro-batch."""
+    prefetch: int = Field(default=1, ge=0)
+    """Layers whose parameters are gathered ahead of use, in forward and backward."""
+
+    def reshards(self, pipelined: bool) -> bool:
+        """Whether gathered parameters go after forward."""
+        return self.stage == 3 and not pipelined if self.reshard is None else self.reshard
+
+    def inner(self) -> int:
+        """The ranks that share one copy, if not all."""
+        return self.degree or 1
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Every stage over all data-parallel ranks, and over one node of them."""
+        out: list[Technique] = []
+        for stage in (1, 2, 3):
+            out.append(cls(stage=stage))
+            if e.cluster.nodes > 1:
+                out.append(cls(stage=stage, degree=e.cluster.devices_per_node))
+        return out
+
+    def lazy(self) -> bool:
+        """It needs shapes only."""
+        return True
+
+    def check(self, e: Experiment) -> None:
+        """Needs several data-parallel ranks."""
+        self.needs(
+            e.gradient_ranks > 1,
+            f"stage {self.stage} shards over data-parallel ranks, but there is only 1 process",
+            f"run on several, e.g. --on 2x{e.cluster.device.name}, or drop zero",
+        )
+        self.needs(
+            self.degree is None or e.data_parallel % self.degree == 0,
+            f"{e.data_parallel} data-parallel ranks do not form groups of {self.degree}",
+            f"use a degree that divides {e.data_parallel}, or drop it for all",
+        )
+
+        self.needs(
+            self.stage == 3 or not self.reshard,
+            f"stage {self.stage} keeps gathered parameters from forward to backward",
+            "use stage=3, or drop reshard",
+        )
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Shard the states; gather parameters around each block; reduce-scatter gradients after it."""
+        parts = e.parallel.get("cp", 1)
+        ranks, stride = (self.degree or e.data_parallel) * parts, e.stride("cp")
+        copies = e.gradient_ranks // ranks
+        low = g.dtype if g.dtype in ("bf16", "fp16") else None
+        if g.low_weights and self.stage < 3:
+            self._shard_update(g, ranks, stride)
+        else:
+            self._shard_fully(g, ranks, stride)
+        if copies > 1:  # each shard's gradient is then averaged over the copies
+            for b in g.blocks:
+                b.reduce += [
+                    changed(o, name="all_reduce", kind="all_reduce", bytes=o.bytes / o.ranks,
+                            link_bytes=o.link_bytes / o.ranks, ranks=copies, stride=stride * ranks)
+                    for o in b.reduce if o.kind == "reduce_scatter"
+                ]  # fmt: skip
+        if low:  # parameters arrive already cast
+            for b in g.blocks:
+                b.forward = [o for o in b.forward if o.kind != "cast" or "dequantise" in o.name]
+        if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
+            layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+            sizes = (sum(p.numel * p.working_bytes for p in b.params if p.spread == 1) for b in layers)
+            g.buffers += max(sizes, default=0.0)
+        return g
+
+    def _shard_fully(self, g: Graph, ranks: int, stride: int) -> None:
+        """``fully_shard``: shards at rest in every stage, gathered at least once per micro-batch (in a pipeline: once
+        per step, and reduced after it).
+
+        What lies outside the layers is one unit: gathered before the first, reduced after the last.
+        """
+        low = g.dtype in ("bf16", "fp16")
+        pipe = g.pipeline
+        g.gradients_resident = False
+        reshard = self.reshards(pipe is not None)
+        if pipe:
+            g.layer_gathers = 1.0
+            if reshard:
+                g.layer_gathers = gathers(pipe.schedule, pipe.degree, g.accumulation, pipe.chunks)
+        g.keep_gathered = not reshard
+        g.reduce_every_micro_batch = self.stage >= 2 and not pipe
+        for b in g.blocks:
+            for p in b.params:
+                share = max(1, ranks // p.spread)
+                p.working_bytes = 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
+                p.shards = p.state_shards = share
+                # Gradients that wait for the last micro-batch wait whole.
+                p.grad_shards = 1 if g.accumulation > 1 and not g.reduce_every_micro_batch else share
+        layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+        ends = [b for b in g.blocks if b not in layers]
+        units = [[b] for b in layers] + ([[b] for b in ends] if g.pipeline else [ends])
+        for unit in units:
+            if not unit:
+                continue
+            unshard = self._gathers(unit, ranks, stride)
+            unit[0].gather_forward += unshard
+            if reshard and unit[0] in layers and not pipe:
+                unit[0].gather_backward += unshard
+            whole = replace(unit[0], params=[p for b in unit for p in b.params])
+            unit[0].reduce += reductions(whole, "reduce_scatter", ranks, stride)
+
+    def _shard_update(self, g: Graph, ranks: int, stride: int) -> None:
+        """DeepSpeed's and Megatron's way with 16-bit weights: they stay whole, and only what the stage names is
+        divided. New weights are handed round once, after the update."""
+        early = self.stage == 2 and not g.pipeline
+        g.reduce_every_micro_batch = early
+        g.gradients_resident = self.stage == 1
+        for b in g.blocks:
+            for p in b.params:
+                p.state_shards = max(1, ranks // p.spread)
+                p.grad_shards = p.state_shards if early else 1
+            b.reduce += reductions(b, "reduce_scatter", ranks, stride)
+            sizes: dict[int, float] = {}
+            for p in (p for p in b.params if p.trainable):
+                sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.bytes_per_element
+            b.after_update += [changed(o, direction="update") for o in self._all_gathers(sizes, ranks, stride)]
+
+    def _gathers(self, blocks: list[Block], ranks: int, stride: int) -> list[Op]:
+        """The gathers before some blocks."""
+        sizes: dict[int, float] = {}
+        for p in (p for b in blocks for p in b.params):
+            sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.working_bytes
+        return self._all_gathers(sizes, ranks, stride)
+
+    def _all_gathers(self, sizes: dict[int, float], ranks: int, stride: int) -> list[Op]:
+        """``sizes``: bytes by the ranks that they are divided over already (experts), and are gathered without."""
+        return [
+            Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
+               ranks=ranks // spread, axis="dp", stride=stride * spread)
+            for spread, size in sizes.items()
+            if ranks // spread > 1
+        ]  # fmt: skip
+
+    def build(self, run: TrainBuild) -> None:
+        """``fully_shard`` each block, then the rest; sums instead of averages; reduce late in stage 1.
+
+        16-bit weights with master copies stay whole in stages 1 and 2, and only their update is divided.
+        """
+        if run.low_weights is not None and self.stage < 3:
+            from ridgeline.techniques.parallel.zero_torch import ShardedUpdate
+
+            run.filled.append(lambda: ShardedUpdate(run, self.stage, self._among(run)).start())
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        from ridgeline.techniques.parallel.zero_torch import keep_wide
+
+        reshard = self.reshards(len(run.chunks) > 1 or run.chunks[0] is not run.root)
+        self._shard(run, reshard)
+        sharded = [m for chunk in run.chunks for m in chunk.modules() if isinstance(m, FSDPModule)]
+        for module in sharded:
+            module.set_gradient_divide_factor(1.0)
+            if run.device.type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)
+            if run.low_weights is not None:
+                keep_wide(module)
+
+        def release() -> None:
+            # Without a backward nothing would free the gathered parameters, and the next forward would reuse them.
+            for module in sharded:
+                module.reshard()
+
+        run.after_evaluation = release
+        root = run.root
+        if not isinstance(root, FSDPModule):
+            run.sync = lambda last: nullcontext()
+            return  # a pipeline's runtime gathers before its first action and reduces after its last
+
+        @contextmanager
+        def sync(last: bool) -> Iterator[None]:
+            root.set_requires_gradient_sync(last or self.stage >= 2)
+            root.set_is_last_backward(last)
+            yield
+
+        run.sync = sync
+
+    def _shard(self, run: TrainBuild, reshard: bool) -> None:
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy()
+        if run.compute_dtype is not None or run.low_weights is not None:
+            policy = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
+        mesh, others = self._ranks(run)
+        for chunk in run.chunks:
+            for block in chunk.model.layers.children():
+                feed: Any = block.mlp
+                held = set()  # experts that are divided over ranks are shared by fewer
+                if run.experts_divided and hasattr(feed, "experts"):
+                    if others.size() > 1:
+                        fully_shard(feed.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
+                    else:
+                        held = set(feed.experts.parameters())
+                fully_shard(
+                    block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=held or None
+                )
+            fully_shard(chunk, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            self._prefetch([*chunk.model.layers.values()])
+
+    def _ranks(self, run: TrainBuild) -> tuple[DeviceMesh, DeviceMesh]:
+        """The ranks over which parameters are divided, and those over which experts are that are divided already."""
+        assert run.mesh is not None
+        others = run.mesh.sub("outer", "cp")
+        if self.degree and self.degree < run.experiment.data_parallel:
+            return run.mesh.pair(("outer",), ("inner", "cp")), others
+        return run.mesh.sub("outer", "inner", "cp"), others
+
+    def _among(self, run: TrainBuild) -> Callable[[str], Among | None]:
+        """The same by the name of a parameter; None: it is divided as far as it can be."""
+        from ridgeline.techniques.parallel.zero_torch import Among
+
+        mesh, others = self._ranks(run)
+
+        def among(name: str) -> Among | None:
+            if not run.experts_divided or ".experts." not in name:
+                return Among(mesh)
+            return Among(others, experts=True) if others.size() > 1 else None
+
+        return among
+
+    def _prefetch(self, layers: list[Any]) -> None:
+        """Tell each layer which ones to gather while it computes; PyTorch's own choice is the next one."""
+        if self.prefetch == 1:
+            return
+        n = self.prefetch
+        for i, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + n])
+            layer.set_modules_to_backward_prefetch(layers[max(0, i - n) : i][::-1])

@@ -1,0 +1,228 @@
+"""FP8: the layers' matrix multiplications in 8-bit floating point, in training and inference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import Build
+
+COMPACT_BYTES = 5.0
+"""Optimizer bytes per element with fp8 states: fp16 master, fp8 first moment, fp16 second moment."""
+
+
+class FP8(Technique):
+    """Run the linear layers of the blocks in fp8, over 16-bit activations elsewhere; inference also stores them so.
+
+    Inputs and weights are e4m3, gradients e5m2, each tensor with a scale from its own largest magnitude. ``gradients``
+    and ``states`` add the rest of FP8-LM (arXiv:2310.18313). A device without fp8 units emulates the products in
+    training; at inference it keeps the small weights and multiplies in 16 bits.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="fp8",
+        title="FP8 linear layers",
+        paper="arXiv:2209.05433",
+        taxonomy="hardware/precision/fp8",
+        tasks=frozenset({"pretrain", "finetune", "generate", "serve"}),
+        lossless=False,
+        claim="GPT models up to 175B trained to the loss of 16-bit training with unchanged hyperparameters; with fp8"
+        " gradients and states (FP8-LM, arXiv:2310.18313) GPT-175B in 39 % less memory, 75 % faster than BF16 on H100",
+        tolerance=0.05,
+        quality="training loss within 5 % of 16-bit training after the same tokens; perplexity within 2 %",
+        requires=("mixed_precision",),
+    )
+    phase: ClassVar[Phase] = "compile"
+    order: ClassVar[int] = 2
+
+    gradients: bool = False
+    """Training: sum gradients over data-parallel ranks in e4m3 bytes, one scale per tensor shared by all ranks."""
+    states: bool = False
+    """Training: keep the first moment in e4m3, the second and the master weights in fp16, with a scale per tensor."""
+
+    def stored(self) -> dict[str, Any]:
+        """Optimizer states of 8 and 16 bits."""
+        return {"states": True} if self.states else {}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Only where the device multiplies in fp8: elsewhere it is emulated, or a way to store weights."""
+        if "fp8" not in e.cluster.device.peak_flops:
+            return []
+        low = e.is_training and e.plan.option("mixed_precision", "weights") == "low"
+        return [cls(), *([cls(states=True)] if low else [])]
+
+    def check(self, e: Experiment) -> None:
+        """Training needs 16-bit arithmetic around it and a GPU that multiplies in fp8; inference one weight format."""
+        self.needs(not e.plan.has("rtn"), "rtn already stores the weights as integers", "keep one of them")
+        if not e.is_training:
+            self.needs(not (self.gradients or self.states), "there are no gradients or states without training",
+                       "drop gradients and states")  # fmt: skip
+            return
+        self.needs(not e.plan.has("qlora"), "qlora already stores the weights in 4 bits", "keep one of them")
+        self.needs(e.plan.has("mixed_precision"), "the rest of the model runs in 16 bits, which is not on",
+                   "add mixed_precision")  # fmt: skip
+        device = e.cluster.device
+        self.needs(device.kind != "gpu" or "fp8" in device.peak_flops, f"{device.name} has no fp8 arithmetic",
+                   "use a device of the Hopper, Ada or later generations, or drop fp8")  # fmt: skip
+        self.needs(not (self.gradients and e.plan.has("zero")),
+                   "gradients=true sums whole buckets, but zero scatters them as it sums",
+                   "use data_parallel instead of zero, or gradients=false")  # fmt: skip
+        low = e.plan.option("mixed_precision", "weights") == "low"
+        self.needs(low or not self.states, "states=true narrows the master weights, but weights=fp32 has none",
+                   "add mixed_precision with weights=low, or use states=false")  # fmt: skip
+        for other, why in (
+            ("zero", "a rank that has a part of a tensor does not know its scale"),
+            ("tensor_parallel", "a rank that has a part of a tensor does not know its scale"),
+            ("expert_parallel", "a rank that has a part of a tensor does not know its scale"),
+            ("zero_offload", "the host's update keeps them in fp32"),
+            ("zero_infinity", "the host's update keeps them in fp32"),
+        ):
+            self.needs(not (self.states and e.plan.has(other)), f"states=true cannot be used with {other}: {why}",
+                       f"use states=false, or drop {other}")  # fmt: skip
+
+    def build(self, run: Build) -> None:
+        """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
+        from ridgeline.nn.quant.quantized import replace_linears
+        from ridgeline.runtime.train_build import TrainBuild
+        from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear, use_fp8
+
+        if not run.experiment.is_training:
+            if run.model.spec.num_experts:
+                raise Incompatible("fp8: experts are stored in fp8 in predictions only so far", "use a dense model")
+            replace_linears(run.model, StoredFp8Linear)
+            return
+        use_fp8(run.model)
+        if not isinstance(run, TrainBuild):
+            return
+        if self.gradients:
+            from ridgeline.techniques.precision.fp8_torch import sum_bucket
+
+            run.send_bucket = sum_bucket
+        if self.states:
+            from ridgeline.runtime.flat import FlatWeights
+
+            owner = run.make_optimizer.__self__  # type: ignore[attr-defined]
+            assert isinstance(owner, FlatWeights)
+            owner.compact = True
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Reprice the linear layers: operands one byte wide, results two; in training both are quantised before."""
+        if not e.is_training:
+            compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
+            return g.each_block(lambda b: _store(b, compute), layers_only=True)
+        g.each_block(_lower, layers_only=True)
+        if "fp8" not in e.cluster.device.peak_flops:
+            g.each_block(_emulated, layers_only=True)
+        if self.gradients:
+            g.byte_sums = True
+            g.closing.append(_narrow_sums)
+        if self.states:
+            g.optimizer_bytes = COMPACT_BYTES if e.training.optimizer == "adamw" else 2.0
+        return g
+
+
+def _linear(op: Op) -> bool:
+    return op.kind == "gemm" and op.param.endswith(("_proj.weight", "_proj"))
+
+
+def _lower(b: Block) -> None:
+    """Training: products in fp8 over weights that stay wide, and are not cast to 16 bits any more."""
+    lowered = {op.param for op in b.forward if _linear(op)}
+    wide = {f"{op.name}.dw": op.shape for op in b.forward if _linear(op)}
+    b.forward = [new for op in b.forward if op.kind != "cast" or op.param not in lowered for new in _lowered(op)]
+    b.backward = [new for op in b.backward if op.kind != "cast" or op.param not in lowered for new in _lowered(op)]
+    for p in b.params:
+        if p.name in lowered:
+            p.working_bytes = 0.0
+    for key, s in b.saved.items():  # inputs are kept as codes, and in full only for whom else needs them
+        mine = [u for u in s.users if u in wide]
+        if mine:
+            rows, _, inner = wide[mine[0]]
+            others = s.users.difference(mine)
+            b.saved[key] = replace(s, bytes=float(rows * inner) + (s.bytes if others else 0.0))
+
+
+def _lowered(op: Op) -> list[Op]:
+    """The operator in fp8 behind the quantisation of what is new to it: inputs and weights in forward, the gradient of
+    the result in backward (which both backward products read)."""
+    if not _linear(op):
+        return [op]
+    m, n, k = op.shape
+    low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
+    new = {"dx": m * k, "dw": 0}.get(op.name.rpartition(".")[2], m * k + n * k * op.experts)
+    if not new:
+        return [low]
+    moved = 3.0 * new  # two bytes read, one written
+    quantise = Op(f"{op.name}.quantise", op.module, "quantise", op.direction, 0, moved, "fp8", recompute=op.recompute)
+    return [quantise, low]
+
+
+def _emulated(b: Block) -> None:
+    """Without fp8 units operands are coded, decoded again, and multiplied in fp32, operator by operator.
+
+    Coding moves some 29 bytes an element (largest magnitude, widening, scaling, clamping, rounding), decoding 13.
+    """
+
+    def spelled(op: Op) -> list[Op]:
+        if op.kind == "quantise":
+            return [changed(op, bytes=op.bytes * 29 / 3)]
+        if op.kind != "gemm" or op.dtype != "fp8":
+            return [op]
+        m, n, k = op.shape
+        operands = m * k + n * k * op.experts
+        decode = Op(f"{op.name}.decode", op.module, "cast", op.direction, 0, 13.0 * operands, "fp32",
+                    recompute=op.recompute)  # fmt: skip
+        return [decode, changed(op, dtype="fp32", bytes=4.0 * (operands + m * n))]
+
+    b.forward = [new for op in b.forward for new in spelled(op)]
+    b.backward = [new for op in b.backward for new in spelled(op)]
+
+
+def _narrow_sums(g: Graph) -> None:
+    """Gradient all-reduces become an exchange of codes, their sums handed round, and two maxima for the scales."""
+    for b in g.blocks:
+        tensors = sum(p.trainable for p in b.params)
+        b.reduce = [new for op in b.reduce for new in (_narrow_sum(op, tensors) if op.kind == "all_reduce" else [op])]
+
+
+def _narrow_sum(op: Op, tensors: int) -> list[Op]:
+    codes = -(-op.link_bytes / 4 // op.ranks) * op.ranks  # padded to equal shares
+
+    def part(kind: str, size: float) -> Op:
+        return changed(op, name=f"{op.name}.{kind}", kind=kind, bytes=size, link_bytes=size, dtype="int8")
+
+    scales = changed(op, name=f"{op.name}.scales", bytes=4.0 * tensors, link_bytes=4.0 * tensors)
+    return [scales, part("alltoall", codes), scales, part("all_gather", codes)]
+
+
+def _store(b: Block, compute: str) -> None:
+    """Inference: weights of one byte, unless another technique already stores fewer."""
+    wide = {p.name: p.bytes_per_element for p in b.params
+            if p.name.endswith(("_proj.weight", "_proj")) and p.bytes_per_element > 1}  # fmt: skip
+    for p in b.params:
+        if p.name in wide:
+            p.bytes_per_element, p.dtype, p.trainable = 1.0, "fp8", False
+    ops: list[Op] = []
+    for o in b.forward:
+        if _linear(o) and o.param in wide:
+            if compute and not o.name.endswith(("k_proj", "v_proj", "up_proj")):  # they share another's input
+                elements = float(o.shape[-3] * o.shape[-1])
+                ops.append(Op(f"{o.name}.quantise", o.module, "quantise", bytes=3 * elements, dtype=o.dtype))
+            o = _narrow(o, wide[o.param], compute)
+        ops.append(o)
+    b.forward = ops
+
+
+def _narrow(op: Op, width: float, compute: str) -> Op:
+    rows, out, inner = op.shape[-3:]
+    weights = out * inner * op.experts
+    inputs = rows * inner * (1.0 if compute else width)  # without fp8 units only the weights are narrow
+    return changed(op, bytes=rows * out * width + inputs + weights, weight_bytes=weights, dtype=compute or op.dtype,
+                   weight_dtype="fp8")  # fmt: skip

@@ -1,0 +1,144 @@
+"""Linear layers whose products run in float8: e4m3 inputs and weights, e5m2 gradients (arXiv:2209.05433).
+
+Each tensor has one scale, from its own largest magnitude at that moment. Where the device multiplies float8 (Ada,
+Hopper and later) the product is ``torch._scaled_mm``; elsewhere it is emulated: the codes are decoded and multiplied in
+fp32, which gives the same products of the same rounded numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ridgeline.nn.model.moe import Experts
+from ridgeline.nn.model.norm import compute_dtype
+from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantise
+
+_latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
+"""The last input that was coded, its version, its codes and scale: layers that read one tensor share its codes."""
+
+
+def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
+    global _latest
+    if x.is_inference():  # without a version nobody can tell whether it is still the same
+        return quantise(x, E4M3)
+    if _latest is not None and _latest[0]() is x and _latest[1] == x._version:
+        return _latest[2], _latest[3]
+
+    def forget(ref: Any) -> None:
+        global _latest
+        if _latest is not None and _latest[0] is ref:
+            _latest = None
+
+    with torch.no_grad():
+        codes, scale = quantise(x, E4M3)
+    _latest = weakref.ref(x, forget), x._version, codes, scale
+    return codes, scale
+
+
+@lru_cache(maxsize=8)
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the device has float8 matrix units that PyTorch drives."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [m, k] · bᵀ of b [n, k], both float8 codes, → [m, n] in ``dtype``."""
+    if multiplies_fp8(a.device) and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0:
+        out: Tensor = torch._scaled_mm(
+            a.contiguous(), b.contiguous().t(), scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(),
+            out_dtype=dtype,
+        )  # fmt: skip
+        return out
+    return torch.mm(decode(a, a_scale), decode(b, b_scale).t()).to(dtype)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """y = x Wᵀ. Saves the input's codes (if the weight trains) and the weight as it is, to be coded again in backward:
+    a code kept from forward to backward would outlive what ZeRO-3 frees in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        y = product(codes.flatten(0, -2), scale, *quantise(weight, E4M3), dtype)
+        ctx.save_for_backward(weight, *((codes, scale) if weight.requires_grad else ()))
+        ctx.x_dtype = x.dtype
+        return y.view(*codes.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        shape = dy.shape
+        dy_codes, dy_scale = quantise(dy.flatten(0, -2), E5M2)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w_codes, w_scale = quantise(weight, E4M3)
+            dx = product(dy_codes, dy_scale, w_codes.t(), w_scale, ctx.x_dtype).view(*shape[:-1], weight.shape[1])
+        if kept:
+            x_codes, x_scale = kept
+            wide = (getattr(weight, "grad_dtype", None) if weight.is_leaf else None) or weight.dtype
+            dw = product(dy_codes.t(), dy_scale, x_codes.flatten(0, -2).t(), x_scale, wide)
+        return dx, dw, None, None, None
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` with its three products in float8: x [..., k], weight [n, k] → [..., n] in the compute dtype."""
+    dtype = compute_dtype(x)
+    y: Tensor = _Fp8Linear.apply(x, weight, *_coded(x), dtype)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias.to(dtype)
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer that multiplies in float8; parameters as those of ``nn.Linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        return fp8_linear(x, self.weight, self.bias)
+
+
+def use_fp8(model: nn.Module) -> list[str]:
+    """Let the linear layers of the blocks (``*_proj``, the base of an adapted one, experts) multiply in float8.
+
+    Returns their names.
+    """
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and name.removesuffix(".base").endswith("_proj"):
+            module.__class__ = Fp8Linear
+            names.append(name)
+        elif isinstance(module, Experts):
+            module.linear = fp8_linear
+            names.append(name)
+    return names
+
+
+class StoredFp8Linear(nn.Module):
+    """A frozen linear layer stored as e4m3 codes (a byte per weight) with one scale, for inference."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        codes, scale = quantise(linear.weight.detach(), E4M3)
+        self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]. Without fp8 units the weight is expanded, and the input stays as it is."""
+        dtype = compute_dtype(x)
+        codes = self.codes.view(E4M3)
+        if multiplies_fp8(x.device):
+            y = product(*_coded_rows(x), codes, self.scale, dtype).view(*x.shape[:-1], -1)
+        else:
+            y = nn.functional.linear(x.to(dtype), decode(codes, self.scale, dtype))
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def _coded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale = _coded(x)
+    return codes.flatten(0, -2), scale

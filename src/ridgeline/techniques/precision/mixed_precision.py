@@ -1,0 +1,167 @@
+"""Mixed precision: low-precision matrix multiplications over fp32 master weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import TrainBuild
+
+_MATMUL = {"gemm", "bmm", "attention"}
+_FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", "embed.sum")
+
+
+class MixedPrecision(Technique):
+    """Multiply matrices in 16 bits.
+
+    With ``weights=fp32`` (autocast, FSDP) parameters, gradients and optimizer states stay fp32 and are cast on use.
+    With ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16 bits wide, gradients are summed in
+    fp32, and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW. The parameters
+    then are views of one flat buffer, which one fused update rewrites (LightSeq2, arXiv:2110.05722).
+
+    fp16 trains with dynamic loss scaling: a step whose gradients overflow is skipped and the scale halved.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="mixed_precision",
+        title="Mixed-precision training",
+        paper="arXiv:1710.03740",
+        taxonomy="hardware/precision",
+        tasks=frozenset({"pretrain", "finetune"}),
+        lossless=False,
+        claim="about half the memory of fp32 at the same accuracy",
+        tolerance=0.02,
+        quality="training loss within 2 % of fp32 after the same tokens",
+    )
+    phase: ClassVar[Phase] = "compile"
+    order: ClassVar[int] = 1
+    """After flash_attention, so that it reprices the fused operator."""
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    """Compute dtype of matrix multiplications."""
+    weights: Literal["fp32", "low"] = "fp32"
+    """How parameters rest: wide and cast on use, or in the compute dtype beside a master copy."""
+
+    loss_scale: float = Field(default=2.0**16, ge=1.0)
+    """fp16: the factor on the loss at the start."""
+    growth_interval: int = Field(default=2000, ge=1)
+    """fp16: steps in a row without overflow after which the factor doubles."""
+
+    def stored(self) -> dict[str, Any]:
+        """16-bit weights are kept beside a master copy."""
+        return {"weights": self.weights, "dtype": self.dtype} if self.weights == "low" else {}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """bf16 where the device has it, else fp16; master weights kept either way."""
+        dtype: Literal["bf16", "fp16"] = "bf16" if "bf16" in e.cluster.device.peak_flops else "fp16"
+        return [cls(dtype=dtype, weights="fp32"), cls(dtype=dtype, weights="low")]
+
+    def lazy(self) -> bool:
+        """It rounds parameters once they have values."""
+        return True
+
+    def check(self, e: Experiment) -> None:
+        """Needs fp32 master weights."""
+        self.needs(e.dtype == "fp32", f"the weights are stored in {e.dtype}", 'set workload dtype = "fp32"')
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Matrix multiplications and most activations halve; every weight is cast once per micro-batch."""
+        g.dtype = self.dtype
+        if self.weights == "low":
+            return _all_low(g, self.dtype)
+        # The residual stream stays wide, unless every sum of it goes through a norm, whose result is low.
+        wide = ("embed.sum",) if e.model.post_norm else _FP32_SAVED
+        return g.each_block(lambda b: _lower(b, self.dtype, wide))
+
+    def build(self, run: TrainBuild) -> None:
+        """Run the forward pass under ``torch.autocast``, or make the parameters themselves low; scale an fp16 loss."""
+        import torch
+
+        from ridgeline.techniques.precision.mixed_precision_torch import DynamicScale
+
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+        if self.dtype == "fp16":
+            run.scaler = run.states["scaler"] = DynamicScale(self.loss_scale, self.growth_interval)
+        if self.weights == "fp32":
+            run.compute_dtype = dtype
+            return
+        from ridgeline.runtime.flat import FlatWeights, lower
+
+        flat = FlatWeights(run.masters)
+        run.low_weights = dtype
+        run.filled.append(lambda: run.masters.update(lower(run.root, dtype)))
+        run.sync = flat.sync
+        run.make_optimizer = flat.optimizer
+
+
+def _all_low(g: Graph, dtype: str) -> Graph:
+    """Everything but the statistics and the dropout masks is 16 bits wide; the loss computes in 32 bits."""
+    g.low_weights = True
+    g.gradients_resident = True  # accumulated in place, in fp32
+    g.residual /= 2
+    g.optimizer_bytes += 4.0
+
+    def low(o: Op) -> Op:
+        if o.dtype != "fp32" or o.kind == "loss" or "dequantise" in o.name or (o.axis and o.name.startswith("loss.")):
+            return o
+        return changed(o, dtype=dtype, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
+
+    for b in g.blocks:
+        b.forward = [low(o) for o in b.forward]
+        b.backward = [low(o) for o in b.backward]
+        for p in b.params:
+            if p.bytes_per_element == 4.0:
+                p.bytes_per_element = 2.0
+        for key, s in b.saved.items():
+            if not key.endswith((".stats", ".lse", ".mask")):
+                # A softmax in fp32 is kept as it is, beside its low copy.
+                b.saved[key] = replace(s, bytes=s.bytes * (1.5 if key.endswith(".probs") else 0.5))
+        b.workspace /= 2
+        b.backward_workspace /= 2
+        if "logits" in b.saved:  # the loss is taken in fp32 on a copy
+            b.workspace = 2 * b.saved["logits"].bytes
+    return g
+
+
+def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
+    def low(o: Op) -> Op:
+        if o.axis and (o.name.startswith(("embed.", "loss.")) or o.dtype == "int64"):  # sums of fp32 rows; counts
+            return o
+        if o.axis and o.axis != "dp":  # partial sums of matrix products travel in the dtype they come out in
+            return changed(o, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
+        if o.kind in _MATMUL or (o.kind in ("rope", "activation", "softmax", "mask", "copy") and o.dtype == "fp32"):
+            return changed(o, dtype=dtype, bytes=o.bytes / 2)
+        return o
+
+    b.forward = [low(o) for o in b.forward]
+    b.backward = [low(o) for o in b.backward]
+    casts: list[Op] = []
+    for o in b.forward:
+        p = next((p for p in b.params if p.name == o.param), None)
+        if o.kind == "gemm" and p is not None and p.bytes_per_element == 4.0:
+            casts.append(Op(f"{o.name}.cast", o.module, "cast", bytes=6.0 * p.numel, dtype=dtype, param=p.name))
+            if p.trainable:  # the gradient comes out in the low dtype and is cast to fp32
+                grad = Op(f"{o.name}.grad_cast", o.module, "cast", "backward", 0, 6.0 * p.numel, dtype, param=p.name)
+                b.backward.append(grad)
+            p.working_bytes = 2.0
+    b.forward = casts + b.forward
+    kept = {}
+    for key, saved in b.saved.items():
+        wide = key in wide_saved or key.endswith((".stats", ".lse", ".routing", ".mask"))
+        kept[key] = saved if wide else replace(saved, bytes=saved.bytes / 2)
+    for key in [k for k in kept if k.endswith(".probs")]:  # softmax in fp32, and its low-precision copy
+        kept[key] = replace(kept[key], bytes=3 * kept[key].bytes)
+    b.saved = kept
+    b.workspace /= 2
+    b.backward_workspace /= 2
+    if "logits" in kept:  # the loss is taken in fp32 on a copy
+        b.workspace = 2 * kept["logits"].bytes
+    b.recomputed /= 2

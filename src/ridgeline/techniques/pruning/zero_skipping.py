@@ -1,0 +1,104 @@
+"""Zero skipping: what the operation before left at zero is not multiplied."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.quantization.weight_only import is_weight_format
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import Build
+
+
+class ZeroSkipping(Technique):
+    """Leave out, in the last projection, inputs that the ReLU before it set to zero, and if asked, in attention, blocks
+    of keys whose probabilities are next to zero. Exact at threshold 0. The share of FLOPs left out is reported."""
+
+    card: ClassVar[Card] = Card(
+        name="zero_skipping",
+        title="Zero skipping",
+        paper="doi:10.1109/PACT52795.2021.00013",
+        taxonomy="training/compression/pruning",
+        tasks=frozenset({"generate"}),
+        lossless=True,
+        claim="part of NLP-Fast, whose optimisations together raise throughput up to 2.92x on a CPU, 1.59x on a GPU",
+        needs_model={"activation": "relu", "gated": False},
+    )
+    phase: ClassVar[Phase] = "compile"
+    order: ClassVar[int] = 3
+
+    threshold: float = Field(default=0.0, ge=0)
+    """Inner entries of at most this magnitude are skipped."""
+    rows: int = Field(default=8, ge=1)
+    """Most tokens at once for which single entries are skipped: more of them share one dense product."""
+    most: float = Field(default=0.35, gt=0, le=1)
+    """Largest share of active entries at which skipping pays: single entries cost more than they would in a product."""
+    attention: bool = False
+    """Whether attention skips too (its scores are then computed unfused)."""
+    probability: float = Field(default=0.0, ge=0, lt=1)
+    """Blocks of keys whose probabilities are all at most this are skipped."""
+    block: int = Field(default=64, ge=1)
+    """Keys in a block."""
+    zeros: float = Field(default=0.9, ge=0, lt=1)
+    """Share of inner entries that predictions take to be zero."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: it pays only where activations are sparse, which is the model's, not the plan's."""
+        return []
+
+    def check(self, e: Experiment) -> None:
+        """There must be a ReLU in front of a dense projection, or attention to skip in."""
+        m = e.model
+        sparse = m.activation == "relu" and not m.num_experts
+        self.needs(sparse or self.attention, f"{m.name}'s feed-forward layers have no ReLU that would leave zeros, or "
+                   "have experts", "use attention=true to skip in attention alone, or a model such as OPT")  # fmt: skip
+        self.needs(not (self.attention and e.plan.has("flash_attention")),
+                   "a fused kernel never shows its probabilities",
+                   "leave out flash_attention, or attention=true")  # fmt: skip
+        coded = [c.name for c in e.plan.calls if is_weight_format(c.name)]
+        self.needs(not (sparse and coded),
+                   f"{', '.join(coded)} stores the projection in codes, whose columns do not come singly",
+                   "keep one of them")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """The last projection shrinks to its expected active part, for few tokens at once. Attention's saving depends
+        on the text and is not predicted."""
+        if e.model.activation != "relu" or e.model.num_experts or g.tokens > self.rows or 1 - self.zeros > self.most:
+            return g
+        wide = DTYPE_BYTES[e.dtype]
+
+        def skip(b: Block) -> None:
+            b.forward = [self._shrunk(o, wide) if o.name.endswith("mlp.down_proj") else o for o in b.forward]
+
+        return g.each_block(skip, layers_only=True)
+
+    def _shrunk(self, op: Op, wide: float) -> Op:
+        rows, out, inner = op.shape
+        weights = out * inner * wide
+        read = weights * min(1.0, rows * (1 - self.zeros))  # every row its own stretches
+        return changed(op, flops=op.flops * (1 - self.zeros), bytes=op.bytes - weights + read)
+
+    def build(self, run: Build) -> None:
+        """Transpose the last projections and count what they skip."""
+        from torch import nn
+
+        from ridgeline.nn.model.mlp import MLP
+        from ridgeline.techniques.pruning.zero_skipping_torch import SkippingLinear, Tally, skipping_attention
+
+        if run.experiment.model.activation == "relu":
+            inner = Tally()
+            for module in list(run.model.modules()):
+                if isinstance(module, MLP) and isinstance(module.down_proj, nn.Linear):
+                    module.down_proj = SkippingLinear(module.down_proj, self.threshold, self.rows, inner, self.most)  # type: ignore[assignment]
+            run.said["skipped_inner_flops"] = lambda: inner.share
+        if self.attention:
+            keys = Tally()
+            run.model.set_attention(skipping_attention(self.probability, self.block, keys))
+            run.said["skipped_attention_flops"] = lambda: keys.share

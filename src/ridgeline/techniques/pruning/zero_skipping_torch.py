@@ -1,0 +1,98 @@
+"""Products that leave out operands known to be zero, or next to it, from the operation before.
+
+Behind a ReLU most inner entries are zero, and after a softmax most probabilities are next to it. What is then
+multiplied by them (columns of the last projection, rows of the values) need be neither read nor multiplied (NLP-Fast,
+doi:10.1109/PACT52795.2021.00013).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.nn.model.attention import Backend, Mask, probabilities
+
+
+@dataclass
+class Tally:
+    """FLOPs of the products that could skip, and of what they skipped."""
+
+    flops: int = 0
+    skipped: int = 0
+
+    def add(self, flops: int, skipped: int) -> None:
+        """One product."""
+        self.flops += flops
+        self.skipped += skipped
+
+    @property
+    def share(self) -> float:
+        """Part of the FLOPs that was left out."""
+        return self.skipped / self.flops if self.flops else 0.0
+
+
+class SkippingLinear(nn.Module):
+    """A frozen linear layer that multiplies only inputs above ``threshold`` in magnitude.
+
+    It keeps the weight transposed, [in, out], so that what an input multiplies is one stretch of memory; each row of
+    inputs then is a weighted sum of such stretches. |error| of an output is at most ``threshold`` · Σ |w| over what its
+    row skipped; at threshold 0 nothing but the order of summation changes.
+    """
+
+    def __init__(self, linear: nn.Linear, threshold: float, rows: int, tally: Tally, most: float = 1.0) -> None:
+        """``rows``, ``most``: rows at once, and share of their inputs that is active, up to which skipping pays; beyond
+        that all share one dense product."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.transposed = nn.Parameter(linear.weight.detach().t().contiguous(), requires_grad=False)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+        self.threshold, self.rows, self.tally, self.most = threshold, rows, tally, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        flat = x.reshape(-1, self.in_features)
+        flops = 2 * flat.shape[0] * self.in_features * self.out_features
+        active = None if x.is_meta or flat.shape[0] > self.rows else flat.abs() > self.threshold
+        if active is None or int(active.sum()) > self.most * active.numel():
+            self.tally.add(flops, 0)
+            return F.linear(x, self.transposed.t(), self.bias)
+        row, column = active.nonzero(as_tuple=True)
+        begins = active.sum(1).cumsum(0).roll(1)
+        begins[0] = 0
+        self.tally.add(flops, flops - 2 * len(column) * self.out_features)
+        values = flat[row, column]
+        y = F.embedding_bag(column, self.transposed, begins, mode="sum", per_sample_weights=values)
+        y = y if self.bias is None else y + self.bias
+        return y.view(*x.shape[:-1], -1)
+
+
+def skipping_attention(threshold: float, block: int, tally: Tally) -> Backend:
+    """Attention that leaves out blocks of ``block`` keys in which no query of a key/value head has a probability above
+    ``threshold``.
+
+    What an output loses is at most ``threshold`` · Σ |v| over the keys left out. At threshold 0 those are the keys that
+    no query sees: beyond its window, in its future, or so unlikely that the softmax gave 0.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        batch, heads, length, width = q.shape
+        groups, total = v.shape[1], v.shape[2]
+        weights = probabilities(q, k, mask, v.dtype).view(batch, groups, -1, total)
+        padded = F.pad(weights.amax(2), (0, -total % block)).view(batch, groups, -1, block)
+        keep = (padded.amax(-1) > threshold).repeat_interleave(block, 2)[..., :total]
+        rows = weights.shape[2]
+        seen = int(keep.sum())
+        tally.add(2 * batch * groups * rows * total * width, 2 * rows * width * (batch * groups * total - seen))
+        if seen == keep.numel():
+            return torch.matmul(weights, v).view(batch, heads, length, width)
+        out = torch.empty(batch, groups, rows, width, dtype=v.dtype, device=v.device)
+        for b in range(batch):
+            for g in range(groups):
+                keys = keep[b, g].nonzero()[:, 0]
+                torch.matmul(weights[b, g][:, keys], v[b, g][keys], out=out[b, g])
+        return out.view(batch, heads, length, width)
+
+    return Backend("zero_skipping", attend, wants_bias=True)

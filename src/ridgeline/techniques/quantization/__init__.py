@@ -1,0 +1,1 @@
+"""Post-training quantization of weights, activations and the key/value cache."""

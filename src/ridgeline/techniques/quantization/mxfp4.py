@@ -1,0 +1,69 @@
+"""MXFP4: 4-bit floating-point weights in blocks of 32 that share a scale."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.quantization.weight_only import narrow
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+BITS = 4 + 8 / 32
+"""Bits of one weight: 4, and its share of the block's 8-bit scale."""
+
+
+class MXFP4(Technique):
+    """Store weights as E2M1 codes in blocks of 32 with a power-of-two scale; kernels expand them in registers.
+
+    The way gpt-oss ships its experts. Products run in 16 bits, so that only memory traffic shrinks; Blackwell
+    multiplies 4-bit weights with 8-bit activations at its fp8 rate.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="mxfp4",
+        title="Microscaling 4-bit weights",
+        paper="arXiv:2310.10537",
+        taxonomy="inference/compression/quantization",
+        tasks=frozenset({"generate", "serve"}),
+        lossless=False,
+        claim="4.25 bits per weight; gpt-oss-120b fits one 80 GB device (arXiv:2508.10925)",
+        tolerance=0.05,
+        quality="perplexity within 5 % of the 16-bit model",
+        runs=False,
+        needs_model={"num_experts": 4, "experts_per_token": 2},
+    )
+    phase: ClassVar[Phase] = "adapt"
+    order: ClassVar[int] = 2
+    """Before anything divides the weights; fp8 leaves what it stored."""
+
+    layers: Literal["experts", "all"] = "experts"
+    """Which linear layers: the experts of a mixture, or every projection of the blocks."""
+
+    def check(self, e: Experiment) -> None:
+        """Needs something to shrink, and one weight format at a time."""
+        self.needs(not e.plan.has("rtn"), "rtn already stores the weights as integers", "keep one of them")
+        self.needs(self.layers == "all" or e.model.num_experts > 0, f"{e.model.name} has no experts",
+                   "use mxfp4:layers=all")  # fmt: skip
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """The chosen weights take 4.25 bits; everything else stays."""
+        part = ".experts." if self.layers == "experts" else "_proj"
+        native = e.cluster.device.architecture == "blackwell"
+        return g.each_block(lambda b: _shrink(b, part, native), layers_only=True)
+
+
+def _shrink(b: Block, part: str, native: bool) -> None:
+    wide = {p.name: p.bytes_per_element for p in b.params if part in p.name and not p.name.endswith("bias")}
+    for p in b.params:
+        if p.name in wide:
+            p.bytes_per_element, p.dtype, p.trainable = BITS / 8, "int4", False
+    b.forward = [_narrow(o, wide[o.param], native) if o.kind == "gemm" and o.param in wide else o for o in b.forward]
+
+
+def _narrow(op: Op, width: float, native: bool) -> Op:
+    low = narrow(op, BITS / 8, width, "int4")
+    if not native:
+        return low
+    rows, _, inner = op.shape
+    return changed(low, bytes=low.bytes - rows * inner * (width - 1.0), dtype="fp8", weight_dtype="")

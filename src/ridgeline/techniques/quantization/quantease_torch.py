@@ -1,0 +1,142 @@
+"""QuantEase: cyclic coordinate descent on the layer error, with outliers kept aside if asked (arXiv:2309.01885).
+
+With S = H, column j of W has the minimiser Q_j + [(W - Q) S]_j / S_jj when all others stand; snapping it to the grid
+is the best value on the grid. So a pass from a feasible point can never raise the error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn.quant.packed import Outliers
+from ridgeline.runtime.solve.grid import Fitted, Grid
+from ridgeline.runtime.solve.sweep import BLOCK
+
+RELAXED_UNTIL = 25
+"""Passes in which every third may leave the grid, from a cold start (the paper's section 3.3)."""
+
+
+@dataclass(frozen=True)
+class Descended:
+    """What the descent found."""
+
+    on_grid: Tensor
+    """[out, in], without the outliers."""
+    weight: Tensor
+    """[out, in]: on the grid, plus the outliers."""
+    fitted: Fitted
+    outliers: Outliers | None
+    errors: tuple[float, ...]
+    """tr((W - Q) H (W - Q)ᵀ) of the start (if there was one) and after every pass that stayed on the grid."""
+
+
+def descend(
+    weight: Tensor,
+    gram: Tensor,
+    grid: Grid,
+    start: Tensor | None = None,
+    keep: Tensor | None = None,
+    passes: int = 8,
+    outliers: float = 0.0,
+    structured: bool = False,
+    block: int = BLOCK,
+) -> Descended:
+    """Coordinate descent from ``start`` [out, in] (on the grid of ``weight`` without its :func:`largest` entries, such
+    as GPTQ's solution), or cold from ``weight`` itself.
+
+    ``keep`` bool [out, in]: entries outside stay zero. ``outliers``: share of the entries (``structured``: of the
+    inputs, whole columns) that are kept aside, found by iterative hard thresholding (the paper's algorithm 3); the grid
+    is fitted on the rest, whose range is smaller. Cold starts relax every third pass, and end on the grid.
+    """
+    width = weight.shape[1]
+    gram = gram.clone()
+    dead = gram.diagonal() == 0
+    gram.diagonal()[dead] = 1
+    w = weight.t().clone(memory_format=torch.contiguous_format)
+    w[dead] = 0
+    mask = None if keep is None else keep.t().contiguous()
+    order = torch.argsort(gram.diagonal(), descending=True, stable=True)
+    back, columns = torch.argsort(order), order.tolist()
+    w, s = w[order], gram[order][:, order]
+    mask = None if mask is None else mask[order]
+    diagonal = s.diagonal().tolist()
+
+    count = round(outliers * (width if structured else w.numel()))
+    stored = torch.float16 if grid_dtype(grid) is None else grid_dtype(grid)
+    aside = largest(w, count, structured) if count else torch.zeros_like(w)
+    fitted = grid.fit((w - aside)[back].t().contiguous())
+    q = (w - aside).clone() if start is None else start.t()[order].contiguous()
+    if mask is not None:
+        q.mul_(mask)
+    step = 1 / (2 * _largest_eigenvalue(s)) if count else 0.0
+    errors = [] if start is None else [_error(w - aside - q, s)]
+    u = torch.empty_like(q[0])
+    for it in range(passes):
+        last = it == passes - 1
+        if count and last:
+            aside = aside.to(stored).to(aside.dtype)  # as stored, so that the last pass corrects for it
+        relax = start is None and it % 3 == 1 and it <= RELAXED_UNTIL and not last
+        r = s @ (w - aside - q)
+        for a in range(0, width, block):
+            b = min(a + block, width)
+            delta = torch.zeros(b - a, w.shape[1], dtype=w.dtype, device=w.device)
+            for j in range(a, b):
+                column, change = q[j], delta[j - a]
+                torch.add(column, r[j], alpha=1 / diagonal[j], out=u)
+                if j > a:
+                    u.addmv_(delta[: j - a].t(), s[a:j, j], alpha=-1 / diagonal[j])
+                if not relax:
+                    fitted.snap(u, columns[j], u)
+                if mask is not None:
+                    u.mul_(mask[j])
+                torch.sub(u, column, out=change)
+                column.copy_(u)
+            if b < width:
+                r[b:].addmm_(s[b:, a:b], delta, alpha=-1)
+        if not relax:
+            errors.append(_error(w - aside - q, s))
+        if count and not last:
+            gradient = s @ (q + aside - w)
+            moved = aside - 2 * step * gradient
+            aside = largest(moved if mask is None else moved * mask, count, structured)
+    record = None
+    if count:
+        kept_aside = aside[back].t().contiguous()
+        index = kept_aside.view(-1).nonzero().squeeze(1)
+        record = Outliers(index.to(torch.int32), kept_aside.view(-1)[index].to(stored))
+    on_grid = q[back].t().contiguous()
+    found = on_grid + aside[back].t() if count else on_grid
+    return Descended(on_grid, found, fitted, record, tuple(errors))
+
+
+def grid_dtype(grid: Grid) -> torch.dtype | None:
+    """What a grid's scales are stored in, if it says."""
+    return getattr(grid, "scale_dtype", None)
+
+
+def largest(x: Tensor, count: int, structured: bool) -> Tensor:
+    """``x`` [in, out] (Wᵀ) with all but its ``count`` largest entries (or inputs) set to zero."""
+    out = torch.zeros_like(x)
+    if structured:
+        rows = x.norm(dim=1).topk(count).indices
+        out[rows] = x[rows]
+    else:
+        flat = x.reshape(-1)
+        index = flat.abs().topk(count, sorted=False).indices
+        out = out.reshape(-1).index_copy_(0, index, flat[index]).view(x.shape)
+    return out
+
+
+def _largest_eigenvalue(s: Tensor, rounds: int = 40) -> float:
+    """Of a positive semi-definite matrix, by power iteration, two per cent up so as not to fall short."""
+    v = s.sum(0)
+    for _ in range(rounds):
+        v = s @ (v / v.norm().clamp_min(1e-30))
+    return 1.02 * float(v.norm())
+
+
+def _error(difference: Tensor, s: Tensor) -> float:
+    return float(torch.sum((s @ difference) * difference))

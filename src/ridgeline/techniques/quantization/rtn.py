@@ -1,0 +1,116 @@
+"""Round-to-nearest weight-only quantization (int8, int4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.quantization.weight_only import WeightOnly, packed
+from ridgeline.techniques.technique import Card, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ridgeline.runtime.compress_build import CompressBuild
+    from ridgeline.runtime.train_build import Build
+
+
+class RTN(WeightOnly):
+    """Store the linear layers of the blocks as integer codes with a scale per row or group, each weight rounded by
+    itself; dequantise per use. Keeps the zeros of a pruned weight."""
+
+    card: ClassVar[Card] = Card(
+        name="rtn",
+        title="Round-to-nearest weight-only quantization",
+        paper="arXiv:2206.01861",
+        taxonomy="training/compression/quantization",
+        tasks=frozenset({"pretrain", "finetune", "compress", "generate", "serve"}),
+        lossless=False,
+        claim="int8 weights at the quality of fp16; 4x smaller than fp32 (baseline of every later method)",
+        tolerance=0.02,
+        quality="loss or perplexity within 2 % of the unquantised plan at 8 bits",
+        requires=("lora",),
+    )
+
+    bits: int = Field(default=8, ge=2, le=8)
+    """Bits of one weight; 4 or 8 as the base of a training run."""
+    group_size: int = Field(default=0, ge=0)
+    """Weights that share a scale along the input dimension; 0: the whole row."""
+    mse: bool = False
+    """Shrink each group's range to the least error (not in training)."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Both widths."""
+        return [cls(bits=4), cls(bits=8)]
+
+    def check(self, e: Experiment) -> None:
+        """Integer weights cannot train, and groups must divide the rows."""
+        self.needs(
+            not e.is_training or e.plan.has("lora"),
+            f"an int{self.bits} base cannot be trained: rounding has no useful gradient",
+            "add lora (--with lora), or use task generate",
+        )
+        super().check(e)
+        if not e.is_training:
+            return
+        self.needs(self.bits in (4, 8), f"a training base is held in int4 or int8, not {self.bits} bits",
+                   "use bits=4 or bits=8")  # fmt: skip
+        self.needs(self.symmetric and not self.mse, "a training base is rounded symmetrically to the largest weight",
+                   "use symmetric=true and mse=false")  # fmt: skip
+        for p in e.model.block_parameters(0):
+            if p.name.endswith("_proj.weight") and len(p.shape) == 2:
+                k = p.shape[1]
+                self.needs(self.bits == 8 or k % 2 == 0, f"{p.name} has odd width {k}: int4 packs pairs", "use bits=8")
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Weights shrink; in training every use first expands one weight matrix to the compute dtype."""
+        if not e.is_training:
+            return super().rewrite(g, e)
+
+        def quantise(b: Block) -> None:
+            sizes: dict[str, float] = {}
+            for p in b.params:
+                if p.name.endswith("_proj.weight") and len(p.shape) == 2:
+                    p.bytes_per_element = self.bits / 8 + 4.0 / (self.group_size or p.shape[1])
+                    p.dtype = f"int{self.bits}"
+                    p.trainable = False
+                    sizes[p.name] = p.numel
+            if not sizes:
+                return
+            for ops in (b.forward, b.backward):
+                for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
+                    n = sizes[op.param]
+                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, n * (self.bits / 8 + 4),
+                                f"int{self.bits}", param=op.param)  # fmt: skip
+                    ops.insert(ops.index(op), expand)
+            largest = max(sizes.values()) * 4.0
+            b.workspace = max(b.workspace, largest)
+            b.backward_workspace = max(b.backward_workspace, largest)
+
+        return g.each_block(quantise, layers_only=True)
+
+    def build(self, run: Build) -> None:
+        """Replace the linears of every block by integer codes; where nothing trains, by those of the fast kernels."""
+        if not run.experiment.is_training:
+            packed(run, self.card.name, self.bits, self.group_size, self.symmetric, codes_dense=True, mse=self.mse)
+            return
+        from ridgeline.nn.quant.quantized import IntLinear, replace_linears
+
+        replace_linears(run.model, lambda linear: IntLinear(linear, self.bits, self.group_size))
+
+    def compress(self, run: CompressBuild) -> None:
+        """Round the layers of a site."""
+        from ridgeline.runtime.compress_build import store_nearest
+
+        grid = run.affine(self.bits, self.group_size, self.symmetric, self.mse)
+        run.at_site.append(lambda site: store_nearest(site, grid))
+
+    def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Codes expanded."""
+        from ridgeline.nn.quant.quantized import IntLinear, expanded
+
+        return expanded(state, IntLinear)

@@ -1,0 +1,224 @@
+"""What weight-only quantizers share: bits and groups, what they refuse, and what their weights weigh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.device import DTYPE_BYTES
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held, held_bytes
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.result import Metric, Result
+from ridgeline.spec.workload import Generate, Serve
+from ridgeline.techniques.technique import Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.nn.quant.packed import Packed
+    from ridgeline.runtime.train_build import Build
+
+PRUNE, FOLD, QUANTISE, TUNE = -20, -10, 0, 10
+"""Order of compression within phase adapt: supports before grids, folded scales between, norms last. In training a
+quantised base comes before the adapters on it, which are behind 0."""
+
+
+class WeightOnly(Technique):
+    """Linear layers of the blocks (experts too, not the router) as integers with a scale per group of inputs."""
+
+    phase: ClassVar[Phase] = "adapt"
+    order: ClassVar[int] = QUANTISE
+
+    bits: int = Field(default=4, ge=2, le=8)
+    """Bits of one weight."""
+    group_size: int = Field(default=128, ge=0)
+    """Inputs that share a scale; 0: the whole row."""
+    symmetric: bool = True
+    """Whether the range is centred on zero; False: a zero point per group is stored too."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Its defaults: what its other options change is quality, which is not predicted."""
+        return [cls()]
+
+    def check(self, e: Experiment) -> None:
+        """Groups must divide the rows; one weight format at a time."""
+        self.check_alone(e)
+        for name, (_, width) in widths(e).items():
+            if self.group_size:
+                self.needs(width % self.group_size == 0,
+                           f"group_size {self.group_size} does not divide {name}'s input width {width}",
+                           f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
+
+    def check_alone(self, e: Experiment) -> None:
+        """One weight format at a time."""
+        others = [c.name for c in e.plan.calls if c.name != self.card.name and is_weight_format(c.name)]
+        self.needs(not others, f"{', '.join(others)} already decides how weights are stored", "keep one of them")
+
+    def build(self, run: Build) -> None:
+        """A compressed checkpoint's layers hold their codes already; random weights get codes of the same form."""
+        packed(run, self.card.name, self.bits, self.group_size, self.symmetric)
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Weights shrink to what is held of them; kernels expand them on the way in."""
+        return shrunk(g, e, self.bits, self.group_size, self.symmetric)
+
+    def note(self, e: Experiment, result: Result) -> None:
+        """Bytes of the checkpoint, and stored bits of a weight."""
+        size, bits = stored(e, self.bits, self.group_size, self.symmetric)
+        size += 16 * coded_matrices(e) * self.own_format  # our format says four sizes of each, others two
+        result.metrics["checkpoint_bytes"] = Metric(value=size, unit="bytes", better="lower", source="graph")
+        result.metrics["bits_per_weight"] = Metric(value=bits, better="lower", source="graph")
+
+
+CODED = ("_proj.weight", ".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
+"""Endings of the names of parameters that are stored in codes."""
+
+
+def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool) -> Graph:
+    """The graph with the blocks' linear layers (and experts) held in codes, as :mod:`ridgeline.spec.lowbit` says."""
+    device = "cpu" if e.cluster.device.kind == "cpu" else "cuda"
+
+    def shrink(b: Block) -> None:
+        held_as: dict[str, tuple[float, float, str]] = {}
+        for p in b.params:
+            if p.name.endswith(CODED) and p.dtype != "ternary":  # qmoe's are stored already
+                out, width = p.shape[-2:]
+                each = held_bytes(out, width, bits, group_size, symmetric, device) / (out * width)
+                nibbles = held(out, width, bits, group_size, device).form == "nibbles"
+                dtype = "int4" if nibbles or bits <= 4 else "int8"
+                held_as[p.name] = each, p.bytes_per_element, dtype
+                p.bytes_per_element, p.dtype, p.trainable = each, dtype, False
+        b.forward = [narrow(o, *held_as[o.param]) if o.kind == "gemm" and o.param in held_as else o
+                     for o in b.forward]  # fmt: skip
+
+    return g.each_block(shrink, layers_only=True)
+
+
+def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[int, float]:
+    """(bytes of all tensors of the checkpoint that compressed-tensors holds this model in, stored bits per weight of
+    its linear layers).
+
+    What stays dense is in the dtype of the checkpoint that is compressed; without one, in that of the plan.
+    """
+    wide = DTYPE_BYTES[_checkpoint_dtype(e)]
+    total, kept, count = 0.0, 0.0, 0
+    for p in left(e).parameters():
+        if not (p.name.startswith("layers.") and p.name.endswith(CODED)):
+            total += p.numel * wide
+            continue
+        out, width = p.shape[-2:]
+        total += p.numel // (out * width) * checkpoint_bytes(out, width, bits, group_size, symmetric)
+        kept += p.numel * bits_per_weight(width, bits, group_size, symmetric)
+        count += p.numel
+    return round(total), kept / max(1, count)
+
+
+def coded_matrices(e: Experiment) -> int:
+    """Matrices that are stored in codes; each expert's is one."""
+    return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters()
+               if p.name.startswith("layers.") and p.name.endswith(CODED))  # fmt: skip
+
+
+def coded_weights(e: Experiment) -> int:
+    """Weights that are stored in codes."""
+    return sum(p.numel for p in left(e).parameters() if p.name.startswith("layers.") and p.name.endswith(CODED))
+
+
+def _checkpoint_dtype(e: Experiment) -> str:
+    w = e.workload
+    file = Path(getattr(w, "checkpoint", None) or "") / "config.json"
+    if not file.is_file():
+        return e.dtype
+    config = json.loads(file.read_text(encoding="utf-8"))
+    said = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(said, "fp32")
+
+
+def packed(
+    run: Build, name: str, bits: int, group_size: int, symmetric: bool, codes_dense: bool = False, mse: bool = False
+) -> None:
+    """Have a generating model's linear layers compute from codes.
+
+    Those of a compressed checkpoint do; weights without a checkpoint (or, where ``codes_dense``, of a dense one) are
+    rounded to nearest. Raises :class:`UserError` for a dense checkpoint otherwise, and for other codes than asked for.
+    """
+    import torch
+
+    from ridgeline.nn.quant.packed_model import holds_codes, pack_layers
+    from ridgeline.runtime.solve.grid import Affine
+
+    def code(name: str, expert: int | None) -> tuple[Packed, None]:
+        weight = run.model.get_parameter(name).detach()
+        wide = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
+        weight = (weight if expert is None else weight[expert]).float()
+        return Affine(bits, group_size, symmetric, mse, wide).fit(weight).pack(weight), None
+
+    w = run.experiment.workload
+    assert isinstance(w, (Generate, Serve))
+    layers = holds_codes(run.model)
+    if layers:
+        wrong = sorted({layer.bits for layer in layers} - {bits})
+        if wrong:
+            raise UserError(f"{w.checkpoint} holds codes of {wrong[0]} bits, {name} asks for {bits}",
+                            f"say {name}:bits={wrong[0]}, or compress it anew")  # fmt: skip
+    elif w.checkpoint and not codes_dense:
+        raise UserError(
+            f"{w.checkpoint} is not compressed yet",
+            f"run `ridgeline compress {w.checkpoint} --with {name} --out DIR` and generate from DIR",
+        )
+    else:
+        device = next(run.model.parameters()).device
+        pack_layers(run.model, code, device)
+
+
+def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
+    """The product with weights of ``each`` bytes instead of ``wide``; rows and results stay as they are."""
+    rows, out, inner = op.shape[-3:]
+    weights = out * inner * op.experts
+    return changed(op, bytes=rows * (out + inner) * wide + weights * each, weight_bytes=weights * each,
+                   weight_dtype=dtype)  # fmt: skip
+
+
+def in_int8(g: Graph, e: Experiment) -> Graph:
+    """Products with quantised weights computed in int8, on a device that multiplies in it."""
+    if "int8" not in e.cluster.device.peak_flops:
+        return g
+
+    def lower(b: Block) -> None:
+        b.forward = [changed(o, dtype="int8") if o.kind == "gemm" and o.weight_dtype else o for o in b.forward]
+
+    return g.each_block(lower, layers_only=True)
+
+
+def is_weight_format(name: str) -> bool:
+    """Whether the technique called ``name`` decides how weights are stored."""
+    from ridgeline.techniques.registry import registry
+
+    return name in ("mxfp4", "fp8") or issubclass(registry()[name], WeightOnly)
+
+
+def left(e: Experiment) -> ModelSpec:
+    """The model that is left where the plan makes it smaller."""
+    from ridgeline.techniques.registry import techniques
+
+    spec = e.model
+    for t in techniques(e.plan):
+        spec = t.resized(spec)
+    return spec
+
+
+def widths(e: Experiment) -> dict[str, tuple[int, int]]:
+    """(out, in) of all linear layers of the blocks, an expert's too, by name."""
+    from ridgeline.spec.targets import linears
+
+    spec = left(e)
+    found = linears(spec)
+    if spec.num_experts:
+        h, f = spec.hidden_size, spec.intermediate_size
+        found |= {"an expert's up_proj": (f, h), "an expert's down_proj": (h, f)}
+    return found

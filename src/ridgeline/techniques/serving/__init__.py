@@ -1,0 +1,1 @@
+"""Scheduling, memory and batching of a serving engine."""

@@ -1,0 +1,225 @@
+"""The technique contract: one frozen class with a card, typed options, ``check``, ``rewrite`` and ``build``.
+
+A technique is one file in this package. It touches both twins: ``rewrite`` is a compiler pass over the analytic graph,
+``build`` acts on the real engine's builder. Torch is imported inside ``build`` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.result import Result
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ridgeline.graph.graph import Graph
+    from ridgeline.runtime.compress_build import CompressBuild
+    from ridgeline.runtime.serve_build import ServeBuild
+    from ridgeline.runtime.train_build import TrainBuild
+    from ridgeline.spec.model import ModelSpec
+    from ridgeline.spec.scheduling import Scheduling
+
+Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
+PHASES: tuple[Phase, ...] = (
+    "adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop",
+)  # fmt: skip
+"""The one order in which techniques apply, whatever their order in the plan: adapters and quantised weights must exist
+before anything shards them; a pipeline stage shards only what it keeps; hooks act on final parameters."""
+
+
+Ask = Callable[[Experiment], Result]
+"""The predictor, as techniques see it: metrics and memory of any experiment."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a technique is, where it comes from, and what it promises."""
+
+    name: str
+    title: str
+    paper: str
+    """arXiv id or other reference."""
+    taxonomy: str
+    """Place in the field's map, e.g. ``training/distributed/zero``."""
+    tasks: frozenset[str]
+    lossless: bool
+    """True: same loss or logits as without it, within ``tolerance``."""
+    claim: str
+    """The paper's own headline, quoted as a fact beside what we measure."""
+    tolerance: float = 1e-5
+    """Largest relative change of the loss against the same plan without the technique (see ``bound``)."""
+    bound: Literal["same", "falls"] = "same"
+    """``same``: the loss stays within ``tolerance``; ``falls``: another thing trains, so the loss must fall instead."""
+    quality: str = ""
+    """For a lossy technique: the metric it may change and the bound it is tested to."""
+    min_ranks: int = 1
+    """Ranks it needs at least."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """Options that the generic tests and the support matrix use."""
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options that other techniques' examples need beside it, by their names."""
+    requires: tuple[str, ...] = ()
+    """Techniques that must be on with it in training (the support matrix adds them)."""
+    unpredicted: Mapping[str, str] = field(default_factory=dict)
+    """Why the prediction of its example is the same without it, by task; in other tasks it is another (a test)."""
+    runs: bool = True
+    """Whether it has a real side; False: it can be predicted, not yet run."""
+    runs_in: frozenset[str] | None = None
+    """Tasks in which it has a real side, if not in all of ``tasks``."""
+    needs_model: Mapping[str, Any] = field(default_factory=dict)
+    """ModelSpec fields that the generic tests and the support matrix must set for it (a mixture of experts)."""
+
+
+class Technique(BaseModel):
+    """Base of every technique. Subclass fields are its options, with a docstring each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    card: ClassVar[Card]
+    phase: ClassVar[Phase]
+    order: ClassVar[int] = 0
+    """Place within the phase, low first."""
+    splits_batch: ClassVar[bool] = False
+    """Whether it makes the ranks work on different parts of the batch (data parallelism of any kind)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lone_value(cls, values: Any) -> Any:
+        """A list option may be written with a single value, ``targets=q_proj``, or none, ``targets=``."""
+        if not isinstance(values, dict):
+            return values
+        lists = {k for k, f in cls.model_fields.items() if get_origin(f.annotation) in (tuple, list)}
+        one = {k: v for k, v in values.items() if k in lists and isinstance(v, (str, int, float))}
+        return {**values, **{k: () if v == "" else (v,) for k, v in one.items()}}
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be run with these options."""
+        return self.card.runs
+
+    @property
+    def own_format(self) -> bool:
+        """Whether what it makes of a checkpoint fits no format but our own."""
+        return False
+
+    def axes(self) -> dict[str, int]:
+        """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
+        return {}
+
+    def serving_axes(self, beside: Collection[str]) -> dict[str, int]:
+        """Axes that it takes in task serve, where techniques of the names ``beside`` are on too; by default
+        :meth:`axes`."""
+        return self.axes()
+
+    def inner(self) -> int:
+        """Data-parallel ranks of an inner group that it forms (ranks that share one sharded copy, or one set of
+        experts); 1: none."""
+        return 1
+
+    def lazy(self) -> bool:
+        """Whether ``build`` works on a model without memory.
+
+        If that of all techniques does, parameters get their memory after phase shard, and a rank never holds more than
+        its part of them.
+        """
+        return False
+
+    def stored(self) -> dict[str, Any]:
+        """Options that shape what a checkpoint holds; a run may be resumed with any other ones changed."""
+        return self.model_dump(mode="json") if self.phase == "adapt" else {}
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Its settings worth trying in a search on ``e``: every combination of its ``Literal`` and ``bool`` options.
+
+        Techniques with degrees or open-ended options override this. What ``check`` refuses may be among them.
+        """
+        closed = {k: get_args(f.annotation) for k, f in cls.model_fields.items() if get_origin(f.annotation) is Literal}
+        closed |= {k: (False, True) for k, f in cls.model_fields.items() if f.annotation is bool}
+        return [cls(**dict(zip(closed, values, strict=True))) for values in product(*closed.values())]
+
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """Itself with concrete values in the options that it leaves to the predictor; by default itself.
+
+        Called once per experiment, before ``check``. Raises :class:`Incompatible` when no value satisfies what is
+        asked. Until then ``rewrite`` takes an open option at its default.
+        """
+        return self
+
+    def moments(self, e: Experiment) -> list[tuple[float, Experiment]]:
+        """(share of the steps, the experiment that those steps are) where it changes the workload over a run; the last
+        one with the workload as it is written."""
+        return [(1.0, e)]
+
+    def note(self, e: Experiment, result: Result) -> None:
+        """Add to a predicted Result what it says of the whole run."""
+
+    def placed(self, e: Experiment) -> Experiment:
+        """``e`` with this object in the place of the technique of its name in the plan."""
+        mine = Call(name=self.card.name, options=self.model_dump(mode="json", exclude_none=True))
+        calls = tuple(mine if c.name == self.card.name else c for c in e.plan.calls)
+        return e.model_copy(update={"plan": Plan(calls=calls)})
+
+    def resized(self, spec: ModelSpec) -> ModelSpec:
+        """The model that it leaves of ``spec``, where it makes it smaller."""
+        return spec
+
+    def check(self, e: Experiment) -> None:
+        """Raise :class:`Incompatible`, with the reason and the mend, when it cannot work in this experiment."""
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """The analytic side: a pass over the graph. Must not change ``e``; may change and return ``g``."""
+        raise NotImplementedError
+
+    def build(self, run: TrainBuild) -> None:
+        """The real side: act on the engine's builder."""
+        raise NotImplementedError
+
+    def scheduling(self, s: Scheduling) -> None:
+        """What the technique changes about scheduling in task serve, real and simulated."""
+
+    def serve(self, run: ServeBuild) -> None:
+        """The real side in task serve, beside :meth:`scheduling`; where neither differs, :meth:`build`."""
+        if type(self).scheduling is Technique.scheduling:
+            self.build(run)  # type: ignore[arg-type]  # serving techniques touch only what every Build has
+
+    def compress(self, run: CompressBuild) -> None:
+        """The real side in task compress: register with the layer-wise driver."""
+        raise NotImplementedError
+
+    def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A model's state as it trains with this technique → the state without it: merged, expanded, renamed.
+
+        For exports and evaluation elsewhere. Called in the order in which techniques are built: a base is expanded
+        before what lies around it is merged into it.
+        """
+        return state
+
+    def needs(self, condition: bool, why: str, fix: str) -> None:
+        """Raise :class:`Incompatible` naming this technique unless ``condition`` holds."""
+        if not condition:
+            raise Incompatible(f"{self.card.name}: {why}", fix)
+
+
+def nearest_divisor(size: int, degree: int) -> int:
+    """The divisor of ``size`` that is closest to ``degree``; of two, the smaller."""
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - degree), d))
+
+
+def degrees(e: Experiment, most: int, sizes: tuple[int, ...] = ()) -> list[int]:
+    """Powers of two from 2 to ``most`` that divide the devices and every one of ``sizes``."""
+    out, n = [], 2
+    while n <= min(most, e.world):
+        if e.world % n == 0 and all(size % n == 0 for size in sizes):
+            out.append(n)
+        n *= 2
+    return out

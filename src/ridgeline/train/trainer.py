@@ -1,0 +1,269 @@
+"""The training engine: build in canonical order, then steps. It knows the technique protocol, never a technique."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ridgeline.data.batches import IGNORE, TextBatches, load_tokens, own_tokenizer, token_ids
+from ridgeline.data.packing import InstructionBatches, load_instructions
+from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
+from ridgeline.nn.model.init import allocate, build, init_weights
+from ridgeline.nn.model.transformer import Transformer
+from ridgeline.predict.settle import settle
+from ridgeline.runtime.gradients import holders, sum_partial
+from ridgeline.runtime.mesh import Mesh
+from ridgeline.runtime.optimizer import parameter_groups
+from ridgeline.runtime.train_build import Batch, Micro, TrainBuild
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.workload import FineTune
+from ridgeline.techniques.registry import check
+from ridgeline.techniques.technique import PHASES, Technique
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def assemble(run: TrainBuild, made: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
+    """Build the techniques, given in canonical order, asserting after every phase what trains.
+
+    Between what divides parameters and what takes them or their gradients away, ``fill`` may give them memory, and what
+    waits for their values is done; gradients that are parts are made whole after each backward: those partial over
+    tensor-parallel ranks, and those of a parameter that two stages hold.
+    """
+    run.assert_trainable()
+    divided = False
+
+    def complete() -> None:
+        if run.partial and run.mesh:
+            sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
+        if run.tied:
+            module, name, ends = run.tied
+            sum_partial([getattr(module, name)], ends)
+
+    for technique in (*made, None):
+        if not divided and (technique is None or PHASES.index(technique.phase) >= PHASES.index("offload")):
+            divided = True
+            if fill:
+                fill(run)
+            for finish in run.filled:
+                finish()
+            if run.partial or run.tied:
+                run.after_backward.append(complete)
+        if technique is not None:
+            technique.build(run)
+        run.assert_trainable()
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step: mean loss over the global batch's valid tokens, tokens trained, gradient norm, seconds."""
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    seconds: float
+    stop: bool = False
+    """Whether any rank was asked to stop."""
+    finished: bool = False
+    """Whether the plan ends training here (its budget is spent)."""
+
+
+def global_batches(e: Experiment, rank: int, world: int) -> TextBatches | InstructionBatches:
+    """The batches of the experiment. Rank 0 tokenises text, the others read what it kept."""
+    w, m = e.training, e.model
+    if isinstance(w, FineTune) and w.instructions:
+        if not m.causal:
+            raise UserError(f"{m.name} is an encoder: it cannot learn answers", "fine-tune it on text, or a decoder")
+        return InstructionBatches(
+            load_instructions(w, m.vocab_size), w.seq_len, e.batch_size, w.packing, w.seed, w.eval_batches
+        )
+    if rank > 0:
+        dist.barrier()
+    tokens = load_tokens(w.data, m.vocab_size, w.tokenizer or own_tokenizer(w.checkpoint))
+    if rank == 0 and world > 1:
+        dist.barrier()
+    return TextBatches(tokens, w.seq_len, e.batch_size, m.vocab_size, m.causal, w.seed, w.document_mask, w.eval_batches)
+
+
+def whole_model(e: Experiment, device: torch.device) -> Transformer:
+    """The model before anything is split, so that every layout and every engine starts from the same weights.
+
+    On device "meta": its shapes only.
+    """
+    w = e.training
+    if w.checkpoint and device.type != "meta":
+        model = load_checkpoint(Path(w.checkpoint), dtype=DTYPES[e.dtype]).to(device)
+    else:
+        model = build(e.model, device, DTYPES[e.dtype], w.seed)
+    model.set_attention("naive")
+    return model
+
+
+class Trainer:
+    """One rank's training state. ``step()`` runs one optimizer step on the next global batch."""
+
+    def __init__(self, e: Experiment, device: torch.device | None = None, rank: int = 0, world: int = 1) -> None:
+        e = settle(e)
+        self.experiment = e
+        self.workload = e.training
+        self.device = device or torch.device("cpu")
+        self.rank, self.world = rank, world
+        made = check(e)
+        w = self.workload
+        self.run = self._build(made)
+        self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise UserError("this plan leaves no parameter to train", "add lora, or drop what freezes the model")
+        stages = self.run.mesh.size("pp") if self.run.mesh else 1
+        self.copies = {p: holders(p, world // stages) for p in self.parameters}
+        if self.run.tied:
+            module, name, _ = self.run.tied
+            self.copies[getattr(module, name)] *= 2
+        self.optimizer = self.run.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
+        self.steps_done = 0
+        self.stop_requested = False
+
+    def _build(self, made: list[Technique]) -> TrainBuild:
+        e = self.experiment
+        early = [t for t in made if PHASES.index(t.phase) < PHASES.index("offload")]
+        # A tied head must be one parameter with the embedding from the start.
+        lazy = self.world > 1 and not e.model.tie_embeddings and all(t.lazy() for t in early)
+        model = whole_model(e, torch.device("meta") if lazy else self.device)
+        run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
+        run.batches = global_batches(e, self.rank, self.world)
+        run.tokens_of = functools.partial(token_ids, tokenizer=run.batches.tokenizer)
+        run.loss_of = self.loss_of
+        if self.world > 1:
+            run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in made), default=1))
+        assemble(run, made, self._fill if lazy else None)
+        return run
+
+    def _fill(self, run: TrainBuild) -> None:
+        """Give parameters that are shapes only the memory and the values of this rank's part."""
+        allocate(run.model, self.device, DTYPES[self.experiment.dtype])
+        if self.workload.checkpoint:
+            load_into(run.model, self.workload.checkpoint)
+        else:
+            init_weights(run.model, self.workload.seed)
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def local_batch(self, step: int) -> tuple[list[Micro], int]:
+        """This rank's micro-batches of ``step`` and the valid tokens of the whole global batch.
+
+        Every rank derives the global batch from the step, so counting needs no communication.
+        """
+        return self._mine(self.run.batches.batch(step))
+
+    def _mine(self, batch: Batch) -> tuple[list[Micro], int]:
+        valid = max(1, int((batch.labels != IGNORE).sum()))
+        share = len(batch.ids) // self.experiment.data_parallel
+        place = self.run.mesh.data_rank if self.run.mesh else 0
+        mine = slice(place * share, (place + 1) * share)
+        # As many tokens at a time, should the sequences be shorter than the workload's.
+        size = max(1, self.experiment.micro_batch_size * self.workload.seq_len // batch.ids.shape[1])
+        parts = [None if t is None else t[mine].to(self.device).split(size) for t in batch]
+        micros = [Micro._make(None if p is None else p[i] for p in parts) for i in range(-(-share // size))]
+        for take in self.run.cut:
+            micros = [take(m) for m in micros]
+        return micros, valid
+
+    def forward_backward(self, step: int) -> tuple[torch.Tensor, int]:
+        """Accumulate gradients of sum(token losses) / (valid tokens of the global batch), and reduce them.
+
+        Returns this rank's part of the mean loss, and the global count of valid tokens.
+        """
+        run = self.run
+        run.lr = run.schedule(step)
+        for prepare in run.before_step:
+            prepare(step)
+        micros, valid = self.local_batch(step)
+        scale = run.scaler.scale if run.scaler else 1.0
+        total = run.execute(micros, scale / valid) / scale
+        for finish in run.after_backward:
+            finish()
+        return self._counted_once(total), valid
+
+    def _counted_once(self, loss: torch.Tensor) -> torch.Tensor:
+        """Tensor-parallel ranks all have the loss of the same tokens: the first reports it."""
+        return torch.zeros_like(loss) if self.run.mesh and self.run.mesh.at("tp") else loss
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss over one held-out batch, the same for every plan; None when the corpus has none to spare."""
+        batch = self.run.batches.held_out_batch()
+        if batch is None:
+            return None
+        return self.loss_of(batch)
+
+    @torch.no_grad()
+    def loss_of(self, batch: Batch) -> float:
+        """Mean loss of a batch that nothing learns from."""
+        micros, valid = self._mine(batch)
+        total = self._counted_once(self.run.score(micros)) / valid
+        self.run.after_evaluation()
+        if self.world > 1:
+            dist.all_reduce(total)
+        return float(total)
+
+    def update(self, step: int) -> torch.Tensor:
+        """Clip and apply the gradients; returns their global norm before clipping.
+
+        With loss scaling, gradients that are not finite are dropped and the scale is lowered.
+        """
+        run = self.run
+        scale = run.scaler.scale if run.scaler else 1.0
+        norm = run.norm(self.parameters, self.copies, self.world) / scale
+        limit = self.workload.grad_clip
+        finite = run.scaler is None or bool(torch.isfinite(norm))
+        if finite:
+            run.clip(self.parameters, norm, limit, scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = run.lr
+            self.optimizer.step()
+        run.clear(self.parameters, run.keep_gradients)
+        for finish in run.after_update:
+            finish()
+        if run.scaler:
+            run.scaler.update(finite)
+        return norm
+
+    def step(self) -> StepStats:
+        """One optimizer step. Raises ``FloatingPointError`` on a loss that is not finite, before the next update."""
+        start = time.perf_counter()
+        step = self.steps_done
+        loss, valid = self.forward_backward(step)
+        norm = self.update(step)
+        value, stop, finished = self.report(loss)
+        self.steps_done += 1
+        if not math.isfinite(value):
+            raise FloatingPointError(f"loss is {value} at step {step}")
+        return StepStats(step, value, valid, float(norm), time.perf_counter() - start, stop, finished)
+
+    def report(self, loss: torch.Tensor) -> tuple[float, bool, bool]:
+        """The loss over all ranks, whether any of them was asked to stop, and whether rank 0 finds training done."""
+        finished = self.rank == 0 and self.run.finished()
+        report = torch.tensor(
+            [0.0, float(self.stop_requested), float(finished)], dtype=torch.float64, device=self.device
+        )
+        report[0] = loss
+        if self.world > 1:
+            dist.all_reduce(report)
+        value, stop, done = report.tolist()
+        return value, stop > 0, done > 0
+
+    def drive(self, watch: Callable[[StepStats], bool]) -> None:
+        """Steps to the end of the workload, each shown to ``watch``, which returns whether to stop."""
+        for _ in range(self.workload.steps):
+            stats = self.step()
+            if watch(stats) or stats.finished:
+                break

@@ -1,0 +1,168 @@
+"""The training loop of ``ridgeline train``: steps, evaluation of progress, checkpoints, a clean stop on Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.data.packing import Instructions
+from ridgeline.nn.memory.tiled import whole_weights
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import techniques
+from ridgeline.train.budget import Budget
+from ridgeline.train.trainer import Trainer
+
+
+class Evaluations:
+    """Held-out losses as training went on, (steps done, nats per token); kept in checkpoints."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, float]] = []
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The lowest so far, of several the first; what was there before training does not count."""
+        return min((e for e in self.found if e[0]), key=lambda e: (e[1], e[0]), default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return {"found": self.found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a checkpoint."""
+        self.found = [(int(step), float(loss)) for step, loss in state["found"]]
+
+
+def train(
+    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
+) -> dict[str, Any]:
+    """Train to ``workload.steps``. Options: ``out`` (directory of checkpoints), ``save_every`` (steps), ``resume``,
+    ``export`` (directory of the model, or with ``adapter`` of what was added to it), ``eval_every`` (steps; the export
+    is then the model at its lowest held-out loss), ``adapter_from`` (directory of an adapter to go on from),
+    ``device_memory`` (bytes that each rank's device may use).
+
+    The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
+    """
+    from ridgeline.train.checkpoint import resume
+
+    trainer = Trainer(e, device, rank, ranks)
+    out = Path(options["out"]) if options.get("out") else None
+    evaluations = Evaluations()
+    if options.get("eval_every"):
+        trainer.run.states["evaluations"] = evaluations
+    losses = resume(trainer, out) if out and options.get("resume") else []
+    if options.get("adapter_from") and not trainer.steps_done:
+        from ridgeline.train.adapter_folder import go_on, load_adapter
+
+        go_on(trainer, load_adapter(Path(options["adapter_from"]), e.model))
+    previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
+    try:
+        return _run(trainer, out, losses, evaluations, options, report)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _run(
+    trainer: Trainer, out: Path | None, losses: list[float], evaluations: Evaluations, options: dict[str, Any],
+    report: Any,
+) -> dict[str, Any]:  # fmt: skip
+    from ridgeline.train.checkpoint import checkpoints, save
+
+    steps = trainer.experiment.training.steps
+    folder = Path(options["export"]) if options.get("export") else None
+    write = write_adapter if options.get("adapter") else export
+    report({"stage": "training", "step": trainer.steps_done, "steps": steps})
+    save_every, eval_every = options.get("save_every") or 0, options.get("eval_every") or 0
+    if eval_every and not evaluations.found:
+        _evaluate(trainer, evaluations, report)
+    stopped, finished, place = False, False, None
+    budget = Budget(trainer, options.get("device_memory"))
+    while trainer.steps_done < steps and not stopped and not finished:
+        with budget.step():
+            stats = trainer.step()
+        losses.append(stats.loss)
+        stopped, finished = stats.stop, stats.finished
+        report({"step": trainer.steps_done, "steps": steps, "loss": stats.loss, "tokens": stats.tokens,
+                "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
+        last = stopped or finished or trainer.steps_done == steps
+        improved = False
+        if eval_every and (trainer.steps_done % eval_every == 0 or (last and not stopped)):
+            _evaluate(trainer, evaluations, report)
+            improved = evaluations.best == evaluations.found[-1]
+        if out and (last or improved or (save_every and trainer.steps_done % save_every == 0)):
+            place = save(trainer, out, losses)
+            if improved and folder:
+                write(trainer, place, folder)
+    if out and not place:  # there was nothing left to do
+        place = next(reversed(checkpoints(out)), None)
+    if place and folder and not stopped and not evaluations.best:
+        write(trainer, place, folder)
+    return {"losses": losses, "step": trainer.steps_done, "stopped": stopped, "checkpoint": str(place) if place else "",
+            "evaluations": evaluations.found, "best": evaluations.best, "device_peak_bytes": budget.peak,
+            "traffic": traffic(trainer), "left_out": left_out(trainer)}  # fmt: skip
+
+
+def _evaluate(trainer: Trainer, evaluations: Evaluations, report: Any) -> None:
+    loss = trainer.evaluate()
+    if loss is None:
+        w, rows = trainer.experiment.training, trainer.experiment.batch_size
+        raise UserError(
+            f"data {w.data!r} cannot spare {rows} sequences of {w.seq_len} tokens for evaluation",
+            "give more data, a smaller batch or shorter sequences, or do not evaluate (--eval-every 0)",
+        )
+    evaluations.found.append((trainer.steps_done, loss))
+    report({"step": trainer.steps_done, "steps": trainer.experiment.training.steps, "eval_loss": loss})
+
+
+def left_out(trainer: Trainer) -> dict[str, Any]:
+    """What of instruction data was not trained on: bad records with their reasons, cut and dropped examples."""
+    data = getattr(trainer.run.batches, "data", None)
+    return {"bad": data.bad, "cut": data.cut, "dropped": data.dropped} if isinstance(data, Instructions) else {}
+
+
+def traffic(trainer: Trainer) -> dict[str, dict[str, float]]:
+    """What moved between the device, host memory and disk: bytes, moves and achieved bytes/s by direction."""
+    store = trainer.run.store
+    if store is None:
+        return {}
+    store.finish()
+    moved = {name: t for name, t in store.traffic.items() if t.count}
+    return {n: {"bytes": t.bytes, "count": t.count, "bandwidth": t.bandwidth} for n, t in moved.items()}
+
+
+def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
+    """Write a checkpoint's model as a Hugging Face one, adapters merged into their base. From any layout: rank 0 reads
+    it whole."""
+    from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+    from ridgeline.nn.model.transformer import Transformer
+    from ridgeline.train.checkpoint import read_model
+
+    if trainer.rank:
+        return
+    plain = plain_state(trainer.experiment, whole_weights(read_model(checkpoint)))
+    with torch.device("meta"):
+        model = Transformer(trainer.experiment.model)
+    model.load_state_dict(plain, assign=True, strict=not trainer.experiment.model.tie_embeddings)
+    model.tie()
+    save_checkpoint(model, folder)
+    trainer.run.batches.tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
+    """Write what a checkpoint's model has beside its base, as adapters are shared. Rank 0 reads it whole."""
+    from ridgeline.train.adapter_folder import save_adapter
+    from ridgeline.train.checkpoint import read_model
+
+    if not trainer.rank:
+        save_adapter(trainer.experiment, whole_weights(read_model(checkpoint)), folder)
+
+
+def plain_state(e: Experiment, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """State of the model as the plan trains it → the state of the plain one: codes expanded, adapters merged."""
+    for technique in techniques(e.plan):
+        state = technique.plain(state)
+    return state

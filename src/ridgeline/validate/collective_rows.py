@@ -1,0 +1,73 @@
+"""Measured collectives: ``device,op,dtype,ranks,bytes,link,seconds``; bytes are nccl-tests' total buffer."""
+
+from __future__ import annotations
+
+import re
+
+from ridgeline.graph.graph import Op
+from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.spec.device import Cluster
+from ridgeline.validate.case import Case
+from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.dtypes import dtype_of
+from ridgeline.validate.nouns import device_of
+
+NAME = "collectives"
+REQUIRED = ("device", "op", "ranks", "bytes", "seconds")
+
+_NAMES = {
+    "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "alltoall",
+    "all2all": "alltoall", "a2a": "alltoall", "broadcast": "broadcast", "bcast": "broadcast", "p2p": "p2p",
+    "sendrecv": "p2p",
+}  # fmt: skip
+"""By the name's letters and digits alone: libraries differ in what stands between them."""
+_ACROSS = ("inter", "ib", "infiniband", "roce", "eth", "network", "efa")
+"""What the names of links between nodes begin with."""
+_PCIE = 0.8
+"""Rate of traffic between peers over PCIe, relative to a card's own link to the host (assumption)."""
+_NODE = 8
+"""Devices of a node, where the row says that the group spans nodes and not how many there are."""
+
+
+def op_of(row: Row) -> Op:
+    """The collective of one row."""
+    name = re.sub(r"[^a-z0-9]", "", row.text("op").lower())
+    if name not in _NAMES:
+        raise BadCell(f"column 'op': {row.text('op')!r} is none of {', '.join(sorted(set(_NAMES.values())))}")
+    size = row.number("bytes", above=0)
+    return Op(
+        _NAMES[name], "communication", _NAMES[name], dtype=dtype_of(row, "dtype", "bf16"), link_bytes=size,
+        ranks=row.count("ranks", least=2), axis="tp",
+    )  # fmt: skip
+
+
+def cluster_of(row: Row) -> Cluster:
+    """One node of as many devices as ranks, or nodes of eight when the row's link is between nodes."""
+    device, ranks, wire = device_of(row), row.count("ranks", least=2), row.text("link", "intra-node").lower()
+    if wire.startswith(_ACROSS):
+        local = row.count("devices_per_node", _NODE if ranks > _NODE else 1)
+        return Cluster(device=device, devices_per_node=local, nodes=-(-ranks // local))
+    if wire.startswith("pci") and device.host_link and (device.link is None or "pci" not in device.link.name.lower()):
+        over = device.host_link.model_copy(update={"bandwidth": _PCIE * device.host_link.bandwidth})
+        device = device.model_copy(update={"link": over})
+    return Cluster(device=device, devices_per_node=ranks)
+
+
+def cases(row: Row) -> list[Case]:
+    """The row's prediction beside its measurement. Raises :class:`BadCell` or :class:`UserError`."""
+    measured = row.number("seconds", above=0)
+    cluster, op = cluster_of(row), op_of(row)
+    timed = collective_time(op, cluster)
+    device, n = cluster.device, op.ranks
+    rounds = 2 if op.kind == "all_reduce" else 1
+    wire = device.link.bandwidth if device.link else device.memory_bandwidth / 4
+    if cluster.nodes > 1 and device.network:  # one card per rank of a node, side by side
+        wire = min(wire, device.network.bandwidth * cluster.devices_per_node)
+    terms = (rounds * (n - 1) / n * op.link_bytes / wire, 1e-6 * (n - 1), 1.0)
+    return [
+        Case(
+            group=f"{device.name} {op.kind}", quantity="seconds", measured=measured, predicted=timed.seconds,
+            label=f"{op.kind} of {op.link_bytes:.0f} bytes on {n} {device.name}", terms=terms, why=timed.bound,
+            line=row.line, spread=timed.spread, source=timed.source,
+        )
+    ]  # fmt: skip

@@ -1,0 +1,84 @@
+"""generation.csv: fixed batches on serving software, time to the first token and time per further token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ridgeline.predict.common import rank_cluster, source_of
+from ridgeline.predict.interval import STEP
+from ridgeline.predict.serving.engine_costs import find_engine
+from ridgeline.predict.serving.static_batch import engine_times
+from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Generate
+from ridgeline.techniques.registry import check, normalise
+from ridgeline.validate.case import Case
+from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.nouns import device_of, model_of
+
+NAME = "generation"
+REQUIRED = ("model", "device", "tp", "prompt_len", "batch", "output_len", "ttft_s", "tpot_s")
+
+ENGINE = "vllm-2023"
+"""What the rows were measured with, unless a column ``backend`` says otherwise."""
+
+
+def experiment(row: Row) -> Experiment:
+    """The row as an experiment. Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted."""
+    prompt, output = row.count("prompt_len"), row.count("output_len")
+    tp = row.count("tp", 1)
+    workload = Generate(
+        batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=row.text("backend", ENGINE)
+    )
+    plan = [f"tensor_parallel:degree={tp}"] if tp > 1 else []
+    return normalise(
+        Experiment(
+            model=long_enough(model_of(row), prompt + output),
+            cluster=cluster_of(device_of(row), tp),
+            workload=workload,
+            plan=Plan.parse(plan),
+        )
+    )
+
+
+def cluster_of(device: Device, ranks: int, node: int = 8) -> Cluster:
+    """The nodes of up to eight devices that hold ``ranks``."""
+    if ranks <= node:
+        return Cluster(device=device, devices_per_node=ranks)
+    return Cluster(device=device, devices_per_node=node, nodes=-(-ranks // node))
+
+
+def long_enough(model: ModelSpec, length: int) -> ModelSpec:
+    """The model with at least ``length`` positions: benchmarks run past them, and the time is the same."""
+    return model if model.max_positions >= length else model.model_copy(update={"max_positions": length})
+
+
+def cases(row: Row) -> list[Case]:
+    """Time to the first token and per further token of one row."""
+    e = experiment(row)
+    w = e.workload
+    assert isinstance(w, Generate)
+    cluster = rank_cluster(e)
+    ttft, tpot, _ = engine_times(e, check(e), cluster, find_engine(w.engine, cluster.device), w)
+    where = (
+        f"{e.model.name} tp{e.parallel.get('tp', 1)} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
+    )
+    shared: dict[str, Any] = {"label": where, "line": row.line}
+    m, device = e.model, e.cluster.device
+    weights = 2.0 * m.num_active_parameters
+    flops = weights * w.batch_size * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
+    stream = weights / (e.world * device.memory_bandwidth)
+    out = []
+    plan = ("generation", m.name, device.name, w.prompt_len, w.batch_size, w.output_len)
+    for name, predicted, terms in (("ttft_s", ttft, (flops, 1.0)), ("tpot_s", tpot, (stream, 1.0))):
+        if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
+            out.append(
+                Case(f"{device.name} {m.name} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted,
+                     terms=terms, rivals=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
+                     source=source_of(cluster), **shared)
+            )  # fmt: skip
+    if not out:
+        raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")
+    return out

@@ -1,0 +1,153 @@
+"""serving.csv: closed-loop serving at fixed concurrency, mean time to the first token and per further token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ridgeline.predict.common import rank_cluster, source_of
+from ridgeline.predict.interval import QUEUE, STEP
+from ridgeline.predict.serving.arrivals import requests
+from ridgeline.predict.serving.discrete_events import Simulation
+from ridgeline.predict.serving.engine_costs import ALIASES, find_engine
+from ridgeline.predict.serving.iteration_time import Iterations
+from ridgeline.predict.serving.simulate import limits_of
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import check, normalise
+from ridgeline.validate.case import Case
+from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.generation_rows import cluster_of, long_enough
+from ridgeline.validate.nouns import device_of, model_of
+
+NAME = "serving"
+REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "ttft_s", "tpot_s")
+
+WAVES = 10
+"""Requests per client, the first of which all come at once. An assumption: the files do not say."""
+
+ALONE = ", fields only"
+"""End of the groups of predictions that take nothing from the judged rows."""
+
+_WIDE = ("bf16", "fp16", "float16", "bfloat16", "half", "auto", "16")
+_INT8 = ("int8", "int8_wo", "w8a16")
+_FP8 = ("fp8", "fp8_block", "fp8_static", "fp8_e4m3", "fp8_kv", "mxfp8", "w8a8")
+_FOUR_BITS = ("fp4", "nvfp4", "mxfp4", "int4", "int4_wo", "awq", "awq_marlin", "gptq", "gptq_marlin", "w4a8", "w4a16",
+              "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")  # fmt: skip
+
+
+def stated(prompt: int, output: int) -> dict[str, Any]:
+    """Workload fields as the row has them: exact lengths, and the engine's own token budget."""
+    return {"prompt_len": prompt, "output_len": output}
+
+
+def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
+    """Workload fields of the load generator taken to be behind a backend's rows.
+
+    The files do not say; these assumptions were inferred from the open rows. vLLM: lengths drawn evenly between 0.8 and
+    1 of the stated ones, so that clients fall out of step. TensorRT-LLM: exact lengths, and a token budget of one
+    prompt beside the decoding batch (its times to the first token are the same multiple of a prefill at every length).
+    """
+    if backend == "trtllm":
+        return {**stated(prompt, output), "max_num_batched_tokens": prompt + clients}
+    mean = {"prompt_len": max(1, round(0.9 * prompt)), "output_len": max(1, round(0.9 * output))}
+    return {**mean, "length_cv": 0.064}
+
+
+def plan_of(model: ModelSpec, precision: str, backend: str) -> list[str]:
+    """The techniques behind a precision's name. Raises :class:`UserError` for one that is not known."""
+    name = precision.lower().replace("-", "_")
+    if name in _WIDE:
+        return []
+    if name in _INT8:
+        return ["rtn:bits=8"]
+    if name in _FP8:  # TensorRT-LLM's fp8 checkpoints ask for an fp8 cache
+        cache = ["kv_quant"] if backend == "trtllm" or name == "fp8_kv" else []
+        return ["mxfp4", *cache] if model.family == "gpt_oss" else ["fp8", *cache]
+    if name in _FOUR_BITS:
+        return ["mxfp4"] if model.family == "gpt_oss" else ["mxfp4:layers=all"]
+    raise UserError(f"precision {precision!r} is not known", "use bf16, fp16, fp8, int8 or fp4")
+
+
+def experiment(row: Row, inferred: bool = True) -> Experiment:
+    """The row as an experiment, of the load that :func:`harness` takes to be behind it, or as :func:`stated`.
+
+    Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted.
+    """
+    prompt, output, clients = row.count("input_len"), row.count("output_len"), row.count("concurrency")
+    tp, ep = row.count("tp", 1), row.count("ep", 1, least=0)
+    if row.count("pp", 1) > 1:
+        raise UserError("serving over pipeline stages is not predicted", "use rows with pp = 1")
+    model = model_of(row)
+    backend = row.text("backend", "vllm").lower()
+    software = ALIASES.get(backend, backend)
+    fields = harness(software, prompt, output, clients) if inferred else stated(prompt, output)
+    workload = Serve(concurrency=clients, requests=WAVES * clients, engine=backend, **fields)
+    plan = plan_of(model, row.text("precision", "bf16"), software)
+    plan += [f"tensor_parallel:degree={tp}"] if tp > 1 else []
+    plan += [f"expert_parallel:degree={ep}"] if ep > 1 else []
+    return normalise(
+        Experiment(
+            model=long_enough(model, prompt + output),
+            cluster=cluster_of(device_of(row), tp),
+            workload=workload,
+            plan=Plan.parse(plan),
+        )
+    )
+
+
+def steady(e: Experiment) -> tuple[float, float]:
+    """Mean (time to the first token, time per further token) over the requests of a closed loop."""
+    w = e.workload
+    assert isinstance(w, Serve)
+    surface = Iterations(e, check(e), rank_cluster(e), find_engine(w.engine, e.cluster.device),
+                         (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
+    asked = requests(w)
+    limits, space = limits_of(w, surface.engine, surface, asked)
+    if w.prompt_len + w.output_len + limits.overhead_tokens > limits.cache_tokens:
+        raise UserError(f"{space.said}, no request fits", "use more devices")
+    o = Simulation(surface, limits, asked, w.concurrency).run()
+    served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
+    ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
+    tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)
+    return ttft, tpot
+
+
+def cases(row: Row) -> list[Case]:
+    """Mean time to the first token and per further token of one row, with what is taken of its load generator; and
+    what the row's own fields alone give."""
+    return [*_judged(row, True), *_judged(row, False)]
+
+
+def _judged(row: Row, inferred: bool) -> list[Case]:
+    e = experiment(row, inferred)
+    w = e.workload
+    assert isinstance(w, Serve)
+    ttft, tpot = steady(e)
+    m, device = e.model, e.cluster.device
+    lengths = f"input {row.text('input_len')} output {row.text('output_len')} concurrency {w.concurrency}"
+    label = f"{m.name} {w.engine} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} {lengths}"
+    group = f"{device.name} {m.name} {w.engine}"
+    # The trivial baseline: prefill at peak, and the active weights streamed once per token, plus a constant.
+    flops = 2.0 * m.num_active_parameters * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
+    stream = m.num_active_parameters / (e.world * device.memory_bandwidth)
+    clients = float(w.concurrency or 1)
+    same = (m.name, device.name, w.engine, row.text("input_len"), row.text("output_len"), w.concurrency)
+    out, suffix = [], "" if inferred else ALONE
+    for name, predicted, terms in (
+        ("ttft_s", ttft, (flops, 1.0)),
+        ("tpot_s", tpot, (stream, flops * clients / w.output_len, 1.0)),
+    ):
+        if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
+            out.append(
+                Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), predicted,
+                     label=label, terms=terms, rivals=same if name == "tpot_s" and inferred else None, line=row.line,
+                     spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
+                     source=source_of(e.cluster))
+            )  # fmt: skip
+    if not out:
+        raise BadCell("columns 'ttft_s' and 'tpot_s' are empty")
+    return out

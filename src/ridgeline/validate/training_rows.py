@@ -1,0 +1,235 @@
+"""Measured training runs: one Case for the speed of a run, one for its memory where published."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable
+
+from ridgeline.predict.interval import MEMORY, spread_of
+from ridgeline.predict.operators.kernel import peak_flops
+from ridgeline.predict.predict import predict
+from ridgeline.spec.device import Cluster, Device, Link
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
+from ridgeline.spec.result import Result
+from ridgeline.spec.workload import Pretrain
+from ridgeline.techniques.registry import check, normalise
+from ridgeline.validate.case import Case
+from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.dtypes import precision_of
+from ridgeline.validate.nouns import architecture, device_of
+
+NAME = "training"
+REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch")
+_MEASURED = ("tokens_per_s_per_device", "step_s", "tflops_per_device", "mfu", "hfu")
+
+
+def cases(row: Row) -> list[Case]:
+    """Predict one run. Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run."""
+    e = experiment(row)
+    result = predict(e)
+    found = [c for c in (_speed(row, e, result), _memory(row, e, result)) if c is not None]
+    if not found:
+        raise BadCell(f"no measured quantity: all of {', '.join((*_MEASURED, 'memory_bytes'))} are empty")
+    return found
+
+
+# ---- the row as an experiment ---------------------------------------------------------------------------------------
+
+
+def experiment(row: Row) -> Experiment:
+    """The run as an Experiment: its cluster with the row's own network, its layout as a plan."""
+    spec, cluster = architecture(row), _cluster(row)
+    degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
+    ranks = cluster.size // (degrees["tp"] * degrees["pp"] * degrees["cp"]) or 1
+    micro = row.count("micro_batch", max(1, row.count("global_batch", ranks) // ranks))
+    share = ranks * micro
+    micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
+    workload = Pretrain(seq_len=row.count("seq_len", least=2), batch_size=micros * share, micro_batch_size=micro)
+
+    def made(policy: str) -> Experiment:
+        plan = Plan.parse(_plan(row, degrees, cluster.device, micros, policy))
+        e = normalise(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))
+        try:
+            check(e)
+        except Incompatible as problem:
+            raise BadCell(f"not a possible run: {problem.what}") from None
+        return e
+
+    if row.has("recompute") or row.cells.get("recompute", "").strip().lower() == "none":
+        return made(row.cells["recompute"].strip().lower())
+    plain = made("none")  # not stated: what the memory asks for
+    return plain if predict(plain).status == "ok" else made("full")
+
+
+def _cluster(row: Row) -> Cluster:
+    device, n = device_of(row), row.count("n_devices")
+    each = math.gcd(n, row.count("nodes_of", 8))
+    wire = network(row.text("inter_node", ""), device, each)
+    return Cluster(device=device.model_copy(update={"network": wire}), devices_per_node=each, nodes=n // each)
+
+
+def network(text: str, device: Device, per_node: int) -> Link | None:
+    """``8x200Gb/s`` (cards × rate), ``1600Gb/s per node``, ``400Gb/s per GPU`` or ``100GbE`` → the link of one device;
+    anything else: the device's own."""
+    match = re.search(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(Tb|Gb|GB)(?:it)?(?:/?p?s|E)", text)
+    if match is None or not float(match[2]) * int(match[1] or 1):
+        return device.network
+    cards, rate, unit = int(match[1] or 1), float(match[2]), match[3]
+    if re.search(r"per (gpu|device|card|rank)", text.lower()):
+        cards = per_node
+    total = cards * rate * {"Gb": 1.25e8, "GB": 1e9, "Tb": 1.25e11}[unit]
+    latency = device.network.latency if device.network else 5e-6
+    return Link(name=text, bandwidth=total / per_node, latency=latency, source="the row's inter_node column")
+
+
+def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy: str) -> list[str]:
+    """The row's layout as technique calls; ``micros``: micro-batches per step; ``policy``: of recomputation."""
+    precision = precision_of(row, "precision", "bf16" if "bf16" in device.peak_flops else "fp16")
+    plan = [] if precision in ("fp32", "tf32") else [
+        f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},weights=low"]  # fmt: skip
+    if precision == "fp8":
+        plan.append("fp8")
+    flash = row.flag("flash", True)
+    if flash:
+        plan.append("flash_attention")
+    megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1
+    compiled = row.flag("compile", False)
+    fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
+    plan.append(f"fused_layers:elementwise={str(megatron or compiled).lower()},loss={fused_loss},chunked=false")
+    if degrees["tp"] > 1:
+        plan.append(f"tensor_parallel:degree={degrees['tp']}")
+        if row.flag("sequence_parallel", False):
+            plan.append("sequence_parallel")
+    if degrees["pp"] > 1:
+        chunks = row.count("interleave", 1)
+        fits = chunks > 1 and micros % degrees["pp"] == 0
+        schedule = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
+        plan.append(f"pipeline:degree={degrees['pp']},{schedule}")
+    if degrees["cp"] > 1:
+        plan.append(f"ring_attention:degree={degrees['cp']}")
+    if policy in ("full", "1", "true", "yes", "block", "uniform", "all"):
+        plan.append("recompute:policy=full")
+    elif policy.startswith(("sel", "attn")):
+        if not flash:
+            plan.append("recompute:policy=selective")
+        elif row.count("zero_stage", 0, least=0) > 1:  # PyTorch's: about every second matrix product is run again
+            plan.append("recompute:every=2")
+        # Megatron's drops the score matrix, which flash attention never keeps.
+    if row.flag("activation_offload", False):
+        plan.append("activation_offload")
+    ranks = row.count("n_devices") // (degrees["tp"] * degrees["pp"] * degrees["cp"])
+    stage = min(3, row.count("zero_stage", 0, least=0))
+    experts = row.count("ep", 1, least=0)
+    if experts > 1 and ranks > 1:
+        plan.append(f"expert_parallel:degree={min(experts, ranks)}")
+    if ranks > 1:
+        plan.append(f"zero:stage={stage}" if stage else "data_parallel:overlap=false")
+    return plan
+
+
+# ---- what was published ---------------------------------------------------------------------------------------------
+
+
+def flops_per_token(m: ModelSpec, length: int, formula: str = "") -> float:
+    """FLOPs that the publisher counts for one token: by the row's formula, else 6 N + 12 L h s (arXiv:2204.02311).
+
+    ``96…`` counts recomputation (arXiv:2104.04473, eq. 3), ``72…`` the model alone.
+    """
+    text = re.sub(r"[\s*]", "", formula.lower())
+    layers, h, s, v = m.num_layers, m.hidden_size, length, m.vocab_size
+    leading = re.match(r"(96|72)", text)
+    if leading:
+        return float(leading[1]) * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+    attention = 12.0 * layers * m.q_size * s
+    if "causal" in text or "lhs/2" in text:
+        attention /= 2
+    weights = re.search(r"([68])n", text)
+    if weights and "+" not in text:
+        attention = 0.0
+    times = float(weights[1]) if weights else 6.0
+    return times * m.num_active_parameters + attention * times / 6.0
+
+
+def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
+    name = next((c for c in _MEASURED if row.has(c)), None)
+    if name is None:
+        return None
+    measured = row.number(name, above=0.0)
+    m, length = e.model, e.training.seq_len
+    rate = result.metrics["tokens_per_s_per_device"].value
+    peak = peak_flops(e.cluster.device, _dtype(e))
+    per_token = flops_per_token(m, length, row.text("flops_formula", ""))
+    executed = per_token * (4 / 3 if e.plan.option("recompute", "policy") == "full" else 1.0)
+    # Published utilisation counts the model's FLOPs against the dense peak.
+    scale = {
+        "tokens_per_s_per_device": 1.0,
+        "step_s": 1.0,
+        "tflops_per_device": per_token / 1e12,
+        "mfu": per_token / peak,
+        "hfu": executed / peak,
+    }[name]
+    tokens = e.batch_size * length / e.world
+    predicted = tokens / rate if name == "step_s" else rate * scale
+    seconds = executed * tokens / peak if name == "step_s" else executed / peak / scale
+    return Case(
+        group=f"{e.cluster.device.name} {row.text('family', 'llama')} {_dtype(e)}",
+        quantity=name,
+        measured=measured,
+        predicted=predicted,
+        label=f"{m.name}: {row.count('n_devices')} × {e.cluster.device.name}, {' '.join(e.plan.strings())}",
+        terms=(seconds,),
+        inverse=name != "step_s",
+        spread=spread_of(result.breakdown, e.task),
+        source=result.metrics["step_time_s"].source,
+        why=_why(result),
+        rivals=_rivals(row),
+        better="lower" if name == "step_s" else "higher",
+        line=row.line,
+    )
+
+
+def _memory(row: Row, e: Experiment, result: Result) -> Case | None:
+    if not row.has("memory_bytes"):
+        return None
+    categories = {item.category: item.bytes for item in result.memory}
+    return Case(
+        group=f"{e.cluster.device.name} memory",
+        quantity="memory_bytes",
+        measured=row.number("memory_bytes", above=0.0),
+        predicted=sum(categories.values()),
+        label=f"{e.model.name}: {' '.join(e.plan.strings())}",
+        terms=(sum(categories.get(k, 0.0) for k in ("parameters", "gradients", "optimizer")),
+               categories.get("activations", 0.0)),
+        spread=MEMORY,
+        why=f"largest category: {max(categories, key=lambda k: categories[k])}",
+        line=row.line,
+    )  # fmt: skip
+
+
+def _dtype(e: Experiment) -> str:
+    if e.plan.has("fp8"):
+        return "fp8"
+    return str(e.plan.option("mixed_precision", "dtype") or "fp32")
+
+
+def _why(result: Result) -> str:
+    total = result.metrics["step_time_s"].value
+    kinds: dict[str, float] = {}
+    for row in result.breakdown:
+        key = row.kind if row.phase in ("forward", "backward") else row.phase if row.phase != "other" else row.operator
+        kinds[key] = kinds.get(key, 0.0) + (row.seconds if row.exposed_seconds is None else row.exposed_seconds)
+    first = sorted(kinds.items(), key=lambda kv: -kv[1])[:3]
+    return ", ".join(f"{name} {share / total:.0%}" for name, share in first)
+
+
+def _rivals(row: Row) -> Hashable:
+    """Runs of one model on one cluster over one batch differ only in their plan."""
+    same = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "device", "n_devices")
+    return tuple(row.text(c, "") for c in (*same, "global_batch"))
+
+
+__all__ = ["NAME", "REQUIRED", "cases", "experiment", "flops_per_token", "network"]
