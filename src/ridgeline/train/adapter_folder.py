@@ -111,7 +111,7 @@ def call_text(call: Call) -> str:
 
 
 def adapters(model: Transformer, loaded: Loaded) -> dict[str, Adapter]:
-    """Adapters for the linears of ``model``, which is left unchanged (:class:`~ridgeline.nn.adapters.adapter.Tasks`)."""
+    """Adapters for the linears of ``model``, left unchanged (:class:`~ridgeline.nn.adapters.adapter.Tasks`)."""
     out: dict[str, Adapter] = {}
     for name in dict.fromkeys(n.rpartition(".")[0] for n in loaded.state):
         base = model.get_submodule(name)

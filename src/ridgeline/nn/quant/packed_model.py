@@ -73,8 +73,8 @@ def load_packed(
     """The model in a checkpoint directory; layers that it has in integer codes hold these, and never were dense.
 
     ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.quant.packed_linear`;
-    2:4 weights then run on sparse tensor cores. GGUF files are expanded. Raises :class:`UserError` for whatever is wrong
-    with the directory.
+    2:4 weights then run on sparse tensor cores. GGUF files are expanded. Raises :class:`UserError` for whatever is
+    wrong with the directory.
     """
     path = Path(path)
     if gguf_file(path) is not None:
