@@ -8,9 +8,9 @@ taken on the same held-out windows; two plans are compared window by window, eac
 seeds, with the 95 % bootstrap interval over windows. An ordering "holds" where that interval lies below 1, is
 "reversed" where it lies above, and is a "tie" else; beside it stands for how many seeds the first was the better one.
 FineQuant is compared with round-to-nearest at equal bytes: with the losses of its two group sizes that store the next
-fewer and the next more bits, weighted so that the bits are equal. Small models have no outliers, so plans that quantise
+fewer and the next more bits, weighted so that the bits are equal. Small models have no outliers, so plans that quantize
 inputs are also run on the same function with some planted among the inputs, and FineQuant with some in a third of the
-weights. QuantEase and GPTQ are also compared by what both minimise, the layer error under the same H.
+weights. QuantEase and GPTQ are also compared by what both minimize, the layer error under the same H.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ridgeline's quantisers beside the field's, on one checkpoint, with the same calibration windows, threads and judge.
+"""Ridgeline's quantizers beside the field's, on one checkpoint, with the same calibration windows, threads and judge.
 
     python benchmarks/compress_checkpoints.py runs/compress
     python benchmarks/compress_vs_peers.py runs/compress/llama/model --peer llmcompressor=PYTHON --peer hqq=PYTHON \

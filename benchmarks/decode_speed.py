@@ -32,7 +32,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 from ridgeline.train.trainer import DTYPES
 
 MODEL = ModelSpec(
@@ -52,7 +52,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 def experiment(device: Device, dtype: str, plan: list[str], tokens: int, batch: int) -> Experiment:
     """One variant's experiment."""
     w = Generate(prompt_len=PROMPT, output_len=tokens, batch_size=batch, dtype=dtype)  # type: ignore[arg-type]
-    return normalise(Experiment(model=MODEL, cluster=Cluster(device=device), workload=w, plan=Plan.parse(plan)))
+    return normalize(Experiment(model=MODEL, cluster=Cluster(device=device), workload=w, plan=Plan.parse(plan)))
 
 
 def model_of(e: Experiment) -> Transformer:

@@ -23,7 +23,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.matrix import CPU
-from ridgeline.techniques.registry import normalise
+from ridgeline.techniques.registry import normalize
 from ridgeline.train.trainer import Trainer
 
 
@@ -34,7 +34,7 @@ def experiment(steps, length, plan):
     )  # fmt: skip
     workload = Pretrain(seq_len=length, batch_size=4, steps=steps, warmup_steps=5, lr=2e-3)
     cluster = Cluster(device=CPU, devices_per_node=1)
-    return normalise(Experiment(model=model, cluster=cluster, workload=workload, plan=Plan.parse(plan)))
+    return normalize(Experiment(model=model, cluster=cluster, workload=workload, plan=Plan.parse(plan)))
 
 
 def main():

@@ -5,7 +5,7 @@
 ``DATA_DIR`` holds ``training.csv`` and ``training_memory_selene.csv`` in the schemas of ``ridgeline validate``. Beside
 the shipped constants the script fits the paces of a training step anew (see ``predict/pace.py``), leaving out all
 runs of one model size at a time, and prints the error on the runs left out. The baseline is one constant per group: the
-utilisation that fits the group best.
+utilization that fits the group best.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def left_out(found: list[Run]) -> dict[str, list[float]]:
 
 
 def one_constant(found: list[Run]) -> list[float]:
-    """Errors of the best single utilisation per group."""
+    """Errors of the best single utilization per group."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for r in found:
         groups[r.case.group].append(r)

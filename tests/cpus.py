@@ -44,7 +44,7 @@ FILES = [
     "tests/compress/test_rows.py", "tests/compress/test_sweep.py", "tests/compress/test_inputs.py",
     "tests/serve/test_pairs.py", "tests/serve/test_pass_memory.py", "tests/serve/test_engine.py",
     "tests/serve/test_batching.py", "tests/train/test_optimizers.py", "tests/train/test_precision.py",
-    "tests/train/test_quantised.py", "tests/train/test_fp8_sum.py", "tests/techniques/test_parity.py",
+    "tests/train/test_quantized.py", "tests/train/test_fp8_sum.py", "tests/techniques/test_parity.py",
     "tests/measure/test_meter.py", "tests/measure/test_probe.py", "tests/predict/test_precision_memory.py",
 ]  # fmt: skip
 SAMPLE_FILES = [

@@ -18,7 +18,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.matrix import CPU
-from ridgeline.techniques.registry import normalise
+from ridgeline.techniques.registry import normalize
 from ridgeline.train.trainer import Trainer
 
 MODEL = ModelSpec(
@@ -37,7 +37,7 @@ def write_corpus(file: Path, lines: int = 400) -> Path:
 
 
 def experiment(data: Path | str, *plan: str, ranks: int = 1, model: ModelSpec = MODEL, **workload: Any) -> Experiment:
-    """A normalised experiment on ``ranks`` CPU processes."""
+    """A normalized experiment on ``ranks`` CPU processes."""
     fields = {"seq_len": 16, "batch_size": 4, "steps": 5, "warmup_steps": 1, "lr": 1e-3, **workload}
     e = Experiment(
         model=model,
@@ -45,7 +45,7 @@ def experiment(data: Path | str, *plan: str, ranks: int = 1, model: ModelSpec = 
         workload=Pretrain(data=str(data), **fields),
         plan=Plan.parse(plan),
     )
-    return normalise(e)
+    return normalize(e)
 
 
 @dataclass

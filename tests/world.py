@@ -36,7 +36,7 @@ class RankFailed(Exception):
 
 
 class World:
-    """``ranks`` processes with an initialised gloo group."""
+    """``ranks`` processes with an initialized gloo group."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -108,7 +108,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any, path: list[str]) -> No
     import torch.distributed as dist
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELIZM"] = "false"
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=300)

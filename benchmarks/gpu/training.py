@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of single-GPU training, and what fp8, recomputation and offload cost or gain, in one run.
+"""Model FLOPs utilization of single-GPU training, and what fp8, recomputation and offload cost or gain, in one run.
 
 Every plan trains the same model on the same batches in a process of its own, in ABBA order; ratios are against the
 first plan. MFU = matrix-multiply FLOPs of forward and backward, without recomputation, over step time and the

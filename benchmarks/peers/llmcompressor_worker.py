@@ -1,4 +1,4 @@
-"""Quantises a checkpoint with llm-compressor's GPTQ or RTN. Run by ``compress_vs_peers.py`` in the peer's interpreter.
+"""Quantizes a checkpoint with llm-compressor's GPTQ or RTN. Run by ``compress_vs_peers.py`` in the peer's interpreter.
 
 Reads one JSON object on standard input; writes the compressed checkpoint and, as the last line of standard output,
 ``{"version", "seconds", "peak_rss_bytes"}``. Seconds are those of ``oneshot`` and of saving, imports and model loading

@@ -79,7 +79,7 @@ class AblationSpec(BaseModel):
 
     name: str
     plans: dict[str, Experiment]
-    """Normalised and checked experiments by plan name, in file order."""
+    """Normalized and checked experiments by plan name, in file order."""
     measure: MeasureOptions
 
     @property
@@ -96,7 +96,7 @@ def make(
     name: str = "",
     where: str = "command line",
 ) -> Experiment:
-    """Resolve names and build a normalised, checked experiment. Raises :class:`UserError` naming what is wrong."""
+    """Resolve names and build a normalized, checked experiment. Raises :class:`UserError` naming what is wrong."""
     for key, value in (("on", on), ("name", name)):
         if not isinstance(value, str):
             raise UserError(f"{where}: {key} = {value!r} is not a string", f'put it in quotes: {key} = "{value}"')

@@ -19,7 +19,7 @@ def config_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Tokenizers and tokenised text, safe to delete: ``~/.cache/ridgeline``."""
+    """Tokenizers and tokenized text, safe to delete: ``~/.cache/ridgeline``."""
     return _home("XDG_CACHE_HOME", ".cache", "cache")
 
 

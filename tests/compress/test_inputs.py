@@ -1,4 +1,4 @@
-"""Quantised inputs: the code itself, scales folded into what produces them, and what repairs planted outliers."""
+"""Quantized inputs: the code itself, scales folded into what produces them, and what repairs planted outliers."""
 
 import json
 
@@ -12,12 +12,12 @@ from ridgeline.data.batches import load_tokens
 from ridgeline.nn import build
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.nn.checkpoint.formats import reader
-from ridgeline.nn.quant.activation_quant import InputCode, fake_quantise
+from ridgeline.nn.quant.activation_quant import InputCode, fake_quantize
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.runtime.solve.fold import fold, unfoldable
 from ridgeline.spec.errors import Incompatible, UserError
-from ridgeline.techniques.quantization.fptq import equaliser
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.quantization.fptq import equalizer
+from ridgeline.techniques.registry import check, normalize
 
 
 def rms(found, wanted):
@@ -44,18 +44,18 @@ def by_hand(x, bits, scale=None, threshold=0.0):
 def test_the_code_is_its_definition(code):
     x = torch.randn(20, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[3] = 0
-    torch.testing.assert_close(fake_quantise(x, code), by_hand(x, code.bits, code.scale, code.threshold))
+    torch.testing.assert_close(fake_quantize(x, code), by_hand(x, code.bits, code.scale, code.threshold))
 
 
 def test_gradients_pass_the_rounding():
     x = torch.randn(3, 4, requires_grad=True)
-    fake_quantise(x, InputCode(8)).sum().backward()
+    fake_quantize(x, InputCode(8)).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 4))
 
 
 def test_all_inputs_above_the_threshold_stay_as_they_are():
     x = torch.randn(5, 6).abs() + 1
-    assert torch.equal(fake_quantise(x, InputCode(8, threshold=0.5)), x)
+    assert torch.equal(fake_quantize(x, InputCode(8, threshold=0.5)), x)
 
 
 # ---- folding --------------------------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ def test_folding_leaves_the_function_as_it_is(bench, changes):
     assert {"attention.qkv", "mlp.up"} <= folded
 
 
-def test_equalised_inputs_are_logarithms():
+def test_equalized_inputs_are_logarithms():
     peak = torch.tensor([0.0, 0.5, 14.0, 1022.0])
-    torch.testing.assert_close(peak[1:] / equaliser(peak)[1:], torch.log2(2 + peak[1:]))
-    assert equaliser(peak)[0] == 1
+    torch.testing.assert_close(peak[1:] / equalizer(peak)[1:], torch.log2(2 + peak[1:]))
+    assert equalizer(peak)[0] == 1
 
 
 # ---- planted outliers -----------------------------------------------------------------------------------------------
@@ -112,18 +112,18 @@ def test_planting_changes_no_logit(planted):
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_equalisation_repairs_what_one_static_scale_breaks(bench, planted):
+def test_equalization_repairs_what_one_static_scale_breaks(bench, planted):
     """With 8-bit weights, so that the inputs are what differs."""
     errors = {}
     for name, options in (
         ("static", "low=1000,high=1000"),
-        ("equalised", "low=15,high=150"),
+        ("equalized", "low=15,high=150"),
         ("token", "low=0,high=0"),
     ):
         found, wanted, *_ = bench.walk(planted[1], f"fptq:bits=8,group_size=0,{options}")
         errors[name] = rms(found, wanted)
-    assert errors["equalised"] < 0.5 * errors["static"]
-    assert errors["equalised"] < errors["token"]
+    assert errors["equalized"] < 0.5 * errors["static"]
+    assert errors["equalized"] < errors["token"]
 
 
 def test_each_site_is_treated_by_its_largest_input(bench, planted):
@@ -136,9 +136,9 @@ def test_each_site_is_treated_by_its_largest_input(bench, planted):
             elif s["largest"] >= 40:
                 assert how == "per token"
             else:
-                assert how == "equalised, static" or (site == "attention.o" and "share value channels" in how)
+                assert how == "equalized, static" or (site == "attention.o" and "share value channels" in how)
     ways = {s["inputs"] for said in walker.blocks_said for s in said.values()}
-    assert {"static", "per token", "equalised, static"} <= ways
+    assert {"static", "per token", "equalized, static"} <= ways
     layers = walker.kept
     for site, names in (("attention.qkv", ("q_proj", "k_proj", "v_proj")), ("mlp.up", ("gate_proj", "up_proj"))):
         kind = site.split(".")[0]
@@ -202,14 +202,14 @@ def test_what_is_loaded_computes_what_the_walk_had(bench, planted, tmp_path, pla
     (["fptq:group_size=32,low=20,high=10"], "above high"),
     (["smooth_int8", "gptq"], "already decides how weights are stored"),
     (["rtn:bits=3,group_size=7"], "does not divide"),
-    (["norm_tweaking"], "nothing is quantised"),
+    (["norm_tweaking"], "nothing is quantized"),
     (["magnitude", "wanda"], "already decides which weights stay"),
     (["wanda:pattern=3:5"], "do not divide"),
     (["sparsegpt:pattern=4:4"], "nothing to choose"),
 ])  # fmt: skip
 def test_refusals(bench, plan, says):
     with pytest.raises(Incompatible, match=says):
-        check(normalise(bench.experiment(bench.checkpoint(), *plan)))
+        check(normalize(bench.experiment(bench.checkpoint(), *plan)))
 
 
 @pytest.mark.parametrize(("option", "says"), [
@@ -222,10 +222,10 @@ def test_what_only_compression_can_round_is_refused_under_adapters(option, says)
 
 def test_bad_patterns_are_named(bench):
     with pytest.raises(UserError, match="pattern"):
-        check(normalise(bench.experiment(bench.checkpoint(), "wanda:pattern=2-4")))
+        check(normalize(bench.experiment(bench.checkpoint(), "wanda:pattern=2-4")))
 
 
-def test_our_own_format_says_how_inputs_are_quantised(bench, tmp_path):
+def test_our_own_format_says_how_inputs_are_quantized(bench, tmp_path):
     bench.compress(bench.checkpoint(steps=30), tmp_path / "out", "smooth_int8:threshold=4", format="ridgeline")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     form = reader(config)

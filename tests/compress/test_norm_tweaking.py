@@ -6,7 +6,7 @@ import torch
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.quantization.norm_tweaking_torch import DISTANCES, HELD_OUT, batches, of_channels, of_outputs
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 
 PLAN = ("gptq:bits=2,group_size=32",)
 
@@ -83,6 +83,6 @@ def test_the_file_holds_the_tweaks(bench, tmp_path, dtype):
 def test_mixtures_and_too_few_windows_are_refused(bench):
     mixture = bench.checkpoint(family="mixtral", num_experts=4, experts_per_token=2)
     with pytest.raises(Incompatible, match="experts"):
-        check(normalise(bench.experiment(mixture, *PLAN, "norm_tweaking")))
+        check(normalize(bench.experiment(mixture, *PLAN, "norm_tweaking")))
     with pytest.raises(Incompatible, match="held out"):
-        check(normalise(bench.experiment(bench.checkpoint(), *PLAN, "norm_tweaking", samples=3)))
+        check(normalize(bench.experiment(bench.checkpoint(), *PLAN, "norm_tweaking", samples=3)))

@@ -12,7 +12,7 @@ from ridgeline.spec.plan import Call
 from ridgeline.techniques.registry import make
 
 MOE = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2}
-QUANTISERS = [
+QUANTIZERS = [
     "rtn:bits=3,group_size=32,symmetric=false,mse=true", "rtn", "finequant:group_size=16",
     "gptq:bits=3,group_size=32,symmetric=false", "quantease:bits=3,group_size=32,passes=3",
     "quantease:bits=4,group_size=0,start=cold,passes=6", "awq:bits=4,group_size=32,steps=4", "smooth_int8:alpha=0.5",
@@ -37,9 +37,9 @@ def solved(plan, weight, gram=None):
 
 
 @pytest.mark.parametrize(("plan", "changes"), [
-    *((p, {}) for p in QUANTISERS), *((p, MOE) for p in QUANTISERS if p.startswith(("awq", "smooth", "fptq", "fine"))),
+    *((p, {}) for p in QUANTIZERS), *((p, MOE) for p in QUANTIZERS if p.startswith(("awq", "smooth", "fptq", "fine"))),
 ])  # fmt: skip
-def test_quantisers_write_what_the_report_says(bench, tmp_path, plan, changes):
+def test_quantizers_write_what_the_report_says(bench, tmp_path, plan, changes):
     source = bench.checkpoint(steps=30, **changes)
     report = bench.compress(source, tmp_path / "out", plan)
     model, original = load_checkpoint(tmp_path / "out"), load_checkpoint(source)
@@ -85,14 +85,14 @@ def test_pruners_leave_exactly_so_many_zeros(bench, tmp_path, plan, changes):
     assert report["zeros"] == pytest.approx(share, abs=0.01)
 
 
-@pytest.mark.parametrize("quantiser", [
+@pytest.mark.parametrize("quantizer", [
     "rtn:bits=4,group_size=32", "rtn:bits=4,group_size=32,symmetric=false,mse=true", "gptq:bits=4,group_size=32",
     "quantease:bits=4,group_size=32", "quantease:bits=4,group_size=32,start=cold,passes=4", "finequant:group_size=16",
     "smooth_int8", "awq:group_size=32,steps=2", "fptq:group_size=32,solver=gptq",
 ])  # fmt: skip
 @pytest.mark.parametrize("pruner", ["sparsegpt", "wanda:pattern=2:4"])
-def test_quantisers_keep_the_zeros_of_a_pruned_weight(bench, tmp_path, pruner, quantiser):
-    bench.compress(bench.checkpoint(steps=30), tmp_path / "out", quantiser, pruner)
+def test_quantizers_keep_the_zeros_of_a_pruned_weight(bench, tmp_path, pruner, quantizer):
+    bench.compress(bench.checkpoint(steps=30), tmp_path / "out", quantizer, pruner)
     model = load_checkpoint(tmp_path / "out")
     for name, p in model.named_parameters():
         if name.endswith("_proj.weight"):
@@ -115,7 +115,7 @@ def test_outliers_of_quantease_survive_in_a_dense_file(bench, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [2, 3])
-def test_calibrated_quantisers_beat_rounding_and_quantease_beats_gptq(bits):
+def test_calibrated_quantizers_beat_rounding_and_quantease_beats_gptq(bits):
     weight, gram = layer(48, 128)
     plans = ("rtn", "awq", "gptq", "quantease")
     errors = [error(weight, solved(f"{p}:bits={bits},group_size=32,symmetric=true", weight, gram).weight, gram)

@@ -1,4 +1,4 @@
-"""Comparisons: verdicts with intervals, unlike environments refused, residuals labelled."""
+"""Comparisons: verdicts with intervals, unlike environments refused, residuals labeled."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_what_counts_as_unlike():
     assert environment_differences(ENV, missing)[0].b == "not recorded"
 
 
-def test_prediction_is_always_comparable_and_labelled():
+def test_prediction_is_always_comparable_and_labeled():
     measured, predicted = result("base", 2.0), result("base", 1.0, source="predicted", cpu="none of it")
     for pair in ((measured, predicted), (predicted, measured)):
         c = compare(*pair)

@@ -30,7 +30,7 @@ from ridgeline.report.tables import to_csv, to_markdown
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 from ridgeline.techniques.matrix import CPU
-from ridgeline.techniques.registry import normalise
+from ridgeline.techniques.registry import normalize
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_cell_of_a_plan(bench, call, bits, slack, tmp_path):
     r = Result.model_validate(compression_cell(e, torch.device("cpu"), 0, 1, {}, lambda m: None))
     assert r.metric("bits_per_weight") == pytest.approx(bits, rel=slack, abs=0)
     place = tmp_path / "out"
-    compress(normalise(e), torch.device("cpu"), {"out": str(place), "resume": False}, lambda m: None)
+    compress(normalize(e), torch.device("cpu"), {"out": str(place), "resume": False}, lambda m: None)
     windows = held_out_windows(e.workload, load_text(e.workload, e.model.vocab_size))
     ids = windows.long()
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_cell_of_a_plan(bench, call, bits, slack, tmp_path):
     assert math.log(r.metric("perplexity")) == pytest.approx(float(whole), rel=1e-5)
     assert 0 < r.metric("layer_error") < 0.1
     assert r.metric("tokens_per_s") > 0
-    expected = predict(normalise(e))
+    expected = predict(normalize(e))
     held, said = ({m.category: m.bytes for m in x.memory}["parameters"] for x in (r, expected))
     assert held == pytest.approx(said, rel=slack, abs=0)
     assert r.metric("checkpoint_bytes") == pytest.approx(expected.metric("checkpoint_bytes"), rel=slack, abs=0)

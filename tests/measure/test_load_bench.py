@@ -13,7 +13,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import normalise
+from ridgeline.techniques.registry import normalize
 
 WORK = {
     "prompt_len": 12,
@@ -40,7 +40,7 @@ def test_server_and_client_in_one_go_name_what_the_prediction_names():
     result = measure_plan(e)
     assert result.status == "ok", result.reason
     m = {k: v.value for k, v in result.metrics.items()}
-    assert result.experiment_id == normalise(e).id
+    assert result.experiment_id == normalize(e).id
     assert (m["errors"], m["requests"], m["slo_share"]) == (0, 20, 1.0)
     assert m["tokens_per_s"] * m["window_s"] == pytest.approx(m["output_tokens_total"])
     assert m["batch_mean"] > 0

@@ -18,7 +18,7 @@ from ridgeline.measure.load.endpoint import find_endpoint
 from ridgeline.measure.load.prompts import Characters, RandomIds, TextIds
 from ridgeline.measure.load.record import Record
 from ridgeline.measure.load.run_load import Settings, measure_load
-from ridgeline.measure.load.summary import summarise
+from ridgeline.measure.load.summary import summarize
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Serve
 
@@ -87,7 +87,7 @@ def test_only_what_the_template_adds_may_be_cached(template, passed):
     made = [Record(i, 0.0, 60, 2, sent=0.0, chunks=[0.1], end=0.2, prompt_tokens=100, output_tokens=2, cached_tokens=40,
                    finish="length") for i in range(3)]  # fmt: skip
     empty = Result(source="measured", experiment_id="x", name="x", experiment={}, environment={}, created="")
-    result = summarise(Drive(made, 0.0, 1.0, template=template), Serve(rate=1.0, prompt_len=60, output_len=2), empty)
+    result = summarize(Drive(made, 0.0, 1.0, template=template), Serve(rate=1.0, prompt_len=60, output_len=2), empty)
     assert explained(result).passed == passed
 
 

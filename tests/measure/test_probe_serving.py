@@ -17,7 +17,7 @@ from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.spec.device import STEP_ROWS, Device, Rate
 from ridgeline.spec.plan import Plan
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 
 KINDS = ("norm", "rope", "residual", "activation", "embedding")
 RATES = {f"{kind}.fp32": Rate(latency=5e-6, byte_rate=1e10) for kind in KINDS}
@@ -37,7 +37,7 @@ def step(model, n):
     """Seconds of a decode step on a machine with the true costs."""
     pools = {f"attention_pool.{k}".rstrip("."): Rate(**v) for k, v in POOLS.items()}
     d = bare().model_copy(update={"rates": {**RATES, **pools}, "host_latency": {}})
-    e = normalise(serving_experiment(model, n, d))
+    e = normalize(serving_experiment(model, n, d))
     surface = Iterations(e, check(e), e.cluster, find_engine("ridgeline", d), (8, 64))
     a, b = surface.decode(n)
     ops = sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in surface.graph(1, 1, 1).blocks)

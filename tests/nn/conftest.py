@@ -78,7 +78,7 @@ def spec_of(name: str) -> ModelSpec:
     return ModelSpec.from_config(CONFIGS[name], name=name)
 
 
-def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:
+def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:
     """Weights far from their initial values (biases and norms too), so that every one of them shows in the logits."""
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():

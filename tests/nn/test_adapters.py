@@ -228,9 +228,9 @@ def test_merged_equals_unmerged_and_back(kind):
 def test_what_cannot_be_merged_says_so():
     with pytest.raises(UserError, match="not linear"):
         around("bottleneck", linear(dtype=torch.float32)).merge()
-    quantised = IntLinear(linear(dtype=torch.float32), 8)
-    with pytest.raises(UserError, match="quantised base"):
-        LoRALinear(quantised, 2, 1.0).merge()
+    quantized = IntLinear(linear(dtype=torch.float32), 8)
+    with pytest.raises(UserError, match="quantized base"):
+        LoRALinear(quantized, 2, 1.0).merge()
 
 
 @pytest.mark.parametrize("store", [NF4Linear, lambda base: IntLinear(base, 4), lambda base: IntLinear(base, 8)])

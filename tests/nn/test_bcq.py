@@ -1,4 +1,4 @@
-"""Binary-coding quantisation: errors that fall, the best scales by brute force, gradients by autograd."""
+"""Binary-coding quantization: errors that fall, the best scales by brute force, gradients by autograd."""
 
 from itertools import pairwise, product
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.nn.conftest import randomise, spec_of
+from tests.nn.conftest import randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, load_into, save_checkpoint
 from ridgeline.nn.checkpoint.checkpoint import checkpoint as module
@@ -17,7 +17,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 @pytest.fixture
 def saved(tmp_path):
     model = build(spec_of("llama"))
-    randomise(model)
+    randomize(model)
     save_checkpoint(model, tmp_path)
     return tmp_path
 
@@ -148,7 +148,7 @@ def test_dtype_is_kept(dtype, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_pipeline_stage_loads_its_part(name, tmp_path, ids):
     whole = build(spec_of(name))
-    randomise(whole)
+    randomize(whole)
     save_checkpoint(whole, tmp_path)
     stages = [build(spec_of(name)) for _ in range(2)]
     stages[0].norm = stages[0].head = stages[1].embed = None

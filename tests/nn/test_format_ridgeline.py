@@ -76,7 +76,7 @@ def test_a_lost_part_is_named(lost):
         form.read("m", tensors.get)
 
 
-def test_quantised_inputs_come_back():
+def test_quantized_inputs_come_back():
     codes = {"m": InputCode(8, 0.1, 6.0), "n": InputCode(4)}
     form = reader(json.loads(json.dumps(Ridgeline().config({"m": packed(2, 8, 4, 8, True, 0)}, [], codes))))
     assert {name: form.input(name, {}.get) for name in ("m", "n", "o")} == {**codes, "o": None}

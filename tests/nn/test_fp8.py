@@ -23,7 +23,7 @@ def nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [codec.E4M3, codec.E5M2])
 def test_codes_are_the_nearest_numbers(dtype):
     t = torch.randn(64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 64)
-    codes, scale = codec.quantise(t, dtype)
+    codes, scale = codec.quantize(t, dtype)
     assert float(scale) == pytest.approx(codec.LARGEST[dtype] / float(t.abs().max()))
     assert torch.equal(codes.double(), nearest(t * scale, dtype))
     bits = 3 if dtype == codec.E4M3 else 2
@@ -33,14 +33,14 @@ def test_codes_are_the_nearest_numbers(dtype):
 
 
 def test_extremes():
-    zero, scale = codec.quantise(torch.zeros(3), codec.E4M3)
+    zero, scale = codec.quantize(torch.zeros(3), codec.E4M3)
     assert codec.decode(zero, scale).tolist() == [0, 0, 0]
-    tiny, scale = codec.quantise(torch.tensor([1e-38, -1e-38]), codec.E4M3)
+    tiny, scale = codec.quantize(torch.tensor([1e-38, -1e-38]), codec.E4M3)
     assert torch.isfinite(codec.decode(tiny, scale)).all()
     for bad in (math.inf, -math.inf, math.nan):  # an overflow must not be hidden by saturation
-        codes, scale = codec.quantise(torch.tensor([1.0, bad]), codec.E4M3)
+        codes, scale = codec.quantize(torch.tensor([1.0, bad]), codec.E4M3)
         assert torch.isnan(codec.decode(codes, scale)).all()
-    assert codec.quantise(torch.empty(0), codec.E4M3)[0].numel() == 0
+    assert codec.quantize(torch.empty(0), codec.E4M3)[0].numel() == 0
 
 
 def test_linear_layer_is_the_product_of_rounded_numbers():
@@ -68,8 +68,8 @@ def test_linear_layer_is_the_product_of_rounded_numbers():
 def test_emulation_equals_the_scaled_product():
     """PyTorch's own float8 product, which runs (slowly) on the CPU."""
     torch.manual_seed(0)
-    a, sa = codec.quantise(torch.randn(32, 64), codec.E4M3)
-    b, sb = codec.quantise(torch.randn(48, 64), codec.E4M3)
+    a, sa = codec.quantize(torch.randn(32, 64), codec.E4M3)
+    b, sb = codec.quantize(torch.randn(48, 64), codec.E4M3)
     try:
         want = torch._scaled_mm(a, b.t(), scale_a=sa.reciprocal(), scale_b=sb.reciprocal(), out_dtype=torch.float32)
     except (RuntimeError, NotImplementedError) as e:
@@ -79,8 +79,8 @@ def test_emulation_equals_the_scaled_product():
 
 def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
     made = []
-    inner = codec.quantise
-    monkeypatch.setattr(fp8, "quantise", lambda t, dtype: made.append(tuple(t.shape)) or inner(t, dtype))
+    inner = codec.quantize
+    monkeypatch.setattr(fp8, "quantize", lambda t, dtype: made.append(tuple(t.shape)) or inner(t, dtype))
     layers = [torch.nn.Linear(16, 8, bias=False) for _ in range(3)]
     for layer in layers:
         layer.__class__ = fp8.Fp8Linear

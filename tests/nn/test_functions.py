@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.nn.conftest import randomise, spec_of
+from tests.nn.conftest import randomize, spec_of
 
 from ridgeline.nn import token_loss
 from ridgeline.nn.model.attention import Mask, flash_attention, naive_attention
@@ -122,7 +122,7 @@ def dense_reference(moe, x):
 def test_dispatch_equals_dense_reference(normalize, tokens):
     """One token leaves experts without work: their gradients must be zero, not missing."""
     moe = MoE(spec_of("mixtral").model_copy(update={"normalize_router": normalize})).double()
-    randomise(moe)
+    randomize(moe)
     x = normal(1, tokens, 32)
     inputs = (x, *moe.parameters())
     got, want = moe(x), dense_reference(moe, x)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.nn.conftest import CONFIGS, DECODERS, randomise, spec_of
+from tests.nn.conftest import CONFIGS, DECODERS, randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, save_checkpoint
 from ridgeline.nn.model import generate
@@ -20,7 +20,7 @@ def hf_model(name, seed=0):
     kind = config.pop("model_type")
     auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     model = auto.from_config(transformers.AutoConfig.for_model(kind, **config), attn_implementation="eager").eval()
-    randomise(model, seed)
+    randomize(model, seed)
     return model, auto
 
 
@@ -96,7 +96,7 @@ def test_gradients_equal_transformers(pair, ids):
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_our_checkpoint_loads_into_transformers(name, sharded, ids, tmp_path):
     ours = build(spec_of(name))
-    randomise(ours)
+    randomize(ours)
     save_checkpoint(ours, tmp_path, max_shard_bytes=2e4 if sharded else 5e9)
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     _, auto = hf_model(name)

@@ -15,14 +15,14 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 
 CPU = Device(name="cpu", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=1e10, memory_bandwidth=1e10)
 KINDS = ["fp8", "int8", "int4"]
 
 
 def experiment(spec, dtype, **workload):
-    return normalise(Experiment(model=spec, cluster=Cluster(device=CPU), workload=Generate(**workload),
+    return normalize(Experiment(model=spec, cluster=Cluster(device=CPU), workload=Generate(**workload),
                                 plan=Plan.parse([f"kv_quant:dtype={dtype}"])))  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ridgeline.nn.quant.nf4 import NF4Linear, codebook, dequantise, expand, quantise, quantise_peaks
+from ridgeline.nn.quant.nf4 import NF4Linear, codebook, dequantize, expand, quantize, quantize_peaks
 from ridgeline.nn.quant.quantized import expanded
 
 PUBLISHED = [  # arXiv:2305.14314, appendix E
@@ -26,7 +26,7 @@ def test_the_16_values_are_the_published_ones():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_weight_becomes_the_nearest_value_of_its_block(shape, dtype):
     w = weight(*shape)
-    codes, peaks = quantise(w)
+    codes, peaks = quantize(w)
     rows, width = shape
     assert (codes.dtype, tuple(codes.shape), tuple(peaks.shape)) == (
         torch.uint8,
@@ -38,14 +38,14 @@ def test_every_weight_becomes_the_nearest_value_of_its_block(shape, dtype):
     assert torch.equal(expand(codes, peaks, dtype), (codebook()[nearest] * whole).to(dtype))
 
 
-def test_double_quantisation_costs_little_and_zeros_stay():
+def test_double_quantization_costs_little_and_zeros_stay():
     w = weight(64, 4096)
-    codes, peaks = quantise(w)
+    codes, peaks = quantize(w)
     once = (expand(codes, peaks) - w).norm()
-    twice = (dequantise(codes, *quantise_peaks(peaks)) - w).norm()
+    twice = (dequantize(codes, *quantize_peaks(peaks)) - w).norm()
     assert once < twice < 1.01 * once
-    codes, peaks = quantise(torch.zeros(2, 128))
-    assert torch.equal(dequantise(codes, *quantise_peaks(peaks)), torch.zeros(2, 128))
+    codes, peaks = quantize(torch.zeros(2, 128))
+    assert torch.equal(dequantize(codes, *quantize_peaks(peaks)), torch.zeros(2, 128))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,11 +65,11 @@ def test_output_and_input_gradient_are_those_of_the_expanded_weight(dtype):
 def test_parts_along_rows_and_along_blocks_expand_to_parts():
     coded = NF4Linear(nn.Linear(256, 12, bias=False))
     codes, scales, spans = coded.codes, coded.scales, coded.spans
-    whole = dequantise(codes, scales, spans)
-    assert torch.equal(dequantise(codes[4:8], scales[4:8], spans[4:8]), whole[4:8])
+    whole = dequantize(codes, scales, spans)
+    assert torch.equal(dequantize(codes[4:8], scales[4:8], spans[4:8]), whole[4:8])
     assert coded.cut_by_input("codes")
     assert not coded.cut_by_input("spans")
-    assert torch.equal(dequantise(codes[:, 64:], scales[:, 2:], spans), whole[:, 128:])
+    assert torch.equal(dequantize(codes[:, 64:], scales[:, 2:], spans), whole[:, 128:])
 
 
 def test_stored_bytes_are_half_a_byte_per_weight_and_its_scales():
@@ -94,18 +94,18 @@ def test_codes_and_errors_equal_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     w = weight(96, 512)
     theirs, state = functional.quantize_4bit(w, blocksize=64, quant_type="nf4")
-    codes, peaks = quantise(w)
+    codes, peaks = quantize(w)
     assert torch.equal(codes.flatten(), theirs.flatten())
     assert torch.equal(peaks.flatten(), state.absmax)
     assert torch.allclose(expand(codes, peaks), functional.dequantize_4bit(theirs, state), rtol=1e-6, atol=0)
 
 
-def test_double_quantisation_equals_bitsandbytes_where_a_row_is_its_256_blocks():
+def test_double_quantization_equals_bitsandbytes_where_a_row_is_its_256_blocks():
     functional = pytest.importorskip("bitsandbytes.functional")
     w = weight(1, 16384)
     theirs, state = functional.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=True)
-    codes, peaks = quantise(w)
-    scales, spans = quantise_peaks(peaks)
-    mine = float((dequantise(codes, scales, spans) - w).norm())
+    codes, peaks = quantize(w)
+    scales, spans = quantize_peaks(peaks)
+    mine = float((dequantize(codes, scales, spans) - w).norm())
     assert mine == pytest.approx(float((functional.dequantize_4bit(theirs, state) - w).norm()), rel=1e-4)
     assert spans.view(torch.float32)[0, 1] == pytest.approx(float(state.offset), rel=1e-6)

@@ -13,7 +13,7 @@ from ridgeline.techniques.optimizers.qft_linear_torch import (
     expand,
     lion_rows,
     outliers_of,
-    quantise,
+    quantize,
 )
 
 
@@ -34,7 +34,7 @@ def test_stochastic_rounding_has_no_bias():
 def test_a_matrix_is_codes_and_its_largest_weights():
     w = torch.randn(16, 200, generator=generator()) * 0.02
     w[3, 7] = 5.0
-    stored = quantise(w)
+    stored = quantize(w)
     assert {k: (t.dtype, tuple(t.shape)) for k, t in stored.items()} == {
         "codes": (torch.int8, (16, 200)),
         "scale": (torch.float32, (16, 1)),

@@ -14,7 +14,7 @@ def pruned(out=128, width=128):
     return weight
 
 
-def test_the_pattern_is_recognised():
+def test_the_pattern_is_recognized():
     weight = pruned()
     assert is_2_4(weight)
     weight[5, 8:11] = 1

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.nn.conftest import CONFIGS, DECODERS, randomise, spec_of
+from tests.nn.conftest import CONFIGS, DECODERS, randomize, spec_of
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +15,7 @@ from ridgeline.nn import (
     load_checkpoint,
     load_into,
     make_cache,
-    materialise,
+    materialize,
     prefill,
     save_checkpoint,
     token_loss,
@@ -58,7 +58,7 @@ def test_weights_depend_on_seed_and_name_only():
     stage = build(spec, device="meta")  # the last stage of a pipeline: no embedding, one layer
     stage.embed = None
     del stage.layers["0"]
-    materialise(stage, "cpu", seed=3)
+    materialize(stage, "cpu", seed=3)
     for n, p in stage.named_parameters():
         assert torch.equal(p, model.get_parameter(n)), n
     assert torch.equal(build(spec, dtype=torch.bfloat16, seed=3).head.out.weight, model.head.out.weight.bfloat16())
@@ -75,7 +75,7 @@ def test_initial_scale():
 
 def test_pipeline_pieces_equal_the_whole(ids):
     model = build(spec_of("llama"))
-    randomise(model)
+    randomize(model)
     first, last = copy.deepcopy(model), copy.deepcopy(model)
     first.norm = first.head = last.embed = None
     del first.layers["1"], last.layers["0"]
@@ -86,7 +86,7 @@ def test_pipeline_pieces_equal_the_whole(ids):
 @pytest.mark.parametrize("name", DECODERS)
 def test_cached_decoding_equals_no_cache(name, attention, ids):
     model = build(spec_of(name))
-    randomise(model)
+    randomize(model)
     model.set_attention(attention)
     tokens = ids[:, :5]
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_cached_decoding_equals_no_cache(name, attention, ids):
 @pytest.mark.parametrize("attention", ["naive", "flash"])
 def test_prompt_in_pieces(attention, ids):
     model = build(spec_of("mistral"))
-    randomise(model)
+    randomize(model)
     model.set_attention(attention)
     with torch.no_grad():
         cache = make_cache(model, 2, 12)
@@ -110,7 +110,7 @@ def test_prompt_in_pieces(attention, ids):
 
 def test_generate_stops_at_eos_and_samples_by_seed(ids):
     model = build(spec_of("llama"))
-    randomise(model)
+    randomize(model)
     greedy = generate(model, ids, 6)
     eos = int(greedy[0, 13])
     stopped = generate(model, ids[:1], 6, eos=eos)
@@ -189,7 +189,7 @@ def test_flops_on_the_meta_device(name, attention):
 def test_double_precision_gradients(name, ids):
     """The whole model's gradient against central differences along a random direction."""
     model = build(spec_of(name), dtype=torch.float64)
-    randomise(model)
+    randomize(model)
     parameters = list(model.parameters())
     rng = torch.Generator().manual_seed(5)
     direction = [torch.randn(p.shape, generator=rng, dtype=torch.float64) for p in parameters]
@@ -211,7 +211,7 @@ def test_double_precision_gradients(name, ids):
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_fully_sharded_equals_plain(name, chunk, ids, tmp_path):
-    """FSDP2 on one rank: meta build, shard, materialise, train; same loss and gradients as without."""
+    """FSDP2 on one rank: meta build, shard, materialize, train; same loss and gradients as without."""
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -228,7 +228,7 @@ def test_fully_sharded_equals_plain(name, chunk, ids, tmp_path):
         if not model.spec.tie_embeddings:
             fully_shard(model.head, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        materialise(model, "cpu", seed=7)
+        materialize(model, "cpu", seed=7)
         sharded, _ = token_loss(model(ids, return_hidden=True), model.head, ids, chunk)
         sharded.backward()
         torch.testing.assert_close(sharded, total)
@@ -249,6 +249,6 @@ def test_fully_sharded_equals_plain(name, chunk, ids, tmp_path):
 def test_init_weights_in_place(ids):
     model = build(spec_of("llama"))
     before = model(ids)
-    randomise(model)
+    randomize(model)
     init_weights(model, 0)
     assert torch.equal(model(ids), before)

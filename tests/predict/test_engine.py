@@ -35,8 +35,8 @@ def test_fusion_keeps_the_work():
 
 
 def test_8_bit_inputs_are_written_by_the_norm():
-    quantised = names(surface(plan=["fp8"]).graph(4, 1, 512))
-    assert [n for n in quantised if n.endswith(".quantise")] == ["attention.o_proj.quantise", "mlp.down_proj.quantise"]
+    quantized = names(surface(plan=["fp8"]).graph(4, 1, 512))
+    assert [n for n in quantized if n.endswith(".quantize")] == ["attention.o_proj.quantize", "mlp.down_proj.quantize"]
 
 
 @pytest.mark.parametrize("plan", [[], ["fp8"], ["mxfp4:layers=all"]])

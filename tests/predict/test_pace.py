@@ -10,7 +10,7 @@ def test_groups():
         "pointwise"
     ] * 2
     assert TRAINING.of("gemm") == TRAINING.gemm
-    assert TRAINING.of("optimizer") == TRAINING.of("quantise") == 1.0, "fused as they are counted"
+    assert TRAINING.of("optimizer") == TRAINING.of("quantize") == 1.0, "fused as they are counted"
 
 
 def test_a_cpu_and_a_measured_device_keep_their_own_pace():

@@ -16,7 +16,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune, Generate, Pretrain
-from ridgeline.techniques.registry import normalise
+from ridgeline.techniques.registry import normalize
 
 FEW = frozenset({"zero", "recompute", "flash_attention", "mixed_precision", "data_parallel"})
 
@@ -36,7 +36,7 @@ def brute_force(q: Question) -> list[tuple[float, float]]:
         for micro in (1, 2, 4):
             w = q.workload.model_copy(update={"micro_batch_size": micro})
             try:
-                r = predict(normalise(base.model_copy(update={"plan": plan, "workload": w})))
+                r = predict(normalize(base.model_copy(update={"plan": plan, "workload": w})))
             except Incompatible:
                 continue
             if r.status == "ok":

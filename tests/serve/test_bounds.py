@@ -111,7 +111,7 @@ def counting(server, monkeypatch):
     return found
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, counting):
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(server, counting):
     long = "x" * (CONTEXT * server.service.vocabulary.longest + 1)
     for path, body, param in (
         ("/v1/completions", {"prompt": long}, "prompt"),
@@ -128,7 +128,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, counti
     assert counting.seen == 3
 
 
-def test_tokenising_gives_what_the_tokenizer_gives(server):
+def test_tokenizing_gives_what_the_tokenizer_gives(server):
     vocabulary = server.service.vocabulary
     for said in ("The cat", "thé 猫", ""):
         assert vocabulary.encode(said) == vocabulary.tokenizer.encode(said).ids

@@ -21,7 +21,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.matrix import CPU, TINY
-from ridgeline.techniques.registry import check, mesh_axes, normalise, techniques
+from ridgeline.techniques.registry import check, mesh_axes, normalize, techniques
 
 TP, EP, PP = "tensor_parallel:degree=2", "expert_parallel:degree=2", "pipeline:degree=2"
 MIXTURE = {"num_experts": 4, "experts_per_token": 2}
@@ -37,7 +37,7 @@ def experiment(*plan, model=None, **workload):
         ranks *= degree
     w = Serve(**{"prompt_len": 8, "output_len": 4, "kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 12, **workload})
     m = TINY.model_copy(update=MIXTURE if model is None else model)
-    return normalise(Experiment(model=m, cluster=Cluster(device=CPU, devices_per_node=ranks), workload=w, plan=calls))
+    return normalize(Experiment(model=m, cluster=Cluster(device=CPU, devices_per_node=ranks), workload=w, plan=calls))
 
 
 def serve(eng):

@@ -24,7 +24,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.matrix import CPU, TINY
-from ridgeline.techniques.registry import check, normalise, registry
+from ridgeline.techniques.registry import check, normalize, registry
 
 SERVES = {
     n: t
@@ -40,7 +40,7 @@ def experiment(*names):
     calls = tuple(Call(name=n, options=dict(SERVES[n].card.example)) for n in names)
     model = TINY.model_copy(update={k: v for n in names for k, v in SERVES[n].card.needs_model.items()})
     w = Serve(prompt_len=8, output_len=4, kv_cache_bytes=1 << 20, max_num_batched_tokens=12)
-    return normalise(Experiment(model=model, cluster=Cluster(device=CPU), workload=w, plan=Plan(calls=calls)))
+    return normalize(Experiment(model=model, cluster=Cluster(device=CPU), workload=w, plan=Plan(calls=calls)))
 
 
 def refused(*names):

@@ -6,7 +6,7 @@ from ridgeline.spec.errors import UserError, nearest, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan, scalar
 from ridgeline.techniques.matrix import pair_experiment
-from ridgeline.techniques.registry import normalise, registry
+from ridgeline.techniques.registry import normalize, registry
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,17 @@ def test_a_technique_given_twice():
 
 
 @pytest.mark.parametrize("name", registry())
-def test_normalised_plans_survive_their_own_text(name):
-    e: Experiment = normalise(pair_experiment(name))
+def test_normalized_plans_survive_their_own_text(name):
+    e: Experiment = normalize(pair_experiment(name))
     again = e.model_copy(update={"plan": Plan.parse(e.plan.strings())})
-    assert normalise(again).plan == e.plan
+    assert normalize(again).plan == e.plan
 
 
 def test_a_list_of_one():
     """``targets=o_proj`` cannot be told from a string until the technique says that it wants a list."""
     e = pair_experiment("lora")
     one = e.model_copy(update={"plan": Plan.parse(["lora:targets=o_proj"])})
-    assert normalise(one).plan.strings() == [
+    assert normalize(one).plan.strings() == [
         "lora:rank=8,alpha=16.0,targets=o_proj,dropout=0.0,rslora=false,dora=false"
     ]
 

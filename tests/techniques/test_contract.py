@@ -13,7 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.cards import card, card_table, cards
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
-from ridgeline.techniques.registry import check, make, normalise, registry, techniques
+from ridgeline.techniques.registry import check, make, normalize, registry, techniques
 from ridgeline.techniques.technique import PHASES, Technique
 
 NAMES = list(registry())
@@ -75,7 +75,7 @@ def test_defaults_make_a_technique(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rewrite_changes_only_the_graph(name):
-    e = normalise(pair_experiment(name))
+    e = normalize(pair_experiment(name))
     before = e.model_dump_json()
     (t,) = [t for t in check(e) if t.card.name == name]
     graphs = [training_graph(e)] if e.is_training else [prefill_graph(e), decode_graph(e)]
@@ -187,8 +187,8 @@ def test_several_ranks_without_a_plan_are_data_parallel():
     assert not plan("zero").plan.has("data_parallel")
     assert not plan(on="a100").plan.calls
     assert not plan(kind="generate").plan.calls
-    again = normalise(plan())
-    assert again == normalise(again)
+    again = normalize(plan())
+    assert again == normalize(again)
 
 
 # ---- the support matrix ---------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_pairs_are_predicted_or_refused_with_reason_and_fix(name, subtests):
 def pair_is_predicted_or_refused(a, b):
     pair = judge(a, b)
     assert judge(b, a).status == pair.status
-    e: Experiment = normalise(pair_experiment(a, b))
+    e: Experiment = normalize(pair_experiment(a, b))
     if pair.status == "refused":
         with pytest.raises(Incompatible) as caught:
             check(e)

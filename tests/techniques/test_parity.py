@@ -26,8 +26,8 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
-from ridgeline.techniques.optimizers.replaced_optimizer import NAMES as OPTIMISERS
-from ridgeline.techniques.registry import check, normalise, registry, techniques
+from ridgeline.techniques.optimizers.replaced_optimizer import NAMES as OPTIMIZERS
+from ridgeline.techniques.registry import check, normalize, registry, techniques
 from ridgeline.techniques.technique import Technique
 
 MATRIX = support_matrix()
@@ -68,7 +68,7 @@ def without(e: Experiment, gone: list[Technique]) -> Experiment:
     names = {t.card.name for t in gone}
     plan = Plan(calls=tuple(c for c in e.plan.calls if c.name not in names))
     cluster = e.cluster.model_copy(update={"devices_per_node": 1})
-    return normalise(e.model_copy(update={"plan": plan, "cluster": cluster, "parallel": {}}))
+    return normalize(e.model_copy(update={"plan": plan, "cluster": cluster, "parallel": {}}))
 
 
 def comparison(e: Experiment) -> Comparison:
@@ -79,7 +79,7 @@ def comparison(e: Experiment) -> Comparison:
     gone = lossless or same[:1]
     gone += [t for t in made if t not in gone and {g.card.name for g in gone} & set(t.card.requires)]
     # Low-precision arithmetic that stays on, coded states too, magnifies what a lossless technique merely reorders.
-    stays = [t for t in made if (t.phase == "optimiser" or t.card.name in OPTIMISERS) and t not in gone]
+    stays = [t for t in made if (t.phase == "optimizer" or t.card.name in OPTIMIZERS) and t not in gone]
     tolerance = max((t.card.tolerance for t in same + stays if t in gone or t.phase != "adapt"), default=0.0)
     linear, reordered = all(t.card.lossless for t in stays), all(t.card.lossless for t in gone)
     return Comparison(e, without(e, gone) if gone else None, tolerance, linear, reordered)
@@ -91,7 +91,7 @@ def prepared(names: tuple[str, ...], corpus) -> Experiment:
     assert e.training.optimizer == "sgd"
     clip, lr = next((CLIPPED[n] for n in names if n in CLIPPED), (0.05, 10.0))
     workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": clip, "lr": lr})
-    e = normalise(e.model_copy(update={"workload": workload, "plan": _small_domains(e.plan, corpus)}))
+    e = normalize(e.model_copy(update={"workload": workload, "plan": _small_domains(e.plan, corpus)}))
     check(e)
     return e
 
@@ -178,7 +178,7 @@ def test_refused_pairs_are_refused_before_anything_runs(name, subtests):
         if e.is_training:  # the data does not exist: a later refusal would be another error
             e = e.model_copy(update={"workload": e.workload.model_copy(update={"data": "/nowhere"})})
         with subtests.test(pair.b), pytest.raises(Incompatible) as refusal:
-            make_trainer(e) if e.is_training else check(normalise(e))
+            make_trainer(e) if e.is_training else check(normalize(e))
         assert refusal.value.what
         assert refusal.value.fix
 

@@ -11,7 +11,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune, Generate, Pretrain, Serve
 from ridgeline.techniques.matrix import TINY, pair_experiment
-from ridgeline.techniques.registry import normalise, registry
+from ridgeline.techniques.registry import normalize, registry
 
 WIDE = TINY.changed(hidden_size=256, num_heads=4, head_dim=64, intermediate_size=512, max_positions=1024)
 """Large enough for kernels that want sides of 64."""
@@ -47,7 +47,7 @@ def examples(name, task):
 def said(e):
     """Everything that a prediction says, but for its notes."""
     try:
-        r = predict(normalise(e))
+        r = predict(normalize(e))
     except Incompatible:
         return None
     return json.dumps([r.status, *(x.model_dump() for x in (*r.metrics.values(), *r.memory, *r.breakdown, *r.traffic))])

@@ -9,7 +9,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.settle import ask, settle
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.memory.recompute import Recompute
-from ridgeline.techniques.registry import make, normalise
+from ridgeline.techniques.registry import make, normalize
 
 WIDER = MODEL.model_copy(
     update={"hidden_size": 64, "head_dim": 16, "num_layers": 6, "intermediate_size": 160, "max_positions": 128}
@@ -112,4 +112,4 @@ def test_options_that_do_not_belong_together(call, says):
     from ridgeline.techniques.registry import check
 
     with pytest.raises(Incompatible, match=says):
-        check(normalise(experiment("x", call)))
+        check(normalize(experiment("x", call)))

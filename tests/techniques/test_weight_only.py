@@ -13,7 +13,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 
 CPU = Device(name="cpu", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=1e10, memory_bandwidth=1e10)
 WIDE = SPEC.model_copy(update={"hidden_size": 128, "head_dim": 32, "intermediate_size": 256})
@@ -26,7 +26,7 @@ def generation(spec, *plan, **workload):
 
 
 def built(e, model):
-    run = Build(normalise(e), model, torch.device("cpu"))
+    run = Build(normalize(e), model, torch.device("cpu"))
     for technique in check(run.experiment):
         technique.build(run)
     return run.model
@@ -46,7 +46,7 @@ def test_held_bytes_are_predicted_exactly(spec, options):
     e = generation(spec, f"gptq:{options}")
     model = built(e, build(spec))
     assert len(holds_codes(model)) == 2 * (4 + 3 * max(1, spec.num_experts))
-    predicted = {m.category: m.bytes for m in predict(normalise(e)).memory}
+    predicted = {m.category: m.bytes for m in predict(normalize(e)).memory}
     assert predicted["parameters"] == pytest.approx(parameter_bytes(model), rel=1e-12)
 
 
@@ -59,7 +59,7 @@ def test_checkpoint_bytes_are_predicted_exactly(tmp_path, tied, bits, group, sym
     with file.open("rb") as f:
         size = file.stat().st_size - 8 - int.from_bytes(f.read(8), "little")
     e = generation(spec, f"gptq:bits={bits},group_size={group},symmetric={symmetric}", checkpoint=str(path))
-    metrics = predict(normalise(e)).metrics
+    metrics = predict(normalize(e)).metrics
     assert metrics["checkpoint_bytes"].value == size
     stored = [layer.bits for layer in holds_codes(built(e, load_packed(path)))]
     assert stored == [bits] * 14

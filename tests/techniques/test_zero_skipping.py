@@ -14,10 +14,10 @@ def plan(*calls, model=OPT, **workload):
     e = experiments.make("llama-tiny", "a100", {"kind": "generate", "prompt_len": 20, "output_len": 4, **workload}, [])
     from ridgeline.spec.device import Cluster
     from ridgeline.spec.plan import Plan
-    from ridgeline.techniques.registry import check, normalise
+    from ridgeline.techniques.registry import check, normalize
 
     e = e.model_copy(update={"model": model, "cluster": Cluster(device=CPU), "plan": Plan.parse(list(calls))})
-    e = normalise(e)
+    e = normalize(e)
     check(e)
     return e
 

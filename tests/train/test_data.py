@@ -136,7 +136,7 @@ def load_here(rank, source):
     return tokens.ids.tolist()
 
 
-def test_ranks_that_tokenise_at_once_do_not_disturb_each_other(corpus):
+def test_ranks_that_tokenize_at_once_do_not_disturb_each_other(corpus):
     a, b = world(2).run(load_here, str(corpus))
     assert a == b
     assert not list(cache_dir().rglob("*.new"))

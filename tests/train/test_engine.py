@@ -1,4 +1,4 @@
-"""The step: the loss's normalisation, clipping, the schedule, and what ZeRO keeps on a rank."""
+"""The step: the loss's normalization, clipping, the schedule, and what ZeRO keeps on a rank."""
 
 import math
 

@@ -51,9 +51,9 @@ def test_an_overflow_reaches_every_rank_and_only_its_tensor(value):
 
 def scaled_alone(rank):
     """The mistake that a shared scale prevents: every rank's own scale, sums of raw codes."""
-    from ridgeline.nn.quant.codec import E4M3, quantise
+    from ridgeline.nn.quant.codec import E4M3, quantize
 
-    codes, scale = quantise(mine(rank, 1e4), E4M3)
+    codes, scale = quantize(mine(rank, 1e4), E4M3)
     total = codes.float()
     dist.all_reduce(total)
     return total / scale

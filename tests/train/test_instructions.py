@@ -28,7 +28,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.matrix import CPU
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 from ridgeline.train.trainer import Trainer
 
 CHAT = [
@@ -73,7 +73,7 @@ def chat(tmp_path_factory):
 def tuning(checkpoint, data, *plan, ranks=1, **fields):
     fields = {"seq_len": 64, "batch_size": 4, "steps": 3, "warmup_steps": 1, **fields}
     fields.setdefault("template", str(data.parent / "short.jinja"))
-    return normalise(
+    return normalize(
         Experiment(
             model=MODEL,
             cluster=Cluster(device=CPU, devices_per_node=ranks),

@@ -18,7 +18,7 @@ from torch import nn
 from ridgeline.graph.schedule import actions
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.parallel.collectives import local
-from ridgeline.nn.quant.quantized import QuantisedLinear
+from ridgeline.nn.quant.quantized import QuantizedLinear
 from ridgeline.runtime.gradients import global_norm
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 5.0, "grad_clip": 0.05, "batch_size": 8}
@@ -154,7 +154,7 @@ def codes_rank(rank, e):
     trainer = make_trainer(e, rank)
     found = {}
     for name, module in trainer.run.root.named_modules():
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantizedLinear):
             codes, scales = local(module.codes), local(module.scales)
             found[name] = (
                 codes.dtype,

@@ -12,7 +12,7 @@ from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Pretrain
-from ridgeline.techniques.registry import normalise
+from ridgeline.techniques.registry import normalize
 
 SAMPLE = Path(__file__).parents[1] / "data" / "probed.json"
 README = 0.10
@@ -25,7 +25,7 @@ def judged():
     sample = json.loads(SAMPLE.read_text())
     device, work = Device(**sample["device"]), Pretrain(**{**sample["workload"], "kind": "pretrain"})
     return [
-        (row, predict(normalise(Experiment(
+        (row, predict(normalize(Experiment(
             model=catalog.model(sample["model"]), cluster=Cluster(device=device, devices_per_node=row["ranks"]),
             workload=work, plan=Plan.parse(row["plan"]),
         ))))

@@ -50,7 +50,7 @@ def test_baseline_of_rates_is_additive_in_time():
     assert baseline(rows)[0] == pytest.approx(0, abs=1e-9)
 
 
-def test_regret_of_the_favourite():
+def test_regret_of_the_favorite():
     slow = [case(1.0, 3.0, rivals="a"), case(2.0, 2.0, rivals="a"), case(9.0, 9.0, rivals="a")]
     (c,) = choices("f", slow)
     assert (c.size, c.picked, c.best) == (3, "1.0", "2.0")

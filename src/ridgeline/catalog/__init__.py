@@ -134,9 +134,9 @@ _VARIANT = re.compile(
 
 
 def _stem(name: str) -> str:
-    """A hub id without its organisation and without what names a variant of the same architecture."""
-    organisation, slash, rest = name.partition("/")
-    stem = rest if slash and organisation.strip(".~") and "/" not in rest else name
+    """A hub id without its organization and without what names a variant of the same architecture."""
+    organization, slash, rest = name.partition("/")
+    stem = rest if slash and organization.strip(".~") and "/" not in rest else name
     while (short := _VARIANT.sub("", stem)) != stem:
         stem = short
     return stem.removeprefix("meta-")

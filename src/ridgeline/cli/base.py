@@ -20,7 +20,7 @@ T = TypeVar("T", "Experiment", "AblationSpec")
 
 app = typer.Typer(
     name="ridgeline",
-    help="Predict, run, measure and search LLM optimisation techniques: one Plan, one result schema.",
+    help="Predict, run, measure and search LLM optimization techniques: one Plan, one result schema.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -40,7 +40,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Compress
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 
 DENSE = "dense"
 """Format in which codes are expanded before they are written."""
@@ -54,7 +54,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     Options: ``out``, ``format`` (see :mod:`ridgeline.nn.checkpoint.formats`, or "dense", "gguf"; None:
     compressed-tensors, or our own where that cannot hold what the plan makes), ``resume``. Raises :class:`UserError`.
     """
-    e = normalise(e)
+    e = normalize(e)
     made = check(e)
     started = time.perf_counter()
     w = e.workload
@@ -88,8 +88,8 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     reader = Reader(source, spec)
     records, coverage = _stream(run, spec, reader, dtype, form, windows, output, report)
     stored, inputs = _gathered(output)
-    quantised = set(stored)
-    dense = sorted(m for m in _linear_modules(spec) if m not in quantised)
+    quantized = set(stored)
+    dense = sorted(m for m in _linear_modules(spec) if m not in quantized)
     original = Path(w.checkpoint)
     config = config_of(json.loads((original / "config.json").read_text(encoding="utf-8")), e.model, spec, dtype, form,
                        stored, dense, inputs)  # fmt: skip

@@ -185,7 +185,7 @@ def their_tensors(
         if layer is not None and layer.stored is not None and form is not None:
             if len(group) > 1 or group[0].transpose:
                 raise UserError(
-                    f"{spec.family} keeps {theirs} as Conv1D, which no quantised format describes",
+                    f"{spec.family} keeps {theirs} as Conv1D, which no quantized format describes",
                     "write the rounded weights densely with --format dense, or prune instead",
                 )
             if not isinstance(layer.stored, Packed) and form.name != Ridgeline.name:

@@ -16,7 +16,7 @@ from ridgeline.nn.model.attention import make_mask
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.transformer import Block, Transformer
-from ridgeline.nn.quant.activation_quant import InputCode, fake_quantise
+from ridgeline.nn.quant.activation_quant import InputCode, fake_quantize
 from ridgeline.nn.quant.sparse import Sparse
 from ridgeline.runtime.compress_build import BlockJob, CompressBuild, Layer, Site, Together
 from ridgeline.runtime.solve.statistics import Gram, Peak
@@ -72,7 +72,7 @@ class Walker:
         self.said: dict[str, Any] = {}
         """What steps told of that block."""
         self.inputs: dict[str, InputCode] = {}
-        """How layers' inputs are quantised, where that was decided before."""
+        """How layers' inputs are quantized, where that was decided before."""
 
     def plain(self, inputs: dict[str, InputCode]) -> Walker:
         """One that compresses nothing: for blocks that are; ``inputs`` as they were decided."""
@@ -306,7 +306,7 @@ class Walker:
             linear.weight = nn.Parameter(layer.weight, requires_grad=False)
             if layer.input is not None:  # from here on the hidden states are those of the model as it will run
                 code = layer.input
-                linear.register_forward_pre_hook(lambda _, x, code=code: (fake_quantise(x[0], code),))
+                linear.register_forward_pre_hook(lambda _, x, code=code: (fake_quantize(x[0], code),))
             record = {
                 "layer": layer.name, "error": site.error(layer), "tokens": site.tokens, "seconds": seconds,
                 "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,

@@ -20,7 +20,7 @@ from ridgeline.spec.errors import UserError
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
 MAX_BYTES = 4_000_000
-"""Text read from one source: enough for short measured runs, tokenised in seconds."""
+"""Text read from one source: enough for short measured runs, tokenized in seconds."""
 
 
 def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
@@ -38,7 +38,7 @@ def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised corpus: one flat array of token ids, documents separated by the end token."""
+    """A tokenized corpus: one flat array of token ids, documents separated by the end token."""
 
     ids: np.ndarray
     tokenizer: Tokenizer
@@ -96,7 +96,7 @@ def token_ids(source: str, limit: int, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> Tokens:
-    """Tokenise a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
+    """Tokenize a source, training a byte-level BPE when no tokenizer is given. Cached by content."""
     texts = _sample(source)
     digest = hashlib.sha256()
     for text in texts:

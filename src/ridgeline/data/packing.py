@@ -24,7 +24,7 @@ OPEN_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Tokenised:
+class Tokenized:
     """One example: token ids, and for each whether it is an answer's (to be predicted)."""
 
     ids: np.ndarray
@@ -35,7 +35,7 @@ class Tokenised:
 class Instructions:
     """A data file as tokens, and what was left out."""
 
-    examples: list[Tokenised]
+    examples: list[Tokenized]
     tokenizer: Tokenizer
     end: int
     """Token that fills up rows."""
@@ -49,7 +49,7 @@ class Instructions:
 
 
 def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
-    """Read, render and tokenise ``w.data``. Raises :class:`UserError` naming file and line of what cannot be used."""
+    """Read, render and tokenize ``w.data``. Raises :class:`UserError` naming file and line of what cannot be used."""
     place = w.tokenizer or w.checkpoint
     if place is None:
         raise UserError("instruction data need a tokenizer, and there is no checkpoint that brings one",
@@ -68,9 +68,9 @@ def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
     made, cut, dropped = [], 0, 0
     encoded = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, tokens in zip(examples, encoded, strict=True):
-        one = _tokenised(example, tokens.ids, tokens.offsets, first if example.ends else None, end, w.train_on_prompt)
+        one = _tokenized(example, tokens.ids, tokens.offsets, first if example.ends else None, end, w.train_on_prompt)
         if len(one.ids) > w.seq_len + 1:
-            one = Tokenised(one.ids[: w.seq_len + 1], one.learned[: w.seq_len + 1])
+            one = Tokenized(one.ids[: w.seq_len + 1], one.learned[: w.seq_len + 1])
             cut += 1
         if one.learned[1:].any():
             made.append(one)
@@ -81,14 +81,14 @@ def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
     return Instructions(made, tokenizer, end or 0, w.data, bad, cut, dropped)
 
 
-def _tokenised(
+def _tokenized(
     example: Example,
     ids: list[int],
     offsets: list[tuple[int, int]],
     first: int | None,
     end: int | None,
     all_of_it: bool,
-) -> Tokenised:
+) -> Tokenized:
     """A token is learned when it begins within an answer, whatever of the prompt it may share."""
     starts = np.array([a for a, _ in offsets])
     learned = np.zeros(len(ids), bool)
@@ -99,7 +99,7 @@ def _tokenised(
         tokens, marks = [first, *tokens], [False, *marks]
     if example.ends and end is not None:
         tokens, marks = [*tokens, end], [*marks, True]
-    return Tokenised(np.asarray(tokens, np.int64), np.asarray(marks, bool))
+    return Tokenized(np.asarray(tokens, np.int64), np.asarray(marks, bool))
 
 
 def pack(lengths: list[int], size: int, order: np.ndarray) -> list[list[int]]:

@@ -48,7 +48,7 @@ class Op:
     axis: str = ""
     """Mesh axis of a collective: dp, tp, pp, cp, ep."""
     stride: int = 1
-    """Distance, in ranks, between neighbours of a collective's group (the product of the axes placed inside it)."""
+    """Distance, in ranks, between neighbors of a collective's group (the product of the axes placed inside it)."""
     causal: bool = False
     """attention: whether a fused kernel may skip the masked half (``flops`` count all of it, as PyTorch does)."""
     recompute: bool = False
@@ -110,7 +110,7 @@ class Param:
     dtype: str = "fp32"
     trainable: bool = True
     bytes_per_element: float = 4.0
-    """Storage at rest, quantisation scales included."""
+    """Storage at rest, quantization scales included."""
     shape: tuple[int, ...] = ()
     shards: int = 1
     """How many ranks share the stored copy (ZeRO-3)."""
@@ -208,7 +208,7 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     """Layers of every stage; empty: an even cut."""
     send: Op | None = None
-    """What passes between neighbouring stages for every micro-batch and direction."""
+    """What passes between neighboring stages for every micro-batch and direction."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,7 +1,7 @@
 """Forward operators of a transformer, module by module, with the backward operators and saved activations they imply.
 
 The rules for what autograd keeps are those of the torch twin (:mod:`ridgeline.nn`): a matrix multiplication keeps its
-input, a normalisation its input and its statistics, softmax its output, a gated activation its gate and up.
+input, a normalization its input and its statistics, softmax its output, a gated activation its gate and up.
 """
 
 from __future__ import annotations

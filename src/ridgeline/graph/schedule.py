@@ -127,7 +127,7 @@ def run(
 ) -> Timeline:
     """Time a schedule from each virtual stage's seconds of forward, backward and (zero_bubble) weight gradients.
 
-    ``send`` seconds pass between neighbouring ranks. Many micro-batches are not played one by one: once the pipeline is
+    ``send`` seconds pass between neighboring ranks. Many micro-batches are not played one by one: once the pipeline is
     full, each costs the same, which two shorter runs tell (``exact`` plays all).
     """
     first = 2 * ranks + micros % ranks

@@ -77,7 +77,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads,
-        "TOKENIZERS_PARALLELISM": "true" if rank == 0 else "false",
+        "TOKENIZERS_PARALLELIZM": "true" if rank == 0 else "false",
         "RIDGELINE_WORKER": "1",
     }
 

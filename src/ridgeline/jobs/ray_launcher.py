@@ -150,7 +150,7 @@ def _run(job: Job, group: Any, actors: list[Any], progress: Progress) -> dict[st
         places = ray.get([m.place.remote() for m in members], timeout=_PLACING)
     except Exception as error:
         raise JobFailed("error", f"the ranks did not start on Ray: {_first_line(error)}") from None
-    # Ranks of one machine are neighbours, as everywhere.
+    # Ranks of one machine are neighbors, as everywhere.
     order = sorted(range(job.ranks), key=lambda i: (places[i][0] != places[0][0], places[i][0], i))
     answers = {}
     for rank, i in enumerate(order):

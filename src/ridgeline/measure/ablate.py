@@ -20,7 +20,7 @@ from ridgeline.jobs.launch import Job, JobFailed, run_job
 from ridgeline.measure.backends import NATIVE
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
-from ridgeline.measure.utilisation import add_utilisation
+from ridgeline.measure.utilization import add_utilization
 from ridgeline.predict import predict
 from ridgeline.spec.ablation import Ablation, Outcome
 from ridgeline.spec.device import Cluster
@@ -198,7 +198,7 @@ def assemble(spec: AblationSpec, folder: Path, predicted: dict[str, Result], com
     for name in spec.plans:
         parts = [Result.load(cell_file(folder, spec, c)) for c in order([name], spec.measure.repeats)
                  if cell_file(folder, spec, c).is_file()]  # fmt: skip
-        merged[name] = add_utilisation(merge(parts), spec.plans[name])
+        merged[name] = add_utilization(merge(parts), spec.plans[name])
     base = merged[spec.baseline]
     for name, e in spec.plans.items():
         outcome = Outcome(name=name, plan=e.plan.strings(), predicted=predicted[name], measured=merged[name])

@@ -11,7 +11,7 @@ from ridgeline.jobs.launch import Job, JobFailed, run_job
 from ridgeline.measure.ablate import measure_plan, require_local
 from ridgeline.measure.backends import NATIVE, require
 from ridgeline.measure.merge import merge
-from ridgeline.measure.utilisation import add_utilisation
+from ridgeline.measure.utilization import add_utilization
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -27,7 +27,7 @@ def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE
     predicted = predict(e)
     parts = [measure_plan(e, r, memory=r == 0, progress=progress, backend=backend) for r in range(repeats)]
     measured = merge(parts) if e.is_training else merge_generation(parts)
-    return predicted, add_utilisation(measured, e)
+    return predicted, add_utilization(measured, e)
 
 
 def merge_generation(parts: list[Result]) -> Result:
@@ -59,4 +59,4 @@ def dissect(e: Experiment, trace: Path, progress: Progress) -> tuple[Result, Res
         measured = Result.model_validate(run_job(job, progress))
     except JobFailed as failure:
         raise UserError(f"the profiled run failed ({failure.status}): {failure.reason}", failure.log) from None
-    return predict(e), add_utilisation(measured, e)
+    return predict(e), add_utilization(measured, e)

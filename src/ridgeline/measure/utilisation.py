@@ -9,7 +9,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result
 
 
-def add_utilisation(result: Result, e: Experiment) -> Result:
+def add_utilization(result: Result, e: Experiment) -> Result:
     """Add ``mfu`` and ``hfu`` to a measured training result, the peaks to its environment, and roofs to its rows.
 
     Does nothing without a measured profile, or when the result did not finish. A value above 1 is a failed check.

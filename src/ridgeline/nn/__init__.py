@@ -3,7 +3,7 @@
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ridgeline.nn.model.attention import BACKENDS, Backend, LayerCache, Mask
 from ridgeline.nn.model.generate import decode, generate, make_cache, prefill
-from ridgeline.nn.model.init import build, init_weights, materialise
+from ridgeline.nn.model.init import build, init_weights, materialize
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.nn.model.transformer import Block, Transformer
 
@@ -21,7 +21,7 @@ __all__ = [
     "load_checkpoint",
     "load_into",
     "make_cache",
-    "materialise",
+    "materialize",
     "prefill",
     "save_checkpoint",
     "token_loss",

@@ -19,7 +19,7 @@ from ridgeline.graph.graph import Op
 from ridgeline.predict.machine import Machine
 from ridgeline.predict.operators.attention_time import decode, decode_kernel, is_decode, prefill
 from ridgeline.predict.operators.collective_time import algorithm_time, path
-from ridgeline.predict.operators.gemm import quantise_time, tiled
+from ridgeline.predict.operators.gemm import quantize_time, tiled
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.efficiency import Efficiency
 
@@ -137,7 +137,7 @@ def _gemm(m: Machine, c: Any, s: Sample) -> float:
     op = s.ops[-1]
     rows, n, k = op.shape
     t = tiled(m, c, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0)).seconds
-    return t + sum(quantise_time(m, c, q.bytes / 3.0) for q in s.ops[:-1])
+    return t + sum(quantize_time(m, c, q.bytes / 3.0) for q in s.ops[:-1])
 
 
 def _prefill(m: Machine, c: Any, s: Sample) -> float:
@@ -165,7 +165,7 @@ _PREDICT: dict[str, Callable[[Machine, Any, Sample], float]] = {
 # ---- least squares ------------------------------------------------------------------------------------------------
 
 _STILL = {
-    "l2_bytes_per_clock", "dequantise_share", "backward_share", "network_share", "network_hop", "power", "share_limit",
+    "l2_bytes_per_clock", "dequantize_share", "backward_share", "network_share", "network_hop", "power", "share_limit",
     "tensor_share", "tensor_rate",
 }  # fmt: skip
 """Constants that single kernels on one node of one device say nothing of."""
@@ -245,7 +245,7 @@ def _at_clock(e: Efficiency, clock: float) -> Efficiency:
 
 
 _SECONDS = {
-    "latency", "vector_latency", "fill", "quantise_latency", "block", "ll_hop", "ll128_hop", "ll128_latency",
+    "latency", "vector_latency", "fill", "quantize_latency", "block", "ll_hop", "ll128_hop", "ll128_latency",
     "simple_hop", "simple_latency", "tree_hop", "alltoall_latency", "alltoall_peer", "alltoall_ramp", "nvls_latency",
     "split", "pack", "transpose",
 }  # fmt: skip

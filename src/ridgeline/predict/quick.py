@@ -66,7 +66,7 @@ def _places(t: Technique) -> bool:
 
 
 def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: Graph | None = None) -> Quick:
-    """Predict a normalised, checked experiment. Times are left out when it does not fit, unless ``always``.
+    """Predict a normalized, checked experiment. Times are left out when it does not fit, unless ``always``.
 
     ``prepared`` is the graph that :func:`prepare` made for it; it is not changed.
     """

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result
-from ridgeline.techniques.registry import check, normalise, techniques
+from ridgeline.techniques.registry import check, normalize, techniques
 
 
 def settle(e: Experiment) -> Experiment:
-    """The normalised experiment in which every technique has filled in what it left to the predictor.
+    """The normalized experiment in which every technique has filled in what it left to the predictor.
 
     Techniques settle in canonical order, so that each sees what those before it chose; one that is still open predicts
     with its defaults. Settling again changes nothing. Raises :class:`Incompatible` for what no choice can satisfy.
     """
-    e = normalise(e)
+    e = normalize(e)
     for t in techniques(e.plan):
         chosen = t.settled(e, ask)
         if chosen != t:
@@ -28,7 +28,7 @@ def ask(e: Experiment) -> Result:
     """
     from ridgeline.predict.quick import quick
 
-    e = normalise(e)
+    e = normalize(e)
     found = quick(e, check(e), always=True)
     return Result(
         source="predicted",

@@ -6,7 +6,7 @@ DEFINITIONS: dict[str, str] = {
     "tokens_per_s": "Trained (or generated) tokens per second over all ranks: tokens per step / median step time. "
     "Padding and masked tokens are not counted.",
     "tokens_per_s_per_device": "tokens/s divided by the number of ranks.",
-    "step_time_s": "Wall time of one optimizer step over all ranks, device synchronised; median of the steps after "
+    "step_time_s": "Wall time of one optimizer step over all ranks, device synchronized; median of the steps after "
     "warm-up.",
     "residual": "Measured / predicted − 1. Zero is a perfect prediction; +10 % means the measurement was 10 % higher.",
     "speedup": "Tokens/s over the baseline's, measured; in brackets the 95 % interval of the ratio (hierarchical "
@@ -29,9 +29,9 @@ DEFINITIONS: dict[str, str] = {
     "peak_bytes": "Largest sum of live bytes on one rank during a step: parameters, gradients, optimizer states, "
     "activations, temporaries. GiB = 2³⁰ bytes.",
     "memory_ratio": "Measured peak memory over the baseline's.",
-    "mfu": "Model FLOPs utilisation: FLOPs that the model needs (recomputation not counted) per second, over the "
+    "mfu": "Model FLOPs utilization: FLOPs that the model needs (recomputation not counted) per second, over the "
     "peak of the compute dtype.",
-    "hfu": "Hardware FLOPs utilisation: FLOPs executed (recomputation counted) per second, over the peak.",
+    "hfu": "Hardware FLOPs utilization: FLOPs executed (recomputation counted) per second, over the peak.",
     "ttft_s": "Time to first token: from the time the request was to be sent to its first text.",
     "tpot_s": "Time per output token after the first, per request: (end − first token) / (tokens − 1).",
     "itl_s": "Inter-token latency: each gap between chunks with text, all requests' together.",

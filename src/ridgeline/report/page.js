@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures in the page's own colours, again when the scheme changes, and shows definitions on hover or focus.
+// Draws the figures in the page's own colors, again when the scheme changes, and shows definitions on hover or focus.
 (function () {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] };

@@ -137,5 +137,5 @@ def _resource(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def _plotly() -> str:
-    """plotly.js, 4.8 MB, from the plotly package (MIT; its licence header stays in)."""
+    """plotly.js, 4.8 MB, from the plotly package (MIT; its license header stays in)."""
     return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ class TraceEvent:
     args: dict[str, Any] = field(default_factory=dict)
     """Shown when the interval is clicked: FLOPs, bytes, phase …"""
     category: str = ""
-    """Colour group, e.g. the phase."""
+    """Color group, e.g. the phase."""
 
 
 def trace_json(events: Iterable[TraceEvent]) -> dict[str, Any]:

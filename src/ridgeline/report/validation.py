@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ridgeline.report.charts.chart import (
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     PURPLE,
     RED,
     SPARE,
@@ -70,7 +70,7 @@ def worst_table(report: Report) -> Table:
 
 
 def regret_table(report: Report) -> Table | None:
-    """What following the predictor's favourite plan costs, per file; None without a choice anywhere."""
+    """What following the predictor's favorite plan costs, per file; None without a choice anywhere."""
     columns = [Column("File", align="left"), Column("Choices"), Column("Best picked"), Column("Median regret"),
                Column("Mean"), Column("p90"), Column("Worst")]  # fmt: skip
     rows = []
@@ -120,23 +120,23 @@ def _say(c: Case, value: float) -> str:
 
 
 def _scatter(f: FileReport, quantity: str) -> Chart:
-    """Measured over predicted on log axes, one colour per group, with the line of perfect prediction and ±20 %."""
+    """Measured over predicted on log axes, one color per group, with the line of perfect prediction and ±20 %."""
     cases = [c for c in f.cases if c.quantity == quantity]
     groups: dict[str, list[Case]] = defaultdict(list)
     for c in cases[:: max(1, len(cases) // DRAWN)]:
         groups[c.group].append(c)
     values = [v for c in cases for v in (c.predicted, c.measured)]
     low, high = min(values) / 1.3, max(values) * 1.3
-    colours = (BLUE, RED, GREEN, YELLOW, PURPLE, *SPARE)
+    colors = (BLUE, RED, GREEN, YELLOW, PURPLE, *SPARE)
     lines: list[Figure] = [
         {"type": "scatter", "mode": "lines", "x": [low, high], "y": [low * k, high * k], "hoverinfo": "skip",
-         "showlegend": False, "line": {"color": GREY, "width": 1.4 if k == 1 else 0.8, "dash": "dot"}}
+         "showlegend": False, "line": {"color": GRAY, "width": 1.4 if k == 1 else 0.8, "dash": "dot"}}
         for k in (0.8, 1.0, 1.2)
     ]  # fmt: skip
     dots: list[Figure] = [
         {"type": "scattergl" if len(cases) > 400 else "scatter", "mode": "markers", "name": plain(name),
          "x": [c.predicted for c in rows], "y": [c.measured for c in rows],
-         "hovertext": [plain(c.label, 120) for c in rows], "marker": {"color": colours[i % len(colours)], "size": 5,
+         "hovertext": [plain(c.label, 120) for c in rows], "marker": {"color": colors[i % len(colors)], "size": 5,
          "opacity": 0.7}, "hovertemplate": "%{hovertext}<br>predicted %{x:.4g}<br>measured %{y:.4g}<extra></extra>"}
         for i, (name, rows) in enumerate(groups.items())
     ]  # fmt: skip

@@ -35,7 +35,7 @@ class Layer:
     original: Tensor
     """The weight that the site was reached with."""
     keep: Tensor | None = None
-    """bool [out, in]: the support that a pruning step left; quantisers keep it."""
+    """bool [out, in]: the support that a pruning step left; quantizers keep it."""
     stored: Stored | None = None
     """What is written in the place of a dense weight; must expand to ``weight``."""
     input: InputCode | None = None

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ridgeline.nn.kernels import functions
 from ridgeline.nn.kernels.dispatch import usable
 from ridgeline.nn.parallel.collectives import local, placed
-from ridgeline.nn.quant.codec import E4M3, decode, quantise
+from ridgeline.nn.quant.codec import E4M3, decode, quantize
 from ridgeline.spec.workload import Training
 
 
@@ -29,7 +29,7 @@ from ridgeline.spec.workload import Training
 def lower(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
     """Round the fp32 parameters of ``model`` to ``dtype``; their gradients will be summed in fp32.
 
-    Returns the fp32 values of this rank's part of those that train. Codes of a quantised base and their scales stay.
+    Returns the fp32 values of this rank's part of those that train. Codes of a quantized base and their scales stay.
     Divided parameters are replaced by new ones, so this comes before anything that holds on to them.
     """
     masters: dict[nn.Parameter, Tensor] = {}
@@ -130,7 +130,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _shrink(state: dict[str, Tensor], name: str, value: Tensor, dtype: torch.dtype) -> None:
-        codes, scale = quantise(value, dtype)
+        codes, scale = quantize(value, dtype)
         if dtype == E4M3:  # as bytes: collectives and checkpoint formats do not all know float8
             codes = codes.view(torch.uint8)
         if name in state:

@@ -25,7 +25,7 @@ def holders(p: Tensor, ranks: int) -> int:
 def sum_partial(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum over ``group``, in one collective, the gradients of replicated parameters that each saw part of the work.
 
-    Anything not linear in the gradient (a norm, a sign, a quantiser) before this would be wrong.
+    Anything not linear in the gradient (a norm, a sign, a quantizer) before this would be wrong.
     """
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if not grads:

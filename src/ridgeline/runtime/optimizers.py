@@ -86,7 +86,7 @@ class Lion(Optimizer):
 
 
 class AdaLomo(Optimizer):
-    """Factored second moments and updates of normalised size (arXiv:2310.10195, Algorithm 1).
+    """Factored second moments and updates of normalized size (arXiv:2310.10195, Algorithm 1).
 
     For a matrix θ [m, n] with gradient g, and means instead of sums:
 

@@ -1,4 +1,4 @@
-"""The cheapest way to cut a row of things into runs of neighbours."""
+"""The cheapest way to cut a row of things into runs of neighbors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def cheapest_runs(count: int, cost: Callable[[int, int], float]) -> list[tuple[i
     """(start, stop) of consecutive runs of ``count`` things with the least sum of ``cost(start, stop)``.
 
     Infinite: such a run is too large, and then so are all longer ones with its end; one thing by itself is always a
-    run. A dynamic programme, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers, arXiv:2010.05680,
+    run. A dynamic program, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers, arXiv:2010.05680,
     algorithm 3), of O(count²) calls.
     """
     best, start = [0.0], [0]

@@ -26,7 +26,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Finished:
-    """A beam that ended: generated tokens, and its penalised score."""
+    """A beam that ended: generated tokens, and its penalized score."""
 
     score: float
     tokens: list[int]

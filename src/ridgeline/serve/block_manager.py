@@ -3,7 +3,7 @@
 A block is ``size`` consecutive slots of the pool. It is *blank* (nobody's), *held* (by ``refs`` tables) or *cached*
 (nobody's, but its contents are known by a chained hash and may be taken up again; the least recently freed goes first).
 
-The allocator prefers neighbours: a sequence grows into the block behind its last one, and a new sequence starts in the
+The allocator prefers neighbors: a sequence grows into the block behind its last one, and a new sequence starts in the
 largest blank extent and lays claim to as much of it as it may grow to. Attention over few long extents needs no gather.
 """
 

@@ -34,7 +34,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import context
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import check, mesh_axes, normalise, require_runnable, techniques
+from ridgeline.techniques.registry import check, mesh_axes, normalize, require_runnable, techniques
 
 DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search")
 """What ``ridgeline serve`` switches on by itself."""
@@ -81,7 +81,7 @@ def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
 
 def _built(e: Experiment, device: torch.device, model: Transformer | None) -> ServeBuild:
     """The model with every technique's changes; on several ranks, this one's part of it."""
-    e = normalise(e)
+    e = normalize(e)
     w = e.workload
     if not isinstance(w, Serve):
         raise UserError(f"task {e.task!r} is not served", "use a workload of kind serve")

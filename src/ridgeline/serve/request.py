@@ -246,7 +246,7 @@ class Event:
     embedding: list[float] | None = None
     """With ``embed``: the mean hidden state [H], or with ``classify`` the logits [labels]."""
     score: float | None = None
-    """Of a beam: its penalised log-probability."""
+    """Of a beam: its penalized log-probability."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One row of work, and the request that it is part of: state without behaviour."""
+"""One row of work, and the request that it is part of: state without behavior."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ class Service:
         return self.vocabulary.encode(text, special)
 
     def _short(self, text: str, param: str) -> None:
-        """Raise :class:`Invalid` for a text that no tokens of one context can stand for, before it is tokenised."""
+        """Raise :class:`Invalid` for a text that no tokens of one context can stand for, before it is tokenized."""
         most = self.max_model_len * self.vocabulary.longest
         size = len(text) if len(text) > most else len(text.encode())
         if size > most:

@@ -7,7 +7,9 @@ the roofline. Fitted values lie in ``catalog/efficiency/*.toml``.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _IDEAL = 16.0
 """Exponent that makes ``(a^p + b^p)^(1/p)`` very nearly max(a, b)."""
@@ -58,12 +60,18 @@ class GemmConstants(_Constants):
     """Bytes per clock at which one processor writes a finished tile."""
     overlap: float = _IDEAL
     """Exponent p of ``(compute^p + memory^p)^(1/p)``: large when they overlap fully."""
-    quantise_latency: float = 0.0
+    quantize_latency: float = 0.0
     """Seconds of the kernels that find the scale of an activation tensor and convert it."""
-    quantise_share: float = 1.0
+    quantize_share: float = 1.0
     """Share of the memory bandwidth that they reach."""
-    dequantise_share: float = 1.0
-    """Rate left when weights are expanded on the fly (weight-only quantisation)."""
+    dequantize_share: float = 1.0
+    """Rate left when weights are expanded on the fly (weight-only quantization)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_spelling(cls, values: Any) -> Any:
+        """Device files written before version 0.2 say ``quantise``."""
+        return {k.replace("quantise", "quantize"): v for k, v in values.items()} if isinstance(values, dict) else values
 
 
 class PrefillConstants(_Constants):
@@ -135,7 +143,7 @@ class CollectiveConstants(_Constants):
     """Collectives inside a node and across; see ``predict/collective.py``."""
 
     latency: float = 0.0
-    """Seconds of launch and synchronisation."""
+    """Seconds of launch and synchronization."""
     bandwidth_share: float = 1.0
     """Share of the link's bandwidth that a large ring reaches."""
     local: float = 0.0

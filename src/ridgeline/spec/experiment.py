@@ -19,7 +19,7 @@ from ridgeline.spec.workload import TRAINING_TASKS, Training, Workload
 class Experiment(BaseModel):
     """One question: this model on this cluster, doing this work, under this plan.
 
-    ``plan`` is normalised by the technique registry (every option filled in), so that :attr:`id` is canonical.
+    ``plan`` is normalized by the technique registry (every option filled in), so that :attr:`id` is canonical.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,7 +59,7 @@ class Experiment(BaseModel):
         return self.data_parallel * self.parallel.get("cp", 1)
 
     def stride(self, axis: str) -> int:
-        """Distance, in ranks, between neighbours along a mesh axis; inside out: tp, cp, dp (with ep), pp."""
+        """Distance, in ranks, between neighbors along a mesh axis; inside out: tp, cp, dp (with ep), pp."""
         inside = {"tp": [], "cp": ["tp"]}.get(axis, ["tp", "cp"])
         n = math.prod(self.parallel.get(name, 1) for name in inside)
         return n * self.data_parallel * self.parallel.get("ep", 1) if axis == "pp" else n

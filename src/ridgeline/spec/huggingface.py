@@ -181,7 +181,7 @@ def _gpt2(c: Config) -> Config:
 def _opt(c: Config) -> Config:
     h, heads = c["hidden_size"], c["num_attention_heads"]
     if not c.get("do_layer_norm_before", True) or c.get("word_embed_proj_dim", h) != h:
-        raise UserError("OPT with post-normalisation or projected embeddings (opt-350m) is not supported")
+        raise UserError("OPT with post-normalization or projected embeddings (opt-350m) is not supported")
     bias = bool(c.get("enable_bias", True))
     return {
         "family": "opt",

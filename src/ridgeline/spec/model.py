@@ -94,7 +94,7 @@ class ModelSpec(BaseModel):
     tie_embeddings: bool = False
     causal: bool = True
     post_norm: bool = False
-    """Normalise after each residual addition instead of before each sub-layer (BERT)."""
+    """Normalize after each residual addition instead of before each sub-layer (BERT)."""
     token_types: int = 0
     embedding_norm: bool = False
     final_norm: bool = True
@@ -111,7 +111,7 @@ class ModelSpec(BaseModel):
     num_experts: int = 0
     experts_per_token: int = 0
     normalize_router: bool = True
-    """Whether the chosen experts' weights are renormalised to sum to one (Mixtral)."""
+    """Whether the chosen experts' weights are renormalized to sum to one (Mixtral)."""
     moe_bias: bool = False
     """Biases on the router and on every expert (gpt-oss)."""
     moe_every: int = 1

@@ -14,7 +14,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.registry import check, make, mesh_axes, normalise, registry, techniques
+from ridgeline.techniques.registry import check, make, mesh_axes, normalize, registry, techniques
 from ridgeline.techniques.technique import Technique
 
 TINY = ModelSpec(
@@ -89,7 +89,7 @@ def judge(*names: str) -> Pair:
     """Whether the techniques work together, by their own ``check``."""
     first, last = names[0], names[-1]
     try:
-        e = normalise(pair_experiment(*names))
+        e = normalize(pair_experiment(*names))
         check(e)
     except Incompatible as refusal:
         return Pair(a=first, b=last, status="refused", reason=f"{refusal.what}; {refusal.fix}")

@@ -89,7 +89,7 @@ def mesh_axes(task: str, made: Iterable[Technique]) -> dict[str, int]:
     return axes
 
 
-def normalise(e: Experiment) -> Experiment:
+def normalize(e: Experiment) -> Experiment:
     """The same experiment with every option filled in and the mesh worked out.
 
     Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
@@ -105,7 +105,7 @@ def normalise(e: Experiment) -> Experiment:
 
 
 def check(e: Experiment) -> list[Technique]:
-    """Check a normalised experiment; returns its techniques in canonical order.
+    """Check a normalized experiment; returns its techniques in canonical order.
 
     Raises :class:`Incompatible` with the reason and the mend.
     """

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.scheduling import Scheduling
 
-Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop"]
+Phase = Literal["adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimizer", "loop"]
 PHASES: tuple[Phase, ...] = (
-    "adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimiser", "loop",
+    "adapt", "split", "tensor", "sequence", "recompute", "compile", "shard", "offload", "optimizer", "loop",
 )  # fmt: skip
-"""The one order in which techniques apply, whatever their order in the plan: adapters and quantised weights must exist
+"""The one order in which techniques apply, whatever their order in the plan: adapters and quantized weights must exist
 before anything shards them; a pipeline stage shards only what it keeps; hooks act on final parameters."""
 
 

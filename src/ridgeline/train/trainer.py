@@ -78,7 +78,7 @@ class StepStats:
 
 
 def global_batches(e: Experiment, rank: int, world: int) -> TextBatches | InstructionBatches:
-    """The batches of the experiment. Rank 0 tokenises text, the others read what it kept."""
+    """The batches of the experiment. Rank 0 tokenizes text, the others read what it kept."""
     w, m = e.training, e.model
     if isinstance(w, FineTune) and w.instructions:
         if not m.causal:

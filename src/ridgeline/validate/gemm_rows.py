@@ -25,7 +25,7 @@ def ops(row: Row) -> list[Op]:
                  weight_dtype=weight)  # fmt: skip
     if dtype != "fp8":
         return [product]
-    return [Op("quantise", "mlp", "quantise", bytes=3.0 * m * k, dtype="fp8"), product]
+    return [Op("quantize", "mlp", "quantize", bytes=3.0 * m * k, dtype="fp8"), product]
 
 
 def cases(row: Row) -> list[Case]:

@@ -13,7 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, Row
 from ridgeline.validate.nouns import device_of, model_of
@@ -33,7 +33,7 @@ def experiment(row: Row) -> Experiment:
         batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=row.text("backend", ENGINE)
     )
     plan = [f"tensor_parallel:degree={tp}"] if tp > 1 else []
-    return normalise(
+    return normalize(
         Experiment(
             model=long_enough(model_of(row), prompt + output),
             cluster=cluster_of(device_of(row), tp),

@@ -43,7 +43,7 @@ class Score:
 
 @dataclass(slots=True)
 class Choice:
-    """Rows that differ only in their plan: what following the predictor's favourite costs."""
+    """Rows that differ only in their plan: what following the predictor's favorite costs."""
 
     file: str
     quantity: str
@@ -93,7 +93,7 @@ def _inside(rows: list[Case]) -> float | None:
 def baseline(rows: list[Case]) -> tuple[float, str]:
     """(mean absolute relative error, name) of a non-negative combination of the cases' terms.
 
-    The constants minimise the mean squared relative error on the same rows: the most that such a formula can do.
+    The constants minimize the mean squared relative error on the same rows: the most that such a formula can do.
     """
     import numpy as np
     from scipy.optimize import nnls

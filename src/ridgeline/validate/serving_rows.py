@@ -17,7 +17,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, Row
 from ridgeline.validate.generation_rows import cluster_of, long_enough
@@ -89,7 +89,7 @@ def experiment(row: Row, inferred: bool = True) -> Experiment:
     plan = plan_of(model, row.text("precision", "bf16"), software)
     plan += [f"tensor_parallel:degree={tp}"] if tp > 1 else []
     plan += [f"expert_parallel:degree={ep}"] if ep > 1 else []
-    return normalise(
+    return normalize(
         Experiment(
             model=long_enough(model, prompt + output),
             cluster=cluster_of(device_of(row), tp),

@@ -16,7 +16,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, Row
 from ridgeline.validate.dtypes import precision_of
@@ -52,7 +52,7 @@ def experiment(row: Row) -> Experiment:
 
     def made(policy: str) -> Experiment:
         plan = Plan.parse(_plan(row, degrees, cluster.device, micros, policy))
-        e = normalise(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))
+        e = normalize(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))
         try:
             check(e)
         except Incompatible as problem:
@@ -164,7 +164,7 @@ def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
     peak = peak_flops(e.cluster.device, _dtype(e))
     per_token = flops_per_token(m, length, row.text("flops_formula", ""))
     executed = per_token * (4 / 3 if e.plan.option("recompute", "policy") == "full" else 1.0)
-    # Published utilisation counts the model's FLOPs against the dense peak.
+    # Published utilization counts the model's FLOPs against the dense peak.
     scale = {
         "tokens_per_s_per_device": 1.0,
         "step_s": 1.0,

@@ -1,6 +1,6 @@
 """The baseline of serving: ``transformers``' ``generate`` on static batches, padded on the left, one after another.
 
-Requests that wait when a batch ends make the next one. There is no server and no HTTP in between, which favours it. A
+Requests that wait when a batch ends make the next one. There is no server and no HTTP in between, which favors it. A
 row's tokens count from the step that made them, though ``generate`` returns them with the whole batch: this is what the
 method could give at best. The batch runs until its longest output is done.
 """
@@ -22,7 +22,7 @@ from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.load.drive import Drive
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.record import Record
-from ridgeline.measure.load.summary import summarise
+from ridgeline.measure.load.summary import summarize
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.memory.meter import process_memory
 from ridgeline.nn.model.init import build
@@ -88,7 +88,7 @@ def hf_serving(e: Experiment, device: torch.device, report: Any) -> Result:
         environment={**fingerprint(), "max_batch": most, "prompts": f"random token ids below {e.model.vocab_size}"},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )  # fmt: skip
-    summarise(Drive(records, began, time.perf_counter()), w, result)
+    summarize(Drive(records, began, time.perf_counter()), w, result)
     result.metrics["batch_mean"] = Metric(value=len(records) / batches, unit="sequences", source="rows of a batch")
     result.metrics |= {f"{k}_bytes": Metric(value=v, unit="bytes", better="lower", source="measured")
                        for k, v in process_memory().items()}  # fmt: skip

@@ -20,7 +20,7 @@ from ridgeline.runtime.train_build import Build
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 from ridgeline.train.trainer import DTYPES
 
 ROUNDS = 3
@@ -31,7 +31,7 @@ def generation_cell(
     e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
 ) -> dict[str, Any]:
     """Generate ``output_len`` tokens for the batch and return a measured Result (as plain data)."""
-    e = normalise(e)
+    e = normalize(e)
     w = e.workload
     assert isinstance(w, Generate)
     dtype = DTYPES[e.dtype]

@@ -1,4 +1,4 @@
-"""Intervals for one run under load, whose requests are not independent: neighbours share a queue and a batch.
+"""Intervals for one run under load, whose requests are not independent: neighbors share a queue and a batch.
 
 The circular block bootstrap (Politis & Romano, 1992) resamples stretches of consecutive requests instead of requests.
 A stretch is as long as the run's mean concurrency, so that most requests that met each other stay together.

@@ -20,7 +20,7 @@ from ridgeline.measure.load.clock import run
 
 
 @dataclass
-class Behaviour:
+class Behavior:
     """What the mock does. Times in seconds."""
 
     ttft: float = 0.1
@@ -53,8 +53,8 @@ class Kept:
 class Connection(asyncio.Protocol):
     """One client's connection, requests one after another."""
 
-    def __init__(self, behaviour: Behaviour, kept: Kept) -> None:
-        self.b, self.kept = behaviour, kept
+    def __init__(self, behavior: Behavior, kept: Kept) -> None:
+        self.b, self.kept = behavior, kept
         self.buffer = b""
         self.loop = asyncio.get_running_loop()
         self.timer: asyncio.TimerHandle | None = None
@@ -172,25 +172,25 @@ class Connection(asyncio.Protocol):
         self.transport.write(head.encode() + data)
 
 
-async def serve(behaviour: Behaviour, port: int) -> None:
+async def serve(behavior: Behavior, port: int) -> None:
     """Serve until cancelled; the port that was taken goes to standard output."""
     kept = Kept()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(behaviour, kept), "127.0.0.1", port, backlog=1024
+        lambda: Connection(behavior, kept), "127.0.0.1", port, backlog=1024
     )
     print(json.dumps({"port": server.sockets[0].getsockname()[1], "at": time.time()}), flush=True)
     await server.serve_forever()
 
 
 def main() -> None:
-    """Command line: every field of :class:`Behaviour` is an option."""
+    """Command line: every field of :class:`Behavior` is an option."""
     parser = argparse.ArgumentParser(description="A server of known latency that speaks the OpenAI API.")
     parser.add_argument("--port", type=int, default=0)
-    for name, default in vars(Behaviour()).items():
+    for name, default in vars(Behavior()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     given = vars(parser.parse_args())
     port = given.pop("port")
-    run(serve(Behaviour(**given), port))
+    run(serve(Behavior(**given), port))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.measure.load.drive import Drive, Progress, drive
 from ridgeline.measure.load.endpoint import Endpoint
 from ridgeline.measure.load.prompts import Prompts
-from ridgeline.measure.load.summary import summarise
+from ridgeline.measure.load.summary import summarize
 from ridgeline.predict.serving.arrivals import requests
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -62,7 +62,7 @@ def measure_load(
         environment={**fingerprint(), **told, "run": settings.run, "load_average": load_average()},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return summarise(d, w, result, settings.shared_prefix), d
+    return summarize(d, w, result, settings.shared_prefix), d
 
 
 def label(model: str, w: Serve) -> str:

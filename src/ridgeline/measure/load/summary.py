@@ -26,7 +26,7 @@ ON_TIME = 0.02
 """Share of the median time to first token that the median lateness of sending may make up."""
 
 
-def summarise(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
+def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
     """Fill a Result with what the run gave: metrics, distributions, checks, notes, status. ``shared``: tokens of the
     beginning that all prompts have in common."""
     served = [r for r in d.records if r.ok]
@@ -94,7 +94,7 @@ def within(r: Record, w: Serve) -> bool:
 
 
 def gaps(r: Record) -> list[float]:
-    """Seconds between neighbouring chunks with text."""
+    """Seconds between neighboring chunks with text."""
     return [b - a for a, b in pairwise(r.chunks)]
 
 

@@ -21,7 +21,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.registry import check, normalise
+from ridgeline.techniques.registry import check, normalize
 from ridgeline.validate.samples import as_samples
 
 
@@ -163,7 +163,7 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
 
 def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float, int]:
     """(what a decode step of ``n`` sequences ``took`` beyond its operators, of which how many are not attention)."""
-    e = normalise(serving_experiment(model, n, bare))
+    e = normalize(serving_experiment(model, n, bare))
     surface = Iterations(e, check(e), e.cluster, own_engine(bare), (8, 64))
     a, b = surface.decode(n)
     blocks = surface.graph(1, 1, 1).blocks

@@ -33,7 +33,7 @@ from ridgeline.nn.model.rotary import rotate
 from ridgeline.nn.quant import bcq, nf4
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
-from ridgeline.nn.quant.quantized import dequantise, quantise
+from ridgeline.nn.quant.quantized import dequantize, quantize
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 
@@ -266,7 +266,7 @@ def _softmax(s: Tensor) -> Tensor:
 
 
 def _update(timer: Timer, device: torch.device) -> dict[str, dict[str, Any]]:
-    """AdamW, clipping, casts and dequantisation: per element of a parameter."""
+    """AdamW, clipping, casts and dequantization: per element of a parameter."""
     points: dict[str, list[tuple[float, float, float]]] = {}
     for rows in (1, 4096):
         weight = [nn.Parameter(torch.randn(rows, 256, device=device)) for _ in range(8)]
@@ -286,8 +286,8 @@ def _update(timer: Timer, device: torch.device) -> dict[str, dict[str, Any]]:
         points.setdefault("cast.forward.bf16", []).append((0, 6 * size, timer.median([w.bfloat16 for w in one])))
         points.setdefault("cast.backward.bf16", []).append((0, 6 * size, timer.median([w.float for w in low])))
         for bits in (8, 4):
-            codes, scale = quantise(one[0], bits)
-            fns = [lambda c=codes.clone(), s=scale.clone(): dequantise(c, s) for _ in one]
+            codes, scale = quantize(one[0], bits)
+            fns = [lambda c=codes.clone(), s=scale.clone(): dequantize(c, s) for _ in one]
             points.setdefault(f"cast.int{bits}", []).append((0, (bits / 8 + 4) * size, timer.median(fns)))
         for name, moved, layer in (
             ("nf4", nf4.BYTES, nf4.NF4Linear(_with(one[0]))),

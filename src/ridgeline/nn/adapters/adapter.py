@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.parallel.collectives import local
-from ridgeline.nn.quant.quantized import QuantisedLinear
+from ridgeline.nn.quant.quantized import QuantizedLinear
 from ridgeline.spec.errors import UserError, unknown
 
 
@@ -66,14 +66,14 @@ class Adapter(nn.Module):
     def merge(self) -> None:
         """Write the task into the base's weight and bias; the base as it was is kept for :meth:`unmerge`.
 
-        Raises :class:`UserError` for a quantised base, whose codes would round the update away.
+        Raises :class:`UserError` for a quantized base, whose codes would round the update away.
         """
         if self.merged:
             return
         base = self.base
         if not isinstance(base, nn.Linear):
-            raise UserError("a quantised base cannot take an adapter into its codes: they would round it away",
-                            "merge on the unquantised base")  # fmt: skip
+            raise UserError("a quantized base cannot take an adapter into its codes: they would round it away",
+                            "merge on the unquantized base")  # fmt: skip
         weight, bias = self.weight(), self.bias()
         self._kept = (base.weight, base.bias)
         base.weight = nn.Parameter(weight.to(base.weight.dtype), requires_grad=False)
@@ -90,7 +90,7 @@ class Adapter(nn.Module):
 
 def dense(base: nn.Module) -> Tensor:
     """The weight [out, in] of a linear layer, this rank's part where it is divided; codes expanded."""
-    if isinstance(base, QuantisedLinear):
+    if isinstance(base, QuantizedLinear):
         return base.dense()
     weight: Tensor = base.weight  # type: ignore[assignment]
     return local(weight)

@@ -117,7 +117,7 @@ class _Files:
         return next((p for p in found if p is not None), None)
 
     def input(self, link: Link) -> InputCode | None:
-        """How the input of the layer that ``link``'s weight belongs to is quantised."""
+        """How the input of the layer that ``link``'s weight belongs to is quantized."""
         if self.format is None:
             return None
         modules = (name.removesuffix(".weight") for name in spellings(link.theirs))
@@ -222,7 +222,7 @@ class Reader:
         return self._files.packed(self._links[ours][expert or 0])
 
     def input(self, ours: str, expert: int | None = None) -> InputCode | None:
-        """How the input of a parameter's (or one expert's) layer is quantised; None: it is not."""
+        """How the input of a parameter's (or one expert's) layer is quantized; None: it is not."""
         return self._files.input(self._links[ours][expert or 0])
 
     def read(self, ours: str, expert: int | None = None) -> Tensor:
@@ -336,7 +336,7 @@ def _their_tensors(spec: ModelSpec, parameters: dict[str, torch.nn.Parameter]) -
         if link.ours not in parameters:
             raise UserError(
                 f"the model has no parameter {link.ours!r}",
-                "save a whole model: no pipeline stage, no adapters or quantised layers still in place",
+                "save a whole model: no pipeline stage, no adapters or quantized layers still in place",
             )
         parameter = parameters[link.ours]
         if parameter.dtype not in _DTYPES:

@@ -21,7 +21,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTRED: tl.constexpr,
+def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTERD: tl.constexpr,
               HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
@@ -33,20 +33,20 @@ def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.co
         tl.store(total + row * n + at, rounded, inside)
         r = rounded.to(tl.float32)
     mean = 0.0
-    if CENTRED:
+    if CENTERD:
         mean = tl.sum(r, 0) / n
         tl.store(mean_out + row, mean)
-    centred = tl.where(inside, r - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / n + eps)
+    centerd = tl.where(inside, r - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centerd * centerd, 0) / n + eps)
     tl.store(rstd_out + row, rstd)
-    out = centred * rstd * tl.load(w + at, inside, other=0.0).to(tl.float32)
+    out = centerd * rstd * tl.load(w + at, inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         out += tl.load(b + at, inside, other=0.0).to(tl.float32)
     tl.store(y + row * n + at, out.to(y.dtype.element_ty), inside)
 
 
 @triton.jit
-def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTRED: tl.constexpr,
+def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.constexpr, CENTERD: tl.constexpr,
                      HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * n
     sums = tl.zeros([SIZE], tl.float32)
@@ -58,21 +58,21 @@ def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD
             rounded = r.to(total.dtype.element_ty)
             tl.store(total + start + at, rounded, at < n)
             r = rounded.to(tl.float32)
-        if CENTRED:
+        if CENTERD:
             sums += r
         else:
             sums += r * r
     tl.debug_barrier()  # other threads may read what these have written
     mean = 0.0
-    if CENTRED:
+    if CENTERD:
         mean = tl.sum(sums, 0) / n
         tl.store(mean_out + tl.program_id(0), mean)
         sums = tl.zeros([SIZE], tl.float32)
         for first in range(0, n, SIZE):
             at = first + tl.arange(0, SIZE)
             r = tl.load(total + start + at, at < n, other=0.0).to(tl.float32)
-            centred = tl.where(at < n, r - mean, 0.0)
-            sums += centred * centred
+            centerd = tl.where(at < n, r - mean, 0.0)
+            sums += centerd * centerd
     rstd = 1.0 / tl.sqrt(tl.sum(sums, 0) / n + eps)
     tl.store(rstd_out + tl.program_id(0), rstd)
     for first in range(0, n, SIZE):
@@ -86,7 +86,7 @@ def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD
 
 @triton.jit
 def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
-                       CENTRED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+                       CENTERD: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)  # so that offsets do not overflow
     at = tl.arange(0, SIZE)
     inside = at < n
@@ -99,7 +99,7 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
         h = tl.load(x + start + at, inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_in + i)
         mean = 0.0
-        if CENTRED:
+        if CENTERD:
             mean = tl.load(mean_in + i)
         h = tl.where(inside, (h - mean) * rstd, 0.0)
         sum_w += g * h
@@ -107,7 +107,7 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
         g = g * weight
         c = tl.sum(g * h, 0) / n
         a = 0.0
-        if CENTRED:
+        if CENTERD:
             a = tl.sum(g, 0) / n
         out = (g - a - h * c) * rstd
         if HAS_SUM:
@@ -119,13 +119,13 @@ def _add_norm_backward(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HA
 
 @triton.jit
 def _add_norm_backward_folded(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows, n, HAS_SUM: tl.constexpr,
-                              CENTRED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+                              CENTERD: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     for i in range(program, rows, tl.num_programs(0)):
         start = i * n
         rstd = tl.load(rstd_in + i)
         mean = 0.0
-        if CENTRED:
+        if CENTERD:
             mean = tl.load(mean_in + i)
         along = tl.zeros([SIZE], tl.float32)
         sums = tl.zeros([SIZE], tl.float32)
@@ -138,7 +138,7 @@ def _add_norm_backward_folded(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows
             sums += g
         c = tl.sum(along, 0) / n
         a = 0.0
-        if CENTRED:
+        if CENTERD:
             a = tl.sum(sums, 0) / n
         for first in range(0, n, SIZE):
             at = first + tl.arange(0, SIZE)
@@ -155,7 +155,7 @@ def _add_norm_backward_folded(dy, dsum, x, w, mean_in, rstd_in, dx, dw, db, rows
         sum_b = tl.zeros([SIZE], tl.float32)
         for i in range(program, rows, tl.num_programs(0)):
             mean = 0.0
-            if CENTRED:
+            if CENTERD:
                 mean = tl.load(mean_in + i)
             g = tl.load(dy + i * n + at, at < n, other=0.0).to(tl.float32)
             h = (tl.load(x + i * n + at, at < n, other=0.0).to(tl.float32) - mean) * tl.load(rstd_in + i)

@@ -53,10 +53,10 @@ def _tile(words, scale, zero, rows, columns, n, k, row_words, groups, group, BIT
         known = inside
     s = tl.load(scale + which, known, other=0.0).to(tl.float32)
     if HAS_ZERO:
-        centred = codes - tl.load(zero + which, known, other=0).to(tl.int32)
+        centerd = codes - tl.load(zero + which, known, other=0).to(tl.int32)
     else:
-        centred = codes - (1 << (BITS - 1))
-    return tl.where(inside, centred.to(tl.float32) * s, 0.0)
+        centerd = codes - (1 << (BITS - 1))
+    return tl.where(inside, centerd.to(tl.float32) * s, 0.0)
 
 
 @triton.jit

@@ -173,7 +173,7 @@ def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor,
 
 
 class Attention(nn.Module):
-    """Self-attention with separate projections, so that adapters and quantisers can replace each."""
+    """Self-attention with separate projections, so that adapters and quantizers can replace each."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

@@ -23,20 +23,20 @@ def build(
         model = Transformer(spec)
     if torch.device(device).type == "meta":
         return model.to(dtype)
-    materialise(model, device, dtype, seed)
+    materialize(model, device, dtype, seed)
     return model
 
 
-def materialise(
+def materialize(
     model: Transformer, device: torch.device | str, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> None:
-    """Give a model that stands on the meta device memory on ``device``, and initialise it from ``seed``."""
+    """Give a model that stands on the meta device memory on ``device``, and initialize it from ``seed``."""
     allocate(model, device, dtype)
     init_weights(model, seed)
 
 
 def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Give a model that stands on the meta device uninitialised memory of ``dtype`` on ``device``."""
+    """Give a model that stands on the meta device uninitialized memory of ``dtype`` on ``device``."""
     model.to(dtype)
     model.to_empty(device=device)
     model.tie()  # to_empty gives every mention of a shared parameter its own memory
@@ -44,7 +44,7 @@ def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype)
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
-    """Initialise every parameter: normal(0, 0.02), norms 1, biases 0, projections into the residual stream narrower.
+    """Initialize every parameter: normal(0, 0.02), norms 1, biases 0, projections into the residual stream narrower.
 
     The latter by 1/√(2·layers), as in GPT-2. Each parameter has its own random stream, keyed by the seed and its
     name and drawn on the CPU in float32: a pipeline stage, a shard or another device gets the very same numbers.

@@ -14,7 +14,7 @@ IGNORE = -100
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Σ (logsumexp(logits) - logits[label]) over labelled rows, whose gradient, softmax - onehot, replaces the logits.
+    """Σ (logsumexp(logits) - logits[label]) over labeled rows, whose gradient, softmax - onehot, replaces the logits.
 
     The forward pass overwrites its input with the gradient, so that one [N, V] tensor exists where log_softmax and its
     backward need four. Autograd's version counters catch a second backward and any later reader of the logits.
@@ -50,14 +50,14 @@ def _chunk_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 def token_loss(
     hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the token losses (float32 scalar, or wider) and the number of labelled tokens (int64 scalar).
+    """Sum of the token losses (float32 scalar, or wider) and the number of labeled tokens (int64 scalar).
 
     ``hidden`` [B, S, H] is what the head reads; ``labels`` [B, S] holds for every position the token that its logits
     should predict (shifting is the data's business), or -100. Divide the sum by the count over the *whole* batch.
 
     ``chunk_tokens`` bounds the logits memory to chunk_tokens·V: the head then runs once more per chunk in the backward
     pass (a third more work in the head). None, the fastest where the memory suffices, keeps one [B·S, V] tensor.
-    The head is only ever called, never looked into, so it may be sharded, wrapped or quantised.
+    The head is only ever called, never looked into, so it may be sharded, wrapped or quantized.
     """
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     count = (labels != IGNORE).sum()

@@ -32,7 +32,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
-        y, rstd = _normalised(x, weight, eps, out_dtype)
+        y, rstd = _normalized(x, weight, eps, out_dtype)
         ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dw, None, None
 
 
-def _normalised(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _normalized(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(y, r)."""
     wide = _wide(x)
     # vector_norm reads x once; square().mean() would write and re-read a tensor of the size of x.
@@ -74,14 +74,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
+        """Normalize ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
         out_dtype = compute_dtype(x)
         weight = local(self.weight)
         if x.is_cuda and x.dtype == weight.dtype:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
             return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
         if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping
-            return _normalised(x, weight, self.eps, out_dtype)[0]
+            return _normalized(x, weight, self.eps, out_dtype)[0]
         y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype)  # type: ignore[no-untyped-call]
         return y
 
@@ -90,7 +90,7 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm over the last dimension: [..., size] → [..., size], in the dtype that :class:`RMSNorm` would give."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [..., size]."""
+        """Normalize ``x`` [..., size]."""
         y = F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
         return y.to(compute_dtype(x))
 

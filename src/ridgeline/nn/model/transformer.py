@@ -32,7 +32,7 @@ from ridgeline.spec.model import ModelSpec
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """An embedding left as it is: PyTorch's own initialisation, on the meta device, imports for most of a second."""
+    """An embedding left as it is: PyTorch's own initialization, on the meta device, imports for most of a second."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
@@ -78,7 +78,7 @@ def add_then_norm(x: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, T
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each with its residual, normalised before (or, in BERT, after)."""
+    """One layer: attention and feed-forward, each with its residual, normalized before (or, in BERT, after)."""
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ HEADS: dict[str, type[LMHead | MLMHead | ClassifyHead]] = {"lm": LMHead, "mlm": 
 class Transformer(nn.Module):
     """The model that ``spec`` describes; parameters are named and shaped as :meth:`ModelSpec.parameters` lists them.
 
-    The constructor leaves weights uninitialised: use :func:`ridgeline.nn.build`, ``materialise``, ``init_weights`` or
+    The constructor leaves weights uninitialized: use :func:`ridgeline.nn.build`, ``materialize``, ``init_weights`` or
     ``load_checkpoint``. ``embed``, ``norm`` and ``head`` may be set to None and layers deleted, which is how a pipeline
     stage is cut out. Raises :class:`UserError` for a family that exists as a spec only.
     """

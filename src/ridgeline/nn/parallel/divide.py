@@ -24,7 +24,7 @@ from ridgeline.nn.model.loss import IGNORE
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.transformer import Embedding, MLMHead, Transformer
 from ridgeline.nn.parallel.collectives import enter, leave, linear, local
-from ridgeline.nn.quant.quantized import QuantisedLinear
+from ridgeline.nn.quant.quantized import QuantizedLinear
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
@@ -125,7 +125,7 @@ class Divider:
             self.place(module, "lora_b", Shard(0))
             self.place(module, "lora_m", Shard(0))
             module = module.base
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantizedLinear):
             for name in module.stored:
                 self.place(module, name, Shard(0))
         else:
@@ -140,7 +140,7 @@ class Divider:
             self.place(module, "lora_a", Shard(1))
             self.place(module, "lora_b", Replicate(), "always")
             base = module.base
-        if isinstance(base, QuantisedLinear):
+        if isinstance(base, QuantizedLinear):
             for name in base.stored:
                 self.place(base, name, Shard(1) if base.cut_by_input(name) else Replicate())
             base.forward = base.product  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""How a layer's input is quantised when the model runs, and the same computed in floating point.
+"""How a layer's input is quantized when the model runs, and the same computed in floating point.
 
-With the dequantised weight, ``F.linear(fake_quantise(x, code), weight)`` is what an int8 kernel gives, up to summation
+With the dequantized weight, ``F.linear(fake_quantize(x, code), weight)`` is what an int8 kernel gives, up to summation
 order: products of codes times the scales of row and column. The mixed decomposition of LLM.int8 is no exception, as its
-full-precision part multiplies the same dequantised weights (arXiv:2208.07339, section 3.2).
+full-precision part multiplies the same dequantized weights (arXiv:2208.07339, section 3.2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InputCode:
-    """How a layer's input is quantised when the model runs; weights alone are stored if a layer has none."""
+    """How a layer's input is quantized when the model runs; weights alone are stored if a layer has none."""
 
     bits: int = 8
     scale: float | None = None
@@ -51,7 +51,7 @@ def code_input(x: Tensor, code: InputCode) -> Coded:
     return Coded(torch.round(x / scale).clamp_(-top, top), scale, wide)
 
 
-def fake_quantise(x: Tensor, code: InputCode) -> Tensor:
+def fake_quantize(x: Tensor, code: InputCode) -> Tensor:
     """What a layer computes with in the place of ``x`` [..., in]: codes times scale, in the dtype of ``x``.
 
     Gradients pass the rounding as if it were not there (straight through).

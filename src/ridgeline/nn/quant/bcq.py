@@ -1,4 +1,4 @@
-"""Binary-coding quantisation: a group of weights w ≈ Σ α_i b_i with b_i in {-1, +1} (AlphaTuning, arXiv:2210.03858).
+"""Binary-coding quantization: a group of weights w ≈ Σ α_i b_i with b_i in {-1, +1} (AlphaTuning, arXiv:2210.03858).
 
 Groups lie within rows. The fit is greedy (one sign vector after the other from what is left), then alternating: the
 scales by least squares for the signs as they are, then each weight to the nearest of its group's 2^q sums; neither step
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ridgeline.nn.quant.quantized import QuantisedLinear
+from ridgeline.nn.quant.quantized import QuantizedLinear
 
 ROUNDS = 15
 """Alternations by default."""
@@ -160,7 +160,7 @@ class _Product(torch.autograd.Function):
         return dx, None, d_alpha.to(alpha.dtype), None
 
 
-class BinaryLinear(QuantisedLinear):
+class BinaryLinear(QuantizedLinear):
     """A linear layer of which only the first scale of each group (``alpha``) trains. ``in_features``: a multiple of 8.
 
     ``planes`` are its packed signs, ``rest`` the scales that stay as they are.

@@ -50,7 +50,7 @@ def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return codes.to(torch.float32).div_(scale).to(dtype)
 
 
-def quantise(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of ``t`` in ``dtype`` with a scale of its own (float32 scalar): (codes, scale)."""
     scale = scale_for(peak_of(t), dtype)
     return encode(t, scale, dtype), scale

@@ -1,4 +1,4 @@
-"""4-bit NormalFloat with doubly quantised scales (QLoRA, arXiv:2305.14314, section 3).
+"""4-bit NormalFloat with doubly quantized scales (QLoRA, arXiv:2305.14314, section 3).
 
 A weight [out, in] is cut into blocks of 64 along each row; a row's last block may be short. A block is divided by its
 largest magnitude and rounded to the nearest of 16 values. These largest magnitudes are themselves coded in 8 bits:
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
-from ridgeline.nn.quant.quantized import QuantisedLinear
+from ridgeline.nn.quant.quantized import QuantizedLinear
 
 BLOCK = 64
 BYTES = 0.5 + 1 / BLOCK + 4
@@ -45,7 +45,7 @@ def _pairs(device: torch.device) -> Tensor:
     return torch.stack((values[byte >> 4], values[byte & 15]), -1).view(torch.float64).view(-1).to(device)
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of ``weight`` [out, in], ``in`` even, and its blocks' largest magnitudes.
 
     Returns (codes, peaks): uint8 [out, in/2], the first of two codes in the upper half; fp32 [out, ceil(in/64)].
@@ -61,8 +61,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] << 4) | codes[:, 1::2], peaks
 
 
-def quantise_peaks(peaks: Tensor) -> tuple[Tensor, Tensor]:
-    """The second quantisation, of [out, blocks]: (scales, spans), uint8 [out, blocks] and uint8 [out, 8].
+def quantize_peaks(peaks: Tensor) -> tuple[Tensor, Tensor]:
+    """The second quantization, of [out, blocks]: (scales, spans), uint8 [out, blocks] and uint8 [out, 8].
 
     ``spans`` are two fp32 numbers per row, its largest deviation and its mean, as bytes: no policy that casts
     parameters touches them.
@@ -72,19 +72,19 @@ def quantise_peaks(peaks: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat((largest.unsqueeze(1), mean), 1).view(torch.uint8)
 
 
-def dequantise_peaks(scales: Tensor, spans: Tensor) -> Tensor:
-    """fp32 [out, blocks]: the inverse of :func:`quantise_peaks`. Of a part of the rows' blocks too."""
+def dequantize_peaks(scales: Tensor, spans: Tensor) -> Tensor:
+    """fp32 [out, blocks]: the inverse of :func:`quantize_peaks`. Of a part of the rows' blocks too."""
     largest, mean = spans.view(torch.float32).unbind(1)
     return decode_blockwise8(scales, largest.contiguous(), block=scales.shape[1]).add_(mean.unsqueeze(1))
 
 
-def dequantise(codes: Tensor, scales: Tensor, spans: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Weights [out, in] in ``dtype`` from :func:`quantise`'s codes and :func:`quantise_peaks`' scales."""
-    return expand(codes, dequantise_peaks(scales, spans), dtype)
+def dequantize(codes: Tensor, scales: Tensor, spans: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Weights [out, in] in ``dtype`` from :func:`quantize`'s codes and :func:`quantize_peaks`' scales."""
+    return expand(codes, dequantize_peaks(scales, spans), dtype)
 
 
 def expand(codes: Tensor, peaks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Weights [out, in] in ``dtype``: the inverse of :func:`quantise`."""
+    """Weights [out, in] in ``dtype``: the inverse of :func:`quantize`."""
     rows, half = codes.shape
     out = torch.empty(rows, 2 * half, dtype=dtype, device=codes.device)
     pairs = _pairs(codes.device)
@@ -103,21 +103,21 @@ def expand(codes: Tensor, peaks: Tensor, dtype: torch.dtype = torch.float32) -> 
     return out
 
 
-class NF4Linear(QuantisedLinear):
+class NF4Linear(QuantizedLinear):
     """A frozen linear layer in 4-bit NormalFloat. ``in_features`` must be even."""
 
     stored = ("codes", "scales", "spans")
 
     @staticmethod
     def expand(*stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """See :func:`dequantise`."""
+        """See :func:`dequantize`."""
         codes, scales, spans = stored
-        return dequantise(codes, scales, spans, dtype)
+        return dequantize(codes, scales, spans, dtype)
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        codes, peaks = quantise(linear.weight.detach())
-        scales, spans = quantise_peaks(peaks)
+        codes, peaks = quantize(linear.weight.detach())
+        scales, spans = quantize_peaks(peaks)
         self.keep(codes=codes, scales=scales, spans=spans)
 
     def cut_by_input(self, name: str) -> bool:

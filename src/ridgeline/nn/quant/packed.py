@@ -1,4 +1,4 @@
-"""What a quantiser chose for one weight matrix, and its exact packing into bits.
+"""What a quantizer chose for one weight matrix, and its exact packing into bits.
 
 This one record is what solvers return, formats write and read, and kernels are fed from; nothing is rounded again.
 """
@@ -108,7 +108,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         codes, bits = spread.flatten(1), 1
     short = -codes.shape[1] % (32 // bits)
     parts = torch.nn.functional.pad(codes, (0, short)) if short else codes
-    while bits < 8:  # neighbours become one, of twice the bits
+    while bits < 8:  # neighbors become one, of twice the bits
         parts, bits = parts[:, 1::2].bitwise_left_shift(bits).bitwise_or_(parts[:, ::2]), 2 * bits
     return parts.reshape(-1).view(torch.int32).view(len(codes), -1)
 

@@ -2,7 +2,7 @@
 
 Two ways to compute. *Exact* expands to fp32: the reference. *Fast* is what the hardware is quickest at; on a CPU it
 rounds activations to bf16, for PyTorch's kernels for packed weights take a scalar path on any other type. Activations
-are quantised to integers only where an :class:`InputCode` says so, in both ways alike.
+are quantized to integers only where an :class:`InputCode` says so, in both ways alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.quant.activation_quant import InputCode, code_input, fake_quantise
+from ridgeline.nn.quant.activation_quant import InputCode, code_input, fake_quantize
 from ridgeline.nn.quant.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, NIBBLE_GROUPS, held
@@ -360,7 +360,7 @@ class PackedLinear(nn.Module):
         self, packed: Packed, bias: Tensor | None = None, input: InputCode | None = None, fast: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        """``bias`` [out]. ``input``: how inputs are quantised; None: not. ``fast``: see the module."""
+        """``bias`` [out]. ``input``: how inputs are quantized; None: not. ``fast``: see the module."""
         super().__init__()
         device = torch.device(device)
         self.out_features, self.in_features = packed.shape
@@ -382,7 +382,7 @@ class PackedLinear(nn.Module):
 
     def part(self, dim: int, at: int, of: int) -> PackedLinear:
         """Part ``at`` of ``of`` equal ones: of the outputs (``dim`` 0), with their biases, or of the inputs (1),
-        without the bias; nothing is rounded again. A part of the inputs is quantised by its own largest magnitude.
+        without the bias; nothing is rounded again. A part of the inputs is quantized by its own largest magnitude.
 
         Raises :class:`Incompatible` where the kernel that reads the codes cannot read such a part.
         """
@@ -426,7 +426,7 @@ class PackedLinear(nn.Module):
         arXiv:2208.07339, section 3)."""
         x = x.float()
         if not self.fast:
-            return self.codes.expanded(fake_quantise(x, code), torch.float32)
+            return self.codes.expanded(fake_quantize(x, code), torch.float32)
         codes, scale, wide = code_input(x, code)
         y = self.codes.integer_product(codes).mul_(scale)
         if wide is not None and bool(wide.any()):

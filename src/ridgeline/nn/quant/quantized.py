@@ -12,7 +12,7 @@ from torch import nn
 from ridgeline.nn.parallel.collectives import local
 
 
-def quantise(weight: torch.Tensor, bits: int, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(weight: torch.Tensor, bits: int, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Round-to-nearest symmetric codes of ``weight`` [out, in].
 
     Returns (codes, scales): int8 codes [out, in], or for 4 bits two codes a byte as uint8 [out, in/2] (low half first);
@@ -30,8 +30,8 @@ def quantise(weight: torch.Tensor, bits: int, group_size: int = 0) -> tuple[torc
     return codes, scales
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The inverse of :func:`quantise`: weights [out, in] in ``dtype``."""
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The inverse of :func:`quantize`: weights [out, in] in ``dtype``."""
     if codes.dtype == torch.uint8:
         low, high = (codes & 15).to(torch.int8) - 8, (codes >> 4).to(torch.int8) - 8
         codes = torch.stack((low, high), -1).flatten(-2)
@@ -57,7 +57,7 @@ class _ExpandedMatmul(torch.autograd.Function):
         return grad @ ctx.expand(*stored, dtype=grad.dtype), None, *(None for _ in stored)
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A frozen linear layer stored in codes.
 
     What it stores are plain parameters without gradient whose rows are those of the weight, so that anything that
@@ -108,27 +108,27 @@ class QuantisedLinear(nn.Module):
         return y if self.bias is None else y + local(self.bias).to(y.dtype)
 
 
-class IntLinear(QuantisedLinear):
+class IntLinear(QuantizedLinear):
     """A frozen linear layer in int8 or packed int4 codes with symmetric scales."""
 
     def __init__(self, linear: nn.Linear, bits: int, group_size: int = 0) -> None:
         super().__init__(linear)
         self.bits = bits
-        codes, scales = quantise(linear.weight.detach(), bits, group_size)
+        codes, scales = quantize(linear.weight.detach(), bits, group_size)
         self.keep(codes=codes, scales=scales)
 
     @staticmethod
     def expand(*stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See :func:`dequantise`."""
+        """See :func:`dequantize`."""
         codes, scales = stored
-        return dequantise(codes, scales, dtype)
+        return dequantize(codes, scales, dtype)
 
     def cut_by_input(self, name: str) -> bool:
         """A scale of a whole row belongs to every part of it."""
         return name != "scales" or self.get_parameter(name).shape[1] > 1
 
 
-def expanded(state: dict[str, torch.Tensor], kind: type[QuantisedLinear]) -> dict[str, torch.Tensor]:
+def expanded(state: dict[str, torch.Tensor], kind: type[QuantizedLinear]) -> dict[str, torch.Tensor]:
     """A model's state with fp32 weights in the place of what layers of ``kind`` store."""
     first = kind.stored[0]
     coded = {n.removesuffix(f".{first}") for n in state if n.endswith(f".{first}")}

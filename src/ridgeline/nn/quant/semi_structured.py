@@ -10,7 +10,7 @@ SIDE = 64
 
 
 def is_2_4(weight: Tensor) -> bool:
-    """Whether of every four neighbouring inputs of each row of ``weight`` [out, in] at least two are zero."""
+    """Whether of every four neighboring inputs of each row of ``weight`` [out, in] at least two are zero."""
     out, width = weight.shape
     return width % 4 == 0 and bool(((weight == 0).view(out, -1, 4).sum(-1) >= 2).all())
 

@@ -5,7 +5,7 @@ For every tile shape and every split of k the kernel takes
     latency + (compute^p + memory^p)^(1/p) + fill + merging of splits,
 
 where compute is waves × one tile's time and memory is the traffic over the bandwidth that the busy processors can
-draw; the library is taken to choose the best one. Tile and wave quantisation: NVIDIA, Matrix Multiplication Background
+draw; the library is taken to choose the best one. Tile and wave quantization: NVIDIA, Matrix Multiplication Background
 User's Guide (DU-09799-001), chapter 3; split k and stream-k: Osama et al. 2023 (arXiv:2301.03598). Sizes are in
 elements, times in seconds.
 """
@@ -78,7 +78,7 @@ def tiled(
     each = max(1.0, rows / groups)
     traffic = traffic or (rows * k + groups * columns * k) * width + rows * columns * max(width, 2)
     peak = m.peak(dtype)
-    unit_rate = peak / units * _share(m, c, peak) * (c.dequantise_share if stored else 1.0)
+    unit_rate = peak / units * _share(m, c, peak) * (c.dequantize_share if stored else 1.0)
     slower = min(1.0, peak / units / m.clock / c.tensor_rate) if c.tensor_rate else 1.0
     if stored:
         slower *= stored / width
@@ -129,6 +129,6 @@ def _share(m: Machine, c: GemmConstants, peak: float) -> float:
     return min(max(c.share, c.share_limit), c.share * math.sqrt(watts / peak / c.power))
 
 
-def quantise_time(m: Machine, c: GemmConstants, elements: float) -> float:
+def quantize_time(m: Machine, c: GemmConstants, elements: float) -> float:
     """Seconds to scale a 16-bit tensor to 8 bits by its own largest value: read for it, read again, write."""
-    return m.slow * c.quantise_latency + 5.0 * elements / (m.bandwidth * c.quantise_share)
+    return m.slow * c.quantize_latency + 5.0 * elements / (m.bandwidth * c.quantize_share)

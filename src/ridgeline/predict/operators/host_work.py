@@ -11,7 +11,7 @@ COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "ho
 _LINK_SHARE = 0.80
 """Share of the host link's bandwidth that pinned copies reach."""
 _HOST_BANDWIDTH = 120e9
-"""Bytes/s of one node's memory under a vectorised AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters
+"""Bytes/s of one node's memory under a vectorized AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters
 (arXiv:2101.06840, table 4)."""
 _HOST_LINKS = 4.0
 """Devices of a node whose host links work at full rate at once; more share them (PCIe switches, host memory)."""

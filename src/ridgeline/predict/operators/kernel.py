@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ridgeline.graph.graph import Op
 from ridgeline.predict.machine import Machine, machine
 from ridgeline.predict.operators.attention_time import attention_time
-from ridgeline.predict.operators.gemm import constants, gemm_time, quantise_time
+from ridgeline.predict.operators.gemm import constants, gemm_time, quantize_time
 from ridgeline.spec.device import DTYPE_BYTES, Device, Rate
 from ridgeline.spec.lowbit import GEMM_ROWS, kv_bytes
 
@@ -60,7 +60,7 @@ def op_time(op: Op, device: Device) -> Timed:
         compute = op.flops / (m.peak(op.dtype) * share)
         memory = op.bytes / (m.bandwidth * _CPU_MEMORY_SHARE)
         return _bounded(device.launch_latency, compute, memory, "class default", _CPU_SPREAD)
-    return _modelled(op, m)
+    return _modeled(op, m)
 
 
 def _low_rate(op: Op, device: Device) -> Rate | None:
@@ -102,7 +102,7 @@ def _packed_attention(op: Op, device: Device) -> Timed:
     return Timed(batch * seconds, "memory" if q_len == 1 else "compute", rate.source, _MEASURED_SPREAD)
 
 
-def _modelled(op: Op, m: Machine) -> Timed:
+def _modeled(op: Op, m: Machine) -> Timed:
     if op.kind == "gemm" and len(op.shape) == 3:
         rows, n, k = op.shape
         k = max(1, k // 2) if op.sparse else k  # twice the dense rate
@@ -118,8 +118,8 @@ def _modelled(op: Op, m: Machine) -> Timed:
         kind = "decode" if op.shape[3] < op.shape[4] else "prefill"
         return Timed(t.seconds, t.bound, m.source, m.spread(kind))
     e = m.efficiency
-    if op.kind == "quantise":  # bytes: the 16-bit tensor read once and its 8-bit copy written
-        seconds = quantise_time(m, constants(m, "fp8"), op.bytes / 3.0)
+    if op.kind == "quantize":  # bytes: the 16-bit tensor read once and its 8-bit copy written
+        seconds = quantize_time(m, constants(m, "fp8"), op.bytes / 3.0)
         return Timed(seconds, "memory", m.source, m.spread("pointwise"))
     compute = op.flops / m.peak(op.dtype)
     memory = op.bytes / (m.bandwidth * e.pointwise_share * _cached(op.bytes, m))

@@ -2,7 +2,7 @@
 
 Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does
 while the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it
-and the dispatch of its operators. Scheduling, sampling and detokenising are added, unless the engine overlaps them with
+and the dispatch of its operators. Scheduling, sampling and detokenizing are added, unless the engine overlaps them with
 the iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); ``HOST_SPEED`` scales them for others.
 """
 
@@ -39,7 +39,7 @@ class Engine:
     """Rate of a prompt's kernels inside a model, relative to the same kernels timed alone in a loop: real data and
     several kinds of kernel in turn leave lower clocks and colder caches."""
     request_s: float
-    """Seconds a request spends outside iterations (HTTP, tokeniser, queues), all in its time to the first token."""
+    """Seconds a request spends outside iterations (HTTP, tokenizer, queues), all in its time to the first token."""
     max_num_seqs: int
     max_num_batched_tokens: int
     chunked: bool
@@ -185,8 +185,8 @@ def _fuse(b: Block) -> None:
             ops[group[0]] = _side_by_side([ops[name] for name in group])
             for name in group[1:]:
                 del ops[name]
-    for name in [n for n, o in ops.items() if o.kind == "quantise"]:
-        if name.removesuffix(".quantise") in ("attention.q_proj", *_AFTER_NORM):
+    for name in [n for n, o in ops.items() if o.kind == "quantize"]:
+        if name.removesuffix(".quantize") in ("attention.q_proj", *_AFTER_NORM):
             del ops[name]  # the norm before it writes 8 bits
         else:
             ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token

@@ -27,7 +27,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 def predict_serving(e: Experiment, made: list[Technique]) -> Result:
-    """The Result of a serving experiment, already normalised and checked.
+    """The Result of a serving experiment, already normalized and checked.
 
     ``data_parallel`` replicas take turns with the requests; one of them is simulated with its share.
     """

@@ -20,7 +20,7 @@ from ridgeline.techniques.technique import Technique
 
 
 def predict_generation(e: Experiment, made: list[Technique]) -> Result:
-    """The Result of a generation experiment, already normalised and checked."""
+    """The Result of a generation experiment, already normalized and checked."""
     w = e.workload
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)

@@ -40,7 +40,7 @@ class Pace(NamedTuple):
         return self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
 
 
-_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": "", "quantise": ""}
+_GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": "", "clip": "", "quantize": ""}
 _A100_FLOPS_PER_JOULE = 312e12 / 400
 _THROTTLE = 0.31
 _MOST_THROTTLED = 1.2

@@ -40,7 +40,7 @@ class Step:
     communication: float = 0.0
     """Seconds of communication, hidden and exposed."""
     bubble: float = 0.0
-    """Seconds in which a rank waits for its pipeline neighbours (mean over the ranks)."""
+    """Seconds in which a rank waits for its pipeline neighbors (mean over the ranks)."""
     slowed: float = 0.0
     """Seconds that compute lost to collectives running beside it."""
     dispatch: float = 0.0

@@ -1,4 +1,4 @@
-"""Prediction of a training step: time, exposed communication, utilisation, memory."""
+"""Prediction of a training step: time, exposed communication, utilization, memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) ->
 
 
 def predict_training(e: Experiment, made: list[Technique]) -> Result:
-    """The Result of a training experiment, already normalised and checked."""
+    """The Result of a training experiment, already normalized and checked."""
     cluster = rank_cluster(e)
     g = rewritten(training_graph(e), e, made)
     update = update_ops(g, e)

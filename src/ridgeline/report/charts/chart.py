@@ -1,6 +1,6 @@
-"""Chart, and what all charts share: colours that mean the same thing everywhere, and a quiet layout.
+"""Chart, and what all charts share: colors that mean the same thing everywhere, and a quiet layout.
 
-Colours of text and grid are left to the page, which knows whether it is light or dark.
+Colors of text and grid are left to the page, which knows whether it is light or dark.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ Figure = dict[str, Any]
 
 MEASURED = "#2f6db3"
 PREDICTED = "#d9822b"
-GREY = "#9aa3ad"
+GRAY = "#9aa3ad"
 
-# Paul Tol's "bright" and "muted" schemes: told apart with any common colour blindness. One colour per idea: what the
-# optimizer does is green in time as in bytes, communication is red, what is left over is grey.
+# Paul Tol's "bright" and "muted" schemes: told apart with any common color blindness. One color per idea: what the
+# optimizer does is green in time as in bytes, communication is red, what is left over is gray.
 BLUE, CYAN, GREEN, YELLOW, RED, PURPLE = "#4477aa", "#66b8dd", "#3a9a5b", "#d8b93c", "#e0606e", "#a2488a"
-COLOURS = {
-    "forward": BLUE, "backward": CYAN, "optimizer": GREEN, "communication": RED, "other": GREY, "prefill": BLUE,
+COLORS = {
+    "forward": BLUE, "backward": CYAN, "optimizer": GREEN, "communication": RED, "other": GRAY, "prefill": BLUE,
     "decode": CYAN, "recompute": YELLOW,
     "parameters": BLUE, "gradients": CYAN, "activations": YELLOW, "temporaries": PURPLE, "buffers": "#7d6bb0",
-    "kv_cache": RED, "framework": GREY,
+    "kv_cache": RED, "framework": GRAY,
     "gemm": BLUE, "attention": CYAN, "softmax": "#88ccee", "norm": YELLOW, "elementwise": "#c78a3a",
-    "embedding": "#7d6bb0", "loss": PURPLE, "collective": RED, "copy": "#b0605e", "unattributed": GREY,
+    "embedding": "#7d6bb0", "loss": PURPLE, "collective": RED, "copy": "#b0605e", "unattributed": GRAY,
     "bmm": "#7d6bb0", "all_gather": RED, "reduce_scatter": "#b8434f", "all_reduce": "#f09aa2", "clip": "#8fce9f",
     "residual": "#c78a3a", "activation": "#e6d48a", "rope": "#44aa99", "cast": "#b0605e", "mask": "#6f7a86",
     "smaller kinds": "#c3cad1",
@@ -47,9 +47,9 @@ class Chart:
     """Takes the page's whole width; else two stand side by side."""
 
 
-def colour(name: str) -> str:
-    """The colour of a phase, kind or memory category; the same name always gets the same one."""
-    return COLOURS.get(name) or SPARE[sum(name.encode()) % len(SPARE)]
+def color(name: str) -> str:
+    """The color of a phase, kind or memory category; the same name always gets the same one."""
+    return COLORS.get(name) or SPARE[sum(name.encode()) % len(SPARE)]
 
 
 def plain(text: str, longest: int = 36) -> str:

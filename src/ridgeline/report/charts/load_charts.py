@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.report.charts.chart import GREY, MEASURED, PREDICTED, SPARE, Chart, Figure, axis, layout, plain
+from ridgeline.report.charts.chart import GRAY, MEASURED, PREDICTED, SPARE, Chart, Figure, axis, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import TIMES, Scale, scale, seconds
 from ridgeline.spec.result import Result
@@ -52,7 +52,7 @@ def _cdf(results: Sequence[Result], key: str) -> Chart | None:
 def _limit(results: Sequence[Result], key: str, unit: Scale) -> list[Figure]:
     limits = {r.experiment.get("workload", {}).get(LIMITS.get(key, ""), None) for r in results} - {None}
     return [{"type": "line", "xref": "x", "yref": "paper", "x0": v / unit.factor, "x1": v / unit.factor, "y0": 0,
-             "y1": 1, "line": {"color": GREY, "width": 1.5, "dash": "dot"}} for v in sorted(limits)]  # fmt: skip
+             "y1": 1, "line": {"color": GRAY, "width": 1.5, "dash": "dot"}} for v in sorted(limits)]  # fmt: skip
 
 
 def throughput_latency_charts(results: Sequence[Result]) -> list[Chart]:
@@ -66,7 +66,7 @@ def throughput_latency_charts(results: Sequence[Result]) -> list[Chart]:
 def _against(results: Sequence[Result], key: str) -> Chart | None:
     unit = scale([r.metric(f"{key}_{q}_s") for r in results for q in ("p50", "p90", "p99")], TIMES)
     data = []
-    for quantile, colour, dash in (("p50", MEASURED, "solid"), ("p90", "#66b8dd", "dash"), ("p99", "#e0606e", "dot")):
+    for quantile, color, dash in (("p50", MEASURED, "solid"), ("p90", "#66b8dd", "dash"), ("p99", "#e0606e", "dot")):
         points = [(r.metrics["tokens_per_s"].value, m, _label(r)) for r in results
                   if (m := r.metrics.get(f"{key}_{quantile}_s"))]  # fmt: skip
         if not points:
@@ -78,7 +78,7 @@ def _against(results: Sequence[Result], key: str) -> Chart | None:
                 "error_y": {"type": "data", "symmetric": False, "thickness": 1.5, "width": 5,
                             "array": [((m.high or m.value) - m.value) / unit.factor for _, m, _ in points],
                             "arrayminus": [(m.value - (m.low or m.value)) / unit.factor for _, m, _ in points]},
-                "line": {"width": 2, "color": colour, "dash": dash}, "marker": {"size": 8},
+                "line": {"width": 2, "color": color, "dash": dash}, "marker": {"size": 8},
                 "hovertemplate": f"%{{text}}<br>%{{x:.4g}} tokens/s, {quantile} %{{y:.4g}} {unit.label}"
                                  "<extra></extra>",
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.measure.compare import Comparison
-from ridgeline.report.charts.chart import GREY, MEASURED, Chart, Figure, axis, layout, plain, plans_axis, rows_height
+from ridgeline.report.charts.chart import GRAY, MEASURED, Chart, Figure, axis, layout, plain, plans_axis, rows_height
 from ridgeline.report.table import Table
 from ridgeline.report.units import SIZES, TIMES, Scale, scale
 
@@ -32,7 +32,7 @@ def _pairs(c: Comparison, names: list[str], a: list[float], b: list[float], unit
             "y": list(range(len(names))), "marker": {"color": shade},
             "hovertemplate": f"%{{x:.4g}} {unit.label}<extra>{plain(label)}</extra>",
         }
-        for label, values, shade in ((c.a, a, GREY), (c.b, b, MEASURED))
+        for label, values, shade in ((c.a, a, GRAY), (c.b, b, MEASURED))
     ]  # fmt: skip
     return {
         "data": data,

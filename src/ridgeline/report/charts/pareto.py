@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.report.charts.chart import GREY, MEASURED, Chart, axis, layout, plain
+from ridgeline.report.charts.chart import GRAY, MEASURED, Chart, axis, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import SIZES, scale
 from ridgeline.spec.ablation import Ablation
@@ -45,7 +45,7 @@ def pareto_chart(a: Ablation) -> Chart | None:
         "text": [plain(n, 24) for n, _, _ in points], "textposition": "top center", "textfont": {"size": 11},
         "error_y": {"type": "data", "symmetric": False, "array": [s[0] for s in spread],
                     "arrayminus": [s[1] for s in spread], "thickness": 1.2, "width": 4},
-        "marker": {"size": 10, "color": [MEASURED if n in best else GREY for n, _, _ in points]},
+        "marker": {"size": 10, "color": [MEASURED if n in best else GRAY for n, _, _ in points]},
         "hovertemplate": "%{text}<br>%{x:.4g} " + unit.label + ", perplexity %{y:.4f}<extra></extra>",
     }  # fmt: skip
     line = {

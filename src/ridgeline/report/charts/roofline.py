@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from ridgeline.report.charts.chart import GREY, Chart, Figure, axis, colour, layout, plain
+from ridgeline.report.charts.chart import GRAY, Chart, Figure, axis, color, layout, plain
 from ridgeline.report.dissection import grouped
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, count, number, percent, seconds
@@ -66,7 +66,7 @@ def _figure(rows: list[Row], peaks: dict[str, float], bandwidth: float | None) -
                 "type": "scatter", "mode": "markers", "name": plain(kind),
                 "x": [x.flops / x.bytes for x in members], "y": [x.flops / x.seconds for x in members],
                 "text": [plain(f"{x.phase} {x.module} {x.operator}, {seconds(x.seconds)}") for x in members],
-                "marker": {"color": colour(kind), "opacity": 0.85, "line": {"width": 1, "color": "#ffffff"},
+                "marker": {"color": color(kind), "opacity": 0.85, "line": {"width": 1, "color": "#ffffff"},
                            "size": [8 + 18 * math.sqrt(x.seconds / longest) for x in members]},
                 "hovertemplate": "%{text}<br>%{x:.3g} FLOP/byte<br>%{y:.3s}FLOP/s<extra></extra>",
             }
@@ -93,7 +93,7 @@ def _levels(peaks: dict[str, float]) -> dict[float, str]:
 
 def _roof(x: list[float], y: list[float]) -> Figure:
     return {"type": "scatter", "mode": "lines", "x": x, "y": y, "showlegend": False, "hoverinfo": "skip",
-            "line": {"color": GREY, "width": 2}}  # fmt: skip
+            "line": {"color": GRAY, "width": 2}}  # fmt: skip
 
 
 def _note(x: float, y: float, text: str, xanchor: str, yanchor: str = "middle") -> Figure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ridgeline.report.charts.chart import (
-    GREY,
+    GRAY,
     MEASURED,
     PREDICTED,
     Chart,
@@ -33,7 +33,7 @@ def speedup_chart(a: Ablation) -> Chart | None:
     figure = _bullets(names, measured, predicted, "Speed-up over the baseline", "×")
     figure["layout"]["shapes"] = [
         {"type": "line", "xref": "x", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1,
-         "line": {"color": GREY, "width": 1.5, "dash": "dot"}}
+         "line": {"color": GRAY, "width": 1.5, "dash": "dot"}}
     ]  # fmt: skip
     rows = [[o.name, times(o.predicted_speedup), speedup_text(o) if o.speedup else "–", verdict_text(o)]
             for o in a.outcomes]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ridgeline.report.charts.chart import Chart, Figure, axis, colour, layout, plain, rows_height
+from ridgeline.report.charts.chart import Chart, Figure, axis, color, layout, plain, rows_height
 from ridgeline.report.dissection import attributed
 from ridgeline.report.table import Column, Table
 from ridgeline.report.tables import memory_categories
@@ -13,7 +13,7 @@ from ridgeline.report.units import NONE, SIZES, TIMES, Scale, scale
 from ridgeline.spec.result import PHASES, Result
 
 MOST = 10
-"""More colours than this cannot be told apart: the smallest parts are drawn as one."""
+"""More colors than this cannot be told apart: the smallest parts are drawn as one."""
 REST = "smaller kinds"
 
 Bar = tuple[str, str, dict[str, float]]
@@ -105,7 +105,7 @@ def _figure(bars: list[Bar], order: Sequence[str], unit: Scale, title: str) -> F
             {
                 "type": "bar", "orientation": "h", "name": plain(part.replace("_", " ")), "x": amounts, "y": places,
                 "width": [0.54] * len(bars), "text": labels, "textposition": "none",
-                "marker": {"color": colour(part), "opacity": [1.0 if s == "measured" else 0.6 for _, s, _ in bars],
+                "marker": {"color": color(part), "opacity": [1.0 if s == "measured" else 0.6 for _, s, _ in bars],
                            "line": {"width": 0}},
                 "hovertemplate": f"%{{text}}<br>{plain(part)} %{{x:.4g}} {unit.label}<extra></extra>",
             }

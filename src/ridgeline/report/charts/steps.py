@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ridgeline.report.charts.chart import GREY, MEASURED, SPARE, Chart, Figure, axis, layout, plain
+from ridgeline.report.charts.chart import GRAY, MEASURED, SPARE, Chart, Figure, axis, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import TIMES, scale
 from ridgeline.spec.ablation import Ablation
@@ -46,7 +46,7 @@ def _lines(a: Ablation, curves: dict[str, dict[int, float]], title: str) -> Figu
     order = [o.name for o in a.outcomes]
     data = []
     for name, curve in curves.items():
-        i = order.index(name)  # a plan keeps its colour when another one failed
+        i = order.index(name)  # a plan keeps its color when another one failed
         data.append(
             {
                 "type": "scatter", "mode": "lines", "name": plain(name), "x": list(curve), "y": list(curve.values()),
@@ -72,7 +72,7 @@ def step_chart(r: Result) -> Chart | None:
             {
                 "type": "scatter", "mode": "markers", "name": f"run {repeat}" + (" warm-up" if warm else ""),
                 "x": [p[0] for p in points], "y": [p[1] for p in points],
-                "marker": {"color": GREY if warm else LINES[repeat % len(LINES)], "size": 8,
+                "marker": {"color": GRAY if warm else LINES[repeat % len(LINES)], "size": 8,
                            "symbol": symbols[repeat % len(symbols)] + ("-open" if warm else "")},
                 "hovertemplate": f"run {repeat}, step %{{x}}: %{{y:.4g}} {unit.label}<extra></extra>",
             }

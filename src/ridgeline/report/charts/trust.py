@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from statistics import median
 
-from ridgeline.report.charts.chart import GREY, MEASURED, Chart, Figure, axis, layout, plain
+from ridgeline.report.charts.chart import GRAY, MEASURED, Chart, Figure, axis, layout, plain
 from ridgeline.report.charts.labels import positions
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import COUNTS, NONE, SIZES, metric, percent, scale
@@ -78,7 +78,7 @@ def _figure(points: list[tuple[str, float, float, float | None, float | None]], 
     }  # fmt: skip
     line = {
         "type": "scatter", "mode": "lines", "x": ends, "y": ends, "hoverinfo": "skip", "name": "perfect",
-        "line": {"color": GREY, "width": 1.5, "dash": "dot"},
+        "line": {"color": GRAY, "width": 1.5, "dash": "dot"},
     }  # fmt: skip
     dots = {
         "type": "scatter", "mode": "markers+text", "name": "plans", "cliponaxis": False,

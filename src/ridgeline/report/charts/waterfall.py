@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.report.charts.chart import GREY, RED, Chart, Figure, axis, colour, layout, plain
+from ridgeline.report.charts.chart import GRAY, RED, Chart, Figure, axis, color, layout, plain
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import SIZES, percent, scale
 from ridgeline.spec.result import MEMORY_CATEGORIES, Result
@@ -28,7 +28,7 @@ def waterfall_chart(r: Result, key: str = "waterfall", name: str = "") -> Chart 
     bases = [s / unit.factor for s in starts] + [0.0]
     bar = {
         "type": "bar", "x": labels, "y": heights, "base": bases,
-        "marker": {"color": [colour(m.category) for m in parts] + [GREY]},
+        "marker": {"color": [color(m.category) for m in parts] + [GRAY]},
         "text": [unit.say(m.bytes) for m in parts] + [unit.say(peak)], "textposition": "outside",
         "hovertemplate": f"%{{x}}: %{{y:.4g}} {unit.label}<extra></extra>", "showlegend": False, "cliponaxis": False,
     }  # fmt: skip

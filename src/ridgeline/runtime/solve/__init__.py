@@ -1,5 +1,5 @@
 """Solvers of layer-wise compression: a weight and its inputs' second moments in, a cheaper weight out.
 
 Notation: a linear layer y = x Wᵀ with W [out, in]; H = (2/n) Xᵀ X [in, in] over n calibration inputs X [n, in]. What is
-minimised is the layer error tr((W - Q) H (W - Q)ᵀ) = 2/n · |X (W - Q)ᵀ|².
+minimized is the layer error tr((W - Q) H (W - Q)ᵀ) = 2/n · |X (W - Q)ᵀ|².
 """

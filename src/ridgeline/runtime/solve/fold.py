@@ -1,7 +1,7 @@
 """Per-channel scales of a site's input, folded into what produces it: x → x / s, columns of the readers · s.
 
 The block's function stays the same; what changes is the range of the site's input and of its weights, and so what
-quantisation does to them (SmoothQuant, arXiv:2211.10438; AWQ, arXiv:2306.00978; FPTQ, arXiv:2308.15987).
+quantization does to them (SmoothQuant, arXiv:2211.10438; AWQ, arXiv:2306.00978; FPTQ, arXiv:2308.15987).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def relative_error(weight: Tensor, found: Tensor, gram: Tensor) -> float:
 def inverse_factor(gram: Tensor, damp: float) -> tuple[Tensor, float]:
     """(U, damping used): U upper triangular with Uᵀ U = (H + λI)⁻¹, λ = damp · mean diagonal.
 
-    Damping rises tenfold, twice, where the factorisation fails; after that it is inf and U the identity.
+    Damping rises tenfold, twice, where the factorization fails; after that it is inf and U the identity.
     """
     mean = gram.diagonal().mean()
     for factor in (1, 10, 100):
@@ -81,7 +81,7 @@ def sweep(
     """Snap ``weight`` [out, in] (fp32) to ``grid`` within ``support`` under H = ``gram`` [in, in].
 
     ``act_order`` visits columns by falling diagonal of H; grids keep the parameters of their own columns ("static
-    groups"), so nothing of the order remains in the result. Not for n:m supports, whose groups are neighbours. Inputs
+    groups"), so nothing of the order remains in the result. Not for n:m supports, whose groups are neighbors. Inputs
     that are never active (zero on the diagonal) get weight 0.
     """
     return sweep_stack(weight.unsqueeze(0), [gram], grid, support, act_order, damp, block)[0]

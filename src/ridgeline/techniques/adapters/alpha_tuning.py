@@ -82,7 +82,7 @@ class AlphaTuning(Technique):
                 head.repeat = 1
                 gone = ["attention_residual.bwd", *([] if e.model.post_norm else ["attention_norm.bwd"])]
                 for name in ("q_proj", "k_proj", "v_proj"):
-                    gone += [f"attention.{name}{tail}" for tail in (".dx", ".dx.dequantise", ".accumulate")]
+                    gone += [f"attention.{name}{tail}" for tail in (".dx", ".dx.dequantize", ".accumulate")]
                 head.drop_users(gone)
                 blocks.append(head)
                 b.repeat -= 1
@@ -118,7 +118,7 @@ class AlphaTuning(Technique):
                     ops.insert(at + 1, total)
                 else:  # every plane passes over the sum
                     moved = n * (self.bits / 8 + 8.0 * self.bits - 4.0)
-                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, moved, "binary",
+                    expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, moved, "binary",
                                 param=op.param)  # fmt: skip
                     ops.insert(at, expand)
         largest = max(sizes.values(), default=0.0) * 4.0

@@ -22,7 +22,7 @@ _BLOCK = 64
 
 
 class QLoRA(LoRA):
-    """LoRA over frozen linear layers in NF4 with doubly quantised scales, each matrix expanded at every use."""
+    """LoRA over frozen linear layers in NF4 with doubly quantized scales, each matrix expanded at every use."""
 
     card: ClassVar[Card] = Card(
         name="qlora",
@@ -33,7 +33,7 @@ class QLoRA(LoRA):
         lossless=False,
         claim="a 65B model fine-tuned on one 48 GB GPU",
         bound="falls",
-        quality="training loss within 1 % of LoRA's on the unquantised base",
+        quality="training loss within 1 % of LoRA's on the unquantized base",
         needs_model={"head_dim": 32, "intermediate_size": 128},
     )
 
@@ -53,7 +53,7 @@ class QLoRA(LoRA):
         return {k: v for k, v in super().stored().items() if k != "paged"}
 
     def check(self, e: Experiment) -> None:
-        """What LoRA asks; the base is quantised once, and divided between blocks only."""
+        """What LoRA asks; the base is quantized once, and divided between blocks only."""
         super().check(e)
         self.needs(
             not e.plan.has("lora"), "it is LoRA itself", "drop lora and give its options to qlora (qlora:rank=32)"
@@ -78,7 +78,7 @@ class QLoRA(LoRA):
         Beside the codes each block of a row has a scale of a byte, and each row its mean and largest deviation.
         """
 
-        def quantise(b: Block) -> None:
+        def quantize(b: Block) -> None:
             sizes: dict[str, float] = {}
             for p in list(b.params):
                 if not (p.name.endswith("_proj.weight") and len(p.shape) == 2):
@@ -94,7 +94,7 @@ class QLoRA(LoRA):
             for ops in (b.forward, b.backward):
                 for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
                     moved = sizes[op.param] * (0.5 + 1 / _BLOCK + 4)
-                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, moved, "nf4",
+                    expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, moved, "nf4",
                                 param=op.param)  # fmt: skip
                     ops.insert(ops.index(op), expand)
             largest = max(sizes.values(), default=0.0) * 4.0
@@ -103,7 +103,7 @@ class QLoRA(LoRA):
 
         if self.paged:
             g.closing.append(_page_states)
-        return super().rewrite(g.each_block(quantise, layers_only=True), e)
+        return super().rewrite(g.each_block(quantize, layers_only=True), e)
 
     def build(self, run: TrainBuild) -> None:
         """Replace the linears of every block by codes, then adapt them."""

@@ -34,7 +34,7 @@ def updated(
     clipped: bool = True,
     floor: float = 0.0,
 ) -> list[float]:
-    """w ← w · exp(excess loss), normalised, with excess = max(loss - reference, 0), or unclipped; then mixed with
+    """w ← w · exp(excess loss), normalized, with excess = max(loss - reference, 0), or unclipped; then mixed with
     ``floor`` of equal shares."""
     excess = [a - b for a, b in zip(losses, reference, strict=True)]
     if clipped:
@@ -94,7 +94,7 @@ class DomainBatches:
         limit: int,
         weights: Sequence[float],
     ) -> DomainBatches:
-        """Tokenise the domains. Raises :class:`UserError` for one that is too small."""
+        """Tokenize the domains. Raises :class:`UserError` for one that is too small."""
         domains = []
         for name in names:
             ids = tokens_of(name, limit)

@@ -36,7 +36,7 @@ class FusedLayers(Technique):
     projections: bool = True
     """One matrix multiplication for query, key and value, one for gate and up."""
     elementwise: bool = True
-    """Residual additions inside the norms, biases and activations inside their neighbours."""
+    """Residual additions inside the norms, biases and activations inside their neighbors."""
     loss: bool = True
     """Cross-entropy that reads the logits in the compute dtype and leaves their gradient in place."""
     chunked: bool = True

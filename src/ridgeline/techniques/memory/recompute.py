@@ -194,7 +194,7 @@ def _advice(e: Experiment) -> str:
 def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:
     """Rebuild the layers that ``kinds`` (in the order of the graph) names; the input of each stays.
 
-    ``in_order``: those of one kind are neighbours in the model, else they alternate with the others.
+    ``in_order``: those of one kind are neighbors in the model, else they alternate with the others.
     """
     stacks: dict[str, dict[str, list[Block]]] = {}
     at = 0
@@ -235,8 +235,8 @@ def _full(b: Block, kept: float) -> None:
     """
     needed = {o.name.rpartition(".")[0] for o in b.backward if o.kind != "residual"}
     end = max((i for i, o in enumerate(b.forward) if o.name in needed and o.kind != "residual"), default=-1)
-    quantised = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
-    if b.forward[end].kind != "gemm" or quantised:
+    quantized = any(o.kind == "cast" and o.param == b.forward[end].param for o in b.forward[:end])
+    if b.forward[end].kind != "gemm" or quantized:
         end += 1
     b.recomputed = _rebuilt(b)
     b.saved = {"input": Saved(kept, frozenset({"recompute"}))}

@@ -90,7 +90,7 @@ class Simulated:
 
     @property
     def cost(self) -> tuple[int, float, int]:
-        """What is minimised: broken budget, then stall, then bytes copied."""
+        """What is minimized: broken budget, then stall, then bytes copied."""
         return self.overflow, self.stall, self.copied
 
 

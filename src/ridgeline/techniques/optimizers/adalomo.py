@@ -1,4 +1,4 @@
-"""AdaLomo: LOMO with a factored second moment and updates of normalised size."""
+"""AdaLomo: LOMO with a factored second moment and updates of normalized size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class AdaLomo(Technique):
     """Adaptive updates within the backward pass, from row and column means of squared gradients.
 
-    Each update is normalised by its own size and scaled with its parameter's, so that neither the gradients' norm nor
+    Each update is normalized by its own size and scaled with its parameter's, so that neither the gradients' norm nor
     ``grad_clip`` matters; there is no weight decay (Algorithm 1). Where gradients must be kept whole (see lomo) the
     updates follow the backward pass.
     """
@@ -38,7 +38,7 @@ class AdaLomo(Technique):
         quality="another path to the minimum: the training loss must fall",
         example={"lr_ratio": 0.01, "least": 0.1},
     )
-    phase: ClassVar[Phase] = "optimiser"
+    phase: ClassVar[Phase] = "optimizer"
 
     decay: float = Field(default=0.8, gt=0)
     """Exponent c of the second moment's averaging, β = 1 - t^-c."""

@@ -40,7 +40,7 @@ class AdamW8bit(Technique):
         example={"lr_ratio": 1e-3},
         beside={"swap_advisor": {"budget": "800kB"}},
     )
-    phase: ClassVar[Phase] = "optimiser"
+    phase: ClassVar[Phase] = "optimizer"
 
     block: int = Field(default=256, ge=16)
     """Elements that share a scale; the paper has 2048."""

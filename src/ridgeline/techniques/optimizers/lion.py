@@ -34,7 +34,7 @@ class Lion(Technique):
         example={"lr_ratio": 1e-3},
         beside={"swap_advisor": {"budget": "740kB"}},
     )
-    phase: ClassVar[Phase] = "optimiser"
+    phase: ClassVar[Phase] = "optimizer"
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Share of the momentum in the step's direction."""

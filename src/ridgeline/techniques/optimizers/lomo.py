@@ -30,7 +30,7 @@ class Lomo(Technique):
         lossless=True,
         claim="memory down to 10.8 % of DeepSpeed's; all parameters of a 65B model tuned on 8 RTX 3090",
     )
-    phase: ClassVar[Phase] = "optimiser"
+    phase: ClassVar[Phase] = "optimizer"
 
     norm: Literal["global", "tensor", "none"] = "global"
     """How the workload's ``grad_clip`` limits gradients: by their global norm, exactly, which costs a second pass that

@@ -32,7 +32,7 @@ class QFT(Technique):
 
     card: ClassVar[Card] = Card(
         name="qft",
-        title="Quantised full-parameter tuning",
+        title="Quantized full-parameter tuning",
         paper="arXiv:2310.07147",
         taxonomy="training/finetune/qft",
         tasks=frozenset({"pretrain", "finetune"}),
@@ -62,7 +62,7 @@ class QFT(Technique):
                 continue
             self.needs(other.phase != "adapt", f"{name} also decides how the weights are stored or which parameters"
                        " train", f"keep one of qft and {name}")  # fmt: skip
-            owns = other.phase == "optimiser" or name in ("zero_offload", "zero_infinity")
+            owns = other.phase == "optimizer" or name in ("zero_offload", "zero_infinity")
             self.needs(not owns, f"the update is its own integer Lion, within the backward pass; {name} owns it too",
                        f"keep one of qft and {name}")  # fmt: skip
         self.needs(e.world == 1, "each layer is updated within the backward pass of one process: ranks would have to"
@@ -108,7 +108,7 @@ class QFT(Technique):
         sizes = {p.name: p.numel for p in b.params if p.name in rows}
         for ops in (b.forward, b.backward):
             for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
-                expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, 5.0 * sizes[op.param], "int8",
+                expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, 5.0 * sizes[op.param], "int8",
                             param=op.param)  # fmt: skip
                 ops.insert(ops.index(op), expand)
         if sizes:

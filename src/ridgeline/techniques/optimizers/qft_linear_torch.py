@@ -1,7 +1,7 @@
 """Training on integers only (QFT, arXiv:2310.07147): weights, gradients and Lion's momentum are int8 codes.
 
 A matrix [out, in] has one scale per row. Its largest 1 % of weights stay as they are, in a list beside the codes (the
-paper's hybrid quantiser). In the backward pass a layer's weight gradient becomes codes as soon as it is known, moves
+paper's hybrid quantizer). In the backward pass a layer's weight gradient becomes codes as soon as it is known, moves
 momentum and weights, and is gone: one layer's gradient exists at a time. What the update makes of weights and momentum
 is rounded stochastically, so that steps far below a code's width still count, in the mean: rounding to nearest would
 drop every one of them.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ridgeline.nn.quant.quantized import QuantisedLinear
+from ridgeline.nn.quant.quantized import QuantizedLinear
 
 OUTLIERS = 0.01
 """Share of each row that stays fp32."""
@@ -39,7 +39,7 @@ def outliers_of(width: int) -> int:
 
 
 def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Each number to one of its two neighbouring integers, so that the mean is the number itself (in place)."""
+    """Each number to one of its two neighboring integers, so that the mean is the number itself (in place)."""
     return x.add_(torch.rand(x.shape, generator=generator, device=x.device)).floor_()
 
 
@@ -54,7 +54,7 @@ def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).round_().to(torch.int8), scale
 
 
-def quantise(weight: Tensor) -> dict[str, Tensor]:
+def quantize(weight: Tensor) -> dict[str, Tensor]:
     """What a matrix [out, in] is stored as: int8 ``codes``, fp32 ``scale`` [out, 1], and ``outliers`` (fp32 [out, k])
     at ``columns`` (int32 [out, k]), where codes are zero."""
     w = weight.detach().float()
@@ -126,14 +126,14 @@ class _LookUp(torch.autograd.Function):
         return None, None, None
 
 
-class IntegerLinear(QuantisedLinear, IntegerWeight):
+class IntegerLinear(QuantizedLinear, IntegerWeight):
     """A linear layer in integers that trains. Its bias, if any, stays fp32."""
 
     stored = ("codes", "scale", "columns", "outliers")
 
     def __init__(self, linear: nn.Linear, update: Update) -> None:
         super().__init__(linear)
-        self.keep(**quantise(linear.weight))
+        self.keep(**quantize(linear.weight))
         self.update = update
 
     @staticmethod
@@ -154,7 +154,7 @@ class IntegerEmbedding(IntegerWeight):
 
     def __init__(self, table: nn.Embedding, update: Update) -> None:
         super().__init__()
-        for name, t in quantise(table.weight).items():
+        for name, t in quantize(table.weight).items():
             setattr(self, name, nn.Parameter(t, requires_grad=False))
         self.num_embeddings = table.num_embeddings
         self.update = update

@@ -119,7 +119,7 @@ class Zero(Technique):
                 ]  # fmt: skip
         if low:  # parameters arrive already cast
             for b in g.blocks:
-                b.forward = [o for o in b.forward if o.kind != "cast" or "dequantise" in o.name]
+                b.forward = [o for o in b.forward if o.kind != "cast" or "dequantize" in o.name]
         if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
             layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
             sizes = (sum(p.numel * p.working_bytes for p in b.params if p.spread == 1) for b in layers)

@@ -113,7 +113,7 @@ class FP8(Technique):
             owner.compact = True
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Reprice the linear layers: operands one byte wide, results two; in training both are quantised before."""
+        """Reprice the linear layers: operands one byte wide, results two; in training both are quantized before."""
         if not e.is_training:
             compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
             return g.each_block(lambda b: _store(b, compute), layers_only=True)
@@ -150,7 +150,7 @@ def _lower(b: Block) -> None:
 
 
 def _lowered(op: Op) -> list[Op]:
-    """The operator in fp8 behind the quantisation of what is new to it: inputs and weights in forward, the gradient of
+    """The operator in fp8 behind the quantization of what is new to it: inputs and weights in forward, the gradient of
     the result in backward (which both backward products read)."""
     if not _linear(op):
         return [op]
@@ -160,8 +160,8 @@ def _lowered(op: Op) -> list[Op]:
     if not new:
         return [low]
     moved = 3.0 * new  # two bytes read, one written
-    quantise = Op(f"{op.name}.quantise", op.module, "quantise", op.direction, 0, moved, "fp8", recompute=op.recompute)
-    return [quantise, low]
+    quantize = Op(f"{op.name}.quantize", op.module, "quantize", op.direction, 0, moved, "fp8", recompute=op.recompute)
+    return [quantize, low]
 
 
 def _emulated(b: Block) -> None:
@@ -171,7 +171,7 @@ def _emulated(b: Block) -> None:
     """
 
     def spelled(op: Op) -> list[Op]:
-        if op.kind == "quantise":
+        if op.kind == "quantize":
             return [changed(op, bytes=op.bytes * 29 / 3)]
         if op.kind != "gemm" or op.dtype != "fp8":
             return [op]
@@ -214,7 +214,7 @@ def _store(b: Block, compute: str) -> None:
         if _linear(o) and o.param in wide:
             if compute and not o.name.endswith(("k_proj", "v_proj", "up_proj")):  # they share another's input
                 elements = float(o.shape[-3] * o.shape[-1])
-                ops.append(Op(f"{o.name}.quantise", o.module, "quantise", bytes=3 * elements, dtype=o.dtype))
+                ops.append(Op(f"{o.name}.quantize", o.module, "quantize", bytes=3 * elements, dtype=o.dtype))
             o = _narrow(o, wide[o.param], compute)
         ops.append(o)
     b.forward = ops

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ridgeline.nn.model.moe import Experts
 from ridgeline.nn.model.norm import compute_dtype
-from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantise
+from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantize
 
 _latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
 """The last input that was coded, its version, its codes and scale: layers that read one tensor share its codes."""
@@ -26,7 +26,7 @@ _latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
 def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
     global _latest
     if x.is_inference():  # without a version nobody can tell whether it is still the same
-        return quantise(x, E4M3)
+        return quantize(x, E4M3)
     if _latest is not None and _latest[0]() is x and _latest[1] == x._version:
         return _latest[2], _latest[3]
 
@@ -36,7 +36,7 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
             _latest = None
 
     with torch.no_grad():
-        codes, scale = quantise(x, E4M3)
+        codes, scale = quantize(x, E4M3)
     _latest = weakref.ref(x, forget), x._version, codes, scale
     return codes, scale
 
@@ -64,7 +64,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        y = product(codes.flatten(0, -2), scale, *quantise(weight, E4M3), dtype)
+        y = product(codes.flatten(0, -2), scale, *quantize(weight, E4M3), dtype)
         ctx.save_for_backward(weight, *((codes, scale) if weight.requires_grad else ()))
         ctx.x_dtype = x.dtype
         return y.view(*codes.shape[:-1], weight.shape[0])
@@ -74,10 +74,10 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         shape = dy.shape
-        dy_codes, dy_scale = quantise(dy.flatten(0, -2), E5M2)
+        dy_codes, dy_scale = quantize(dy.flatten(0, -2), E5M2)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            w_codes, w_scale = quantise(weight, E4M3)
+            w_codes, w_scale = quantize(weight, E4M3)
             dx = product(dy_codes, dy_scale, w_codes.t(), w_scale, ctx.x_dtype).view(*shape[:-1], weight.shape[1])
         if kept:
             x_codes, x_scale = kept
@@ -123,7 +123,7 @@ class StoredFp8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        codes, scale = quantise(linear.weight.detach(), E4M3)
+        codes, scale = quantize(linear.weight.detach(), E4M3)
         self.codes = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = linear.bias

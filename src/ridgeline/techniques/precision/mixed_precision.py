@@ -110,7 +110,7 @@ def _all_low(g: Graph, dtype: str) -> Graph:
     g.optimizer_bytes += 4.0
 
     def low(o: Op) -> Op:
-        if o.dtype != "fp32" or o.kind == "loss" or "dequantise" in o.name or (o.axis and o.name.startswith("loss.")):
+        if o.dtype != "fp32" or o.kind == "loss" or "dequantize" in o.name or (o.axis and o.name.startswith("loss.")):
             return o
         return changed(o, dtype=dtype, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
 

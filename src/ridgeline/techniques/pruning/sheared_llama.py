@@ -108,7 +108,7 @@ class ShearedLLaMA(Technique):
         return resized(g, e.model, self.resized(e.model))
 
     def compress(self, run: CompressBuild) -> None:
-        """Needs the whole model, its gradients and optimiser states in memory."""
+        """Needs the whole model, its gradients and optimizer states in memory."""
         run.whole.append(lambda job: self._shear(run, job))
 
     def _shear(self, run: CompressBuild, job: ModelJob) -> None:

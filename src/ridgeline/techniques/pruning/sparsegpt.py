@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class SparseGPT(Pruning):
     """Drop weights column by column, each time making up for the loss in the columns that are left, by the second
-    moments of the layer's inputs. A quantiser behind it (gptq, quantease, rtn) keeps the zeros."""
+    moments of the layer's inputs. A quantizer behind it (gptq, quantease, rtn) keeps the zeros."""
 
     card: ClassVar[Card] = Card(
         name="sparsegpt",

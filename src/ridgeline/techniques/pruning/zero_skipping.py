@@ -27,7 +27,7 @@ class ZeroSkipping(Technique):
         taxonomy="training/compression/pruning",
         tasks=frozenset({"generate"}),
         lossless=True,
-        claim="part of NLP-Fast, whose optimisations together raise throughput up to 2.92x on a CPU, 1.59x on a GPU",
+        claim="part of NLP-Fast, whose optimizations together raise throughput up to 2.92x on a CPU, 1.59x on a GPU",
         needs_model={"activation": "relu", "gated": False},
     )
     phase: ClassVar[Phase] = "compile"

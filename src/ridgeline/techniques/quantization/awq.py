@@ -37,7 +37,7 @@ class AWQ(WeightOnly):
     )
 
     symmetric: bool = False
-    """Whether the range is centred on zero; False: a zero point per group is stored too."""
+    """Whether the range is centerd on zero; False: a zero point per group is stored too."""
     steps: int = Field(default=20, ge=1)
     """Powers that are tried: 0, 1/steps, …, 1."""
 

@@ -24,7 +24,7 @@ INPUT_BITS = 8
 
 class FPTQ(WeightOnly):
     """Weights in 4 bits; inputs in int8. By the largest calibrated input of a site: small ones get one scale for all;
-    middling ones too, after logarithmic equalisation of their channels, folded into what produces them; large ones, and
+    middling ones too, after logarithmic equalization of their channels, folded into what produces them; large ones, and
     those that nothing can be folded into, get a scale per token at run time."""
 
     card: ClassVar[Card] = Card(
@@ -44,7 +44,7 @@ class FPTQ(WeightOnly):
     low: float = Field(default=15.0, ge=0)
     """Largest magnitude up to which a site's inputs get one static scale as they are."""
     high: float = Field(default=150.0, ge=0)
-    """Largest magnitude from which they get a scale per token; between the two they are equalised."""
+    """Largest magnitude from which they get a scale per token; between the two they are equalized."""
     solver: Literal["rtn", "gptq"] = "rtn"
     """How weights are rounded."""
 
@@ -100,15 +100,15 @@ class FPTQ(WeightOnly):
             elif largest >= self.high or why:
                 code, how = _per_token(), f"per token: {why}" if largest < self.high else "per token"
             else:
-                scale = equaliser(peak)
+                scale = equalizer(peak)
                 fold(job.block, site, scale)
-                code, how = InputCode(INPUT_BITS, float((peak / scale).max()) / top), "equalised, static"
+                code, how = InputCode(INPUT_BITS, float((peak / scale).max()) / top), "equalized, static"
             decided[f"layers.{job.index}.{site}"] = code
             job.said[site] = {"largest": largest, "inputs": how}
 
 
-def equaliser(peak: Tensor) -> Tensor:
-    """Logarithmic activation equalisation: s_j = max|X_j| / log2(2 + max|X_j|) (section 3.3 of the paper), [in]; 1 for
+def equalizer(peak: Tensor) -> Tensor:
+    """Logarithmic activation equalization: s_j = max|X_j| / log2(2 + max|X_j|) (section 3.3 of the paper), [in]; 1 for
     inputs that are never active."""
     import torch
 

@@ -21,7 +21,7 @@ class KVQuant(Technique):
 
     card: ClassVar[Card] = Card(
         name="kv_quant",
-        title="Quantised key/value cache",
+        title="Quantized key/value cache",
         paper="arXiv:2303.06865",
         taxonomy="inference/memory/kv-cache",
         tasks=frozenset({"generate", "serve"}),

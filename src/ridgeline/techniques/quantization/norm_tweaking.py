@@ -1,4 +1,4 @@
-"""Norm Tweaking: the norms of a quantised model are adjusted block by block."""
+"""Norm Tweaking: the norms of a quantized model are adjusted block by block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NormTweaking(Technique):
-    """After a quantiser: train only the norms (and biases) of each block so that its output comes closer to what it is
+    """After a quantizer: train only the norms (and biases) of each block so that its output comes closer to what it is
     in the original model. Kept where it helps on windows that were not trained on."""
 
     card: ClassVar[Card] = Card(
@@ -29,7 +29,7 @@ class NormTweaking(Technique):
         lossless=False,
         claim="GLM-130B and OPT-66B in 2 bits at the level of their float models",
         tolerance=0.05,
-        quality="each block's distance to the original never above the quantiser's, on windows held out",
+        quality="each block's distance to the original never above the quantizer's, on windows held out",
         runs_in=frozenset({"compress"}),
         unpredicted=dict.fromkeys(("compress", "generate", "serve"), "it changes the values of the norms only"),
     )
@@ -54,10 +54,10 @@ class NormTweaking(Technique):
         return []
 
     def check(self, e: Experiment) -> None:
-        """Something must be quantised, blocks must be whole, and windows must be left to judge by."""
+        """Something must be quantized, blocks must be whole, and windows must be left to judge by."""
         if isinstance(e.workload, Compress):
-            self.needs(any(is_weight_format(c.name) for c in e.plan.calls), "nothing is quantised, so there is nothing"
-                       " to make up for", "add a quantiser (--with gptq:bits=2)")  # fmt: skip
+            self.needs(any(is_weight_format(c.name) for c in e.plan.calls), "nothing is quantized, so there is nothing"
+                       " to make up for", "add a quantizer (--with gptq:bits=2)")  # fmt: skip
             self.needs(e.workload.samples >= 4, f"of {e.workload.samples} windows none can be held out",
                        "use at least 4 calibration windows (--samples)")  # fmt: skip
         self.needs(e.model.num_experts == 0, f"{e.model.name} has experts, which pass one at a time, so its blocks"

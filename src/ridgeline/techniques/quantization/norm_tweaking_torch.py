@@ -1,4 +1,4 @@
-"""Norm tweaking: a block's norms are moved so that its output is again what it was before quantisation."""
+"""Norm tweaking: a block's norms are moved so that its output is again what it was before quantization."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.quantization.weight_only import QUANTISE, narrow
+from ridgeline.techniques.quantization.weight_only import QUANTIZE, narrow
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class QMoE(Technique):
         needs_model={"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
     )
     phase: ClassVar[Phase] = "adapt"
-    order: ClassVar[int] = QUANTISE - 1
-    """Before what quantises all that is left."""
+    order: ClassVar[int] = QUANTIZE - 1
+    """Before what quantizes all that is left."""
 
     grid: Literal["ternary", "2bit"] = "ternary"
     """Values of a weight: its row's minimum, zero and maximum, in words of the dictionary (needs --format ridgeline);

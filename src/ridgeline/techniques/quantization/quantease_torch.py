@@ -1,6 +1,6 @@
 """QuantEase: cyclic coordinate descent on the layer error, with outliers kept aside if asked (arXiv:2309.01885).
 
-With S = H, column j of W has the minimiser Q_j + [(W - Q) S]_j / S_jj when all others stand; snapping it to the grid
+With S = H, column j of W has the minimizer Q_j + [(W - Q) S]_j / S_jj when all others stand; snapping it to the grid
 is the best value on the grid. So a pass from a feasible point can never raise the error.
 """
 

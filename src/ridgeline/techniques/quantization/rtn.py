@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class RTN(WeightOnly):
     """Store the linear layers of the blocks as integer codes with a scale per row or group, each weight rounded by
-    itself; dequantise per use. Keeps the zeros of a pruned weight."""
+    itself; dequantize per use. Keeps the zeros of a pruned weight."""
 
     card: ClassVar[Card] = Card(
         name="rtn",
@@ -31,7 +31,7 @@ class RTN(WeightOnly):
         lossless=False,
         claim="int8 weights at the quality of fp16; 4x smaller than fp32 (baseline of every later method)",
         tolerance=0.02,
-        quality="loss or perplexity within 2 % of the unquantised plan at 8 bits",
+        quality="loss or perplexity within 2 % of the unquantized plan at 8 bits",
         requires=("lora",),
     )
 
@@ -71,7 +71,7 @@ class RTN(WeightOnly):
         if not e.is_training:
             return super().rewrite(g, e)
 
-        def quantise(b: Block) -> None:
+        def quantize(b: Block) -> None:
             sizes: dict[str, float] = {}
             for p in b.params:
                 if p.name.endswith("_proj.weight") and len(p.shape) == 2:
@@ -84,14 +84,14 @@ class RTN(WeightOnly):
             for ops in (b.forward, b.backward):
                 for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
                     n = sizes[op.param]
-                    expand = Op(f"{op.name}.dequantise", op.module, "cast", op.direction, 0, n * (self.bits / 8 + 4),
+                    expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, n * (self.bits / 8 + 4),
                                 f"int{self.bits}", param=op.param)  # fmt: skip
                     ops.insert(ops.index(op), expand)
             largest = max(sizes.values()) * 4.0
             b.workspace = max(b.workspace, largest)
             b.backward_workspace = max(b.backward_workspace, largest)
 
-        return g.each_block(quantise, layers_only=True)
+        return g.each_block(quantize, layers_only=True)
 
     def build(self, run: Build) -> None:
         """Replace the linears of every block by integer codes; where nothing trains, by those of the fast kernels."""

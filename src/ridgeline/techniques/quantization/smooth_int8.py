@@ -29,7 +29,7 @@ class SmoothInt8(WeightOnly):
         lossless=False,
         claim="half the memory of 16-bit weights, almost without loss",
         tolerance=0.02,
-        quality="perplexity within 2 % of the unquantised model, also with outliers among the inputs",
+        quality="perplexity within 2 % of the unquantized model, also with outliers among the inputs",
         runs_in=frozenset({"compress", "generate", "serve"}),
     )
 

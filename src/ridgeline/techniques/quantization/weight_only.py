@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from ridgeline.nn.quant.packed import Packed
     from ridgeline.runtime.train_build import Build
 
-PRUNE, FOLD, QUANTISE, TUNE = -20, -10, 0, 10
+PRUNE, FOLD, QUANTIZE, TUNE = -20, -10, 0, 10
 """Order of compression within phase adapt: supports before grids, folded scales between, norms last. In training a
-quantised base comes before the adapters on it, which are behind 0."""
+quantized base comes before the adapters on it, which are behind 0."""
 
 
 class WeightOnly(Technique):
     """Linear layers of the blocks (experts too, not the router) as integers with a scale per group of inputs."""
 
     phase: ClassVar[Phase] = "adapt"
-    order: ClassVar[int] = QUANTISE
+    order: ClassVar[int] = QUANTIZE
 
     bits: int = Field(default=4, ge=2, le=8)
     """Bits of one weight."""
     group_size: int = Field(default=128, ge=0)
     """Inputs that share a scale; 0: the whole row."""
     symmetric: bool = True
-    """Whether the range is centred on zero; False: a zero point per group is stored too."""
+    """Whether the range is centerd on zero; False: a zero point per group is stored too."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -185,7 +185,7 @@ def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
 
 
 def in_int8(g: Graph, e: Experiment) -> Graph:
-    """Products with quantised weights computed in int8, on a device that multiplies in it."""
+    """Products with quantized weights computed in int8, on a device that multiplies in it."""
     if "int8" not in e.cluster.device.peak_flops:
         return g
 

@@ -99,10 +99,10 @@ class MultiAdapter(Technique):
 
 def two_stage_batches(lengths: Sequence[int], tasks: Sequence[str], shared: Cost, own: Cost) -> list[list[int]]:
     """PetS' batches of sequences of several tasks, as indices: small ones within each task, the cheapest for the task's
-    own operators, then neighbours by length put together, the cheapest for all.
+    own operators, then neighbors by length put together, the cheapest for all.
 
     ``shared(length, batch)``: seconds of the base's operators; ``own``: of the operators of one task in a batch. "" is
-    the task without any. Each stage is a dynamic programme over sequences, or small batches, in order of length.
+    the task without any. Each stage is a dynamic program over sequences, or small batches, in order of length.
     """
     small: list[list[int]] = []
     for task in dict.fromkeys(tasks):

@@ -30,13 +30,13 @@ class Format(Protocol):
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """``quantization_config``, given the packed modules (their tensors may stand on the meta device), the linear
-        modules that stay dense, and how inputs of modules are quantised (:class:`InputCode` by module name)."""
+        modules that stay dense, and how inputs of modules are quantized (:class:`InputCode` by module name)."""
 
     def read(self, module: str, get: Get) -> Stored | None:
         """The weight of ``module``; None when the file has it dense."""
 
     def input(self, module: str, get: Get) -> InputCode | None:
-        """How the input of ``module`` is quantised when the model runs; None: not."""
+        """How the input of ``module`` is quantized when the model runs; None: not."""
 
 
 def formats() -> dict[str, type[Format]]:

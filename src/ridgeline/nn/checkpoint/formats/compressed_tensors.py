@@ -71,7 +71,7 @@ class CompressedTensors:
         return None
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """One group per combination of bits, symmetry, group size and input quantisation."""
+        """One group per combination of bits, symmetry, group size and input quantization."""
         groups: dict[Any, list[str]] = defaultdict(list)
         for name, packed in layers.items():
             whole = packed.group_size == packed.shape[1]

@@ -232,7 +232,7 @@ def _spec(found: Any, file: Path) -> ModelSpec:
 
 @torch.no_grad()
 def load_gguf(file: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model in a GGUF file of any quantisation type, expanded to ``dtype``. Raises as :func:`spec_of` does."""
+    """The model in a GGUF file of any quantization type, expanded to ``dtype``. Raises as :func:`spec_of` does."""
     import gguf
 
     found = _open(file)

@@ -66,7 +66,7 @@ class GPTQFormat:
         width, out = words.shape[0] * 32 // self.bits, words.shape[1]
         group = width // scales.shape[0]
         if groups is not None and not torch.equal(groups.long(), torch.arange(width) // group):
-            raise UserError(f"{module} was quantised with desc_act, its groups are scattered", "use desc_act=False")
+            raise UserError(f"{module} was quantized with desc_act, its groups are scattered", "use desc_act=False")
         zero = unpack_bits(zeros, self.bits, out).t().contiguous()
         if self.version == V1:
             zero = (zero + 1) & ((1 << self.bits) - 1)
@@ -81,7 +81,7 @@ class GPTQFormat:
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """One scheme for all layers, as the format has it. Raises :class:`UserError` for several."""
         if inputs:
-            raise UserError("the GPTQ format holds weights only, this plan quantises inputs too",
+            raise UserError("the GPTQ format holds weights only, this plan quantizes inputs too",
                             "use --format compressed-tensors")  # fmt: skip
         schemes = {(p.bits, p.group_size if p.group_size != p.shape[1] else -1, p.symmetric) for p in layers.values()}
         if len(schemes) > 1:

@@ -33,7 +33,7 @@ class Ridgeline:
     name = "ridgeline"
 
     def __init__(self, inputs: Mapping[str, InputCode] | None = None) -> None:
-        """``inputs``: how modules' inputs are quantised, by module name."""
+        """``inputs``: how modules' inputs are quantized, by module name."""
         self._inputs = inputs or {}
 
     @classmethod

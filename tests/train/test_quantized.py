@@ -1,4 +1,4 @@
-"""Training on quantised weights: QLoRA against LoRA, AlphaTuning's few parameters, QFT against Lion in fp32."""
+"""Training on quantized weights: QLoRA against LoRA, AlphaTuning's few parameters, QFT against Lion in fp32."""
 
 from statistics import mean, stdev
 
@@ -11,7 +11,7 @@ from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.model.init import build
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.nn.quant.bcq import BinaryLinear
-from ridgeline.nn.quant.nf4 import NF4Linear, dequantise
+from ridgeline.nn.quant.nf4 import NF4Linear, dequantize
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.optimizers import qft_linear_torch as qft
@@ -44,7 +44,7 @@ def parts_rank(rank, e):
         if isinstance(module, NF4Linear):
             parts = [local(getattr(module, part)) for part in module.stored]
             whole = min(len(p) for p in parts) == max(len(p) for p in parts)
-            found[name] = ([tuple(p.shape) for p in parts], dequantise(*parts) if whole else None)
+            found[name] = ([tuple(p.shape) for p in parts], dequantize(*parts) if whole else None)
     trainer.step()
     return found
 
