@@ -22,7 +22,7 @@ test: setup
 
 # Every crossing of techniques, families and options, of which `make test` runs a part.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 -m ''
+	$(BIN)/python -m pytest -n 2 -m '' --hypothesis-profile nightly
 
 # What depends on the processor, as other processors and busy ones would run it.
 test-cpus: setup

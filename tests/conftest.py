@@ -12,6 +12,11 @@ if not Path("/dev/nvidiactl").exists() or "+cpu" in version("torch"):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("nightly", max_examples=120)
+settings.register_profile("day", max_examples=30)
+settings.load_profile("day")
 
 
 @pytest.fixture(scope="session")

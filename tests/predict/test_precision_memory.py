@@ -13,6 +13,8 @@ BIG = MODEL.model_copy(
 )
 LOW = "mixed_precision:weights=low"
 PLANS = [
+    [],
+    ["recompute"],
     ["mixed_precision"],
     ["mixed_precision:dtype=fp16", "flash_attention"],
     [LOW],
@@ -58,6 +60,8 @@ def test_measured_memory_is_predicted(plan, micro, corpus):
     measured = usage.categories
     print(f"{usage.instant}: measured {usage.total}, predicted {sum(predicted.values()):.0f}")
     assert sum(predicted.values()) == pytest.approx(usage.total, rel=0.05)
+    for category in {*predicted, *measured}:
+        assert predicted.get(category, 0) == pytest.approx(measured.get(category, 0), abs=0.05 * usage.total), category
     assert predicted.get("optimizer", 0) == pytest.approx(measured.get("optimizer", 0), rel=0.05, abs=1000)
     if "weights=low" in str(plan):
         assert predicted["parameters"] == pytest.approx(measured["parameters"], rel=0.05)

@@ -171,7 +171,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=14, deadline=None, derandomize=True,
+    stateful_step_count=14, deadline=None, derandomize=True,  # examples: tests/conftest.py
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 TestServing = Serving.TestCase

@@ -16,7 +16,7 @@ import torch
 from tests.crossings import crossings
 from tests.serve.test_divided import CASES as DIVIDED
 from tests.serve.test_pairs import CASES as SERVED
-from tests.training import Curve, curve_of, make_trainer, train
+from tests.training import Curve, curve_of, make_trainer, small_domains, train
 from tests.world import world
 
 from ridgeline.nn.model.generate import make_cache
@@ -91,19 +91,9 @@ def prepared(names: tuple[str, ...], corpus) -> Experiment:
     assert e.training.optimizer == "sgd"
     clip, lr = next((CLIPPED[n] for n in names if n in CLIPPED), (0.05, 10.0))
     workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": clip, "lr": lr})
-    e = normalize(e.model_copy(update={"workload": workload, "plan": _small_domains(e.plan, corpus)}))
+    e = normalize(e.model_copy(update={"workload": workload, "plan": small_domains(e.plan, corpus)}))
     check(e)
     return e
-
-
-def _small_domains(plan: Plan, corpus) -> Plan:
-    """Domains of text that are read in no time: the corpus, and the same in capitals."""
-    other = corpus.with_name("capitals.txt")
-    if not other.exists():
-        other.write_text(corpus.read_text(encoding="utf-8").upper(), encoding="utf-8")
-    own = {"domains": [str(corpus), str(other)]}
-    return Plan(calls=tuple(c.model_copy(update={"options": {**c.options, **own}}) if "domains" in c.options else c
-                            for c in plan.calls))  # fmt: skip
 
 
 _REFERENCES: dict[str, Curve] = {}

@@ -218,8 +218,8 @@ def test_copies_and_memory_are_those_predicted(plan, ranks, micro, corpus):
     if ranks == 1:  # what fully_shard allocates is another test's business
         assert usage.total == pytest.approx(sum(predicted.values()), rel=0.05)
     host = said.metrics["host_bytes"].value
-    if moved["disk_read"][0]:  # buffers come and go
-        assert 0.4 * host < usage.host < 1.6 * host
+    if moved["disk_read"][0]:  # of the four buffers through which blocks come and go, one more or less
+        assert usage.host == pytest.approx(host, rel=1 / 4)
     else:
         assert usage.host == pytest.approx(host, rel=0.05)
 

@@ -90,7 +90,7 @@ def _graph(
     g = Graph(blocks, tokens=batch * q_len, length=q_len, dtype=dtype)
     g.made = Made(batch, q_len, kv_len, dtype, training, last_only, windows)
     if m.position == "rope":
-        g.buffers += 2.0 * m.max_positions * m.head_dim * 4  # cos and sin tables
+        g.buffers += 2.0 * max(128, 1 << (kv_len - 1).bit_length()) * m.head_dim * 4  # cos and sin tables
     return g
 
 

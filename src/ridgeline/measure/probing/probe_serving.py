@@ -33,13 +33,13 @@ def serving_costs(device: torch.device, quick: bool = False) -> dict[str, Any]:
     seconds that requests take at the real server."""
     steps = {f"{layers},{n}": _step(device, narrow(layers), n, quick) for layers, n in NARROW_STEPS}
     attention = {kind: _attention(device, kind) for kind in ("", *KINDS)}
-    large = {f"{layers},{n}": _step(device, deep(layers), n, True) for layers in STEP_DEPTHS for n in STEP_ROWS}
+    large = {f"{layers},{n}": _step(device, deep(layers), n, quick, 30) for layers in STEP_DEPTHS for n in STEP_ROWS}
     return {"steps": steps, "deep": large, "attention": attention, "http": _http(device, quick)}
 
 
-def _step(device: torch.device, model: ModelSpec, n: int, quick: bool) -> float:
+def _step(device: torch.device, model: ModelSpec, n: int, quick: bool, rounds: int = 80) -> float:
     """Steady seconds of a decode step of ``n`` sequences, asked as the load generator asks."""
-    rounds = 30 if quick else 80
+    rounds = 10 if quick else rounds
     engine = make_engine(serving_experiment(model, n), device)
     for i in range(n):
         sampling = Sampling(max_tokens=rounds + 8, min_tokens=rounds + 8, temperature=0.0, ignore_eos=True)
@@ -88,7 +88,7 @@ def _http(device: torch.device, quick: bool) -> dict[str, float]:
         found = serve_and_ask(e, device, lambda _: None)
         return {name: m.value for name, m in found.metrics.items()}
 
-    n = 40 if quick else 120
+    n = 12 if quick else 120
     alone, crowd = ask(1, n // 2, 1), ask(CLIENTS, 2 * n, 1)
     lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
     return {"clients": CLIENTS, "alone_s": alone["e2e_p50_s"], "crowd_s": 1 / crowd["requests_per_s"],

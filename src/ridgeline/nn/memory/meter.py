@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.memory.tiered_store import HOST, is_host, making_now
+from ridgeline.nn.model.rotary import Rotary
 
 
 def _parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -57,7 +58,7 @@ class _Entry:
 class Meter(TorchDispatchMode):
     """Use as a context manager around steps of ``model``.
 
-    Categories: parameters (gathered copies included), gradients, optimizer, buffers, activations (made in forward),
+    Categories: parameters (gathered copies and those in the compute dtype included), gradients, optimizer, buffers, activations (made in forward),
     temporaries (made in backward or in the update, recomputed activations included). What the tiered store marked as
     host memory is no memory of the device: it is summed apart, even where the device is the CPU.
 
@@ -91,6 +92,8 @@ class Meter(TorchDispatchMode):
         """Count the model's parameters, buffers and present gradients, and the optimizer's states."""
         self.register((p.data for p in self.model.parameters()), "parameters")
         self.register(self.model.buffers(), "buffers")
+        tables = [r.cached() for m in self.model.modules() if isinstance(r := getattr(m, "rotary", None), Rotary)]
+        self.register(chain.from_iterable(tables), "buffers")
         self.register((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
         states = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
         self.register(states, "optimizer")
@@ -157,7 +160,7 @@ class Meter(TorchDispatchMode):
                     storage = part.untyped_storage()
                     if storage._cdata in self.live or is_host(storage):
                         self._see(part, category)
-        made = making_now() or category
+        made = making_now() or ("parameters" if self._casts_weight(func, args, out) else category)
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 for part in _parts(x):
@@ -168,6 +171,13 @@ class Meter(TorchDispatchMode):
             self._resize()
             self.peak.host = max(self.peak.host, self.host)
         return out
+
+    def _casts_weight(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether an operator makes a parameter's copy in the compute dtype (autocast keeps it for the step)."""
+        if func is not torch.ops.aten._to_copy.default or out.element_size() >= args[0].element_size():
+            return False
+        entry = self.live.get(_local(args[0]).untyped_storage()._cdata)
+        return entry is not None and entry.category == "parameters"
 
     def _record(self, where: str) -> None:
         self._resize()

@@ -26,6 +26,10 @@ class Rotary:
         self._spec = spec
         self._tables: dict[tuple[torch.device, torch.dtype], Rope] = {}
 
+    def cached(self) -> list[Tensor]:
+        """The tables that are held now."""
+        return [t for pair in self._tables.values() for t in pair]
+
     def inverse_frequencies(self, device: torch.device) -> Tensor:
         """Angles per position, [D/2] float32; long waves are slowed by Llama 3.1's scaling where the spec has it."""
         spec = self._spec

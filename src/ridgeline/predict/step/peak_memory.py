@@ -209,7 +209,7 @@ def _rank_peak(
             piled = saved + s.keeps * (first + 1) + (moved if s.layer else 0.0)
             during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
             during += max_layer * min(2, layers - passed - first) + s.tile if s.layer else 0.0
-            consider(f"forward of {b.name}", during, base_gradients, piled + b.hosted, s.forward + before)
+            consider(f"forward of {b.name}", during, base_gradients, piled + b.hosted + s.forward, before)
         passed += repeat if s.layer else 0
         saved += s.keeps * repeat
         gathered += s.work * repeat if keep else 0.0
