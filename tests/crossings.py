@@ -27,3 +27,8 @@ def crossings(cases: Iterable[tuple[Any, ...]], share: int = SHARE, alone: int =
         name = "+".join(map(str, case))
         out.append(pytest.param(case, marks=crossing(name, share) if len(case) > alone else [], id=name))
     return out
+
+
+def named(names: Iterable[str], share: int = SHARE) -> list[Any]:
+    """Cases by name, of which those that cross several things ("tensor x zero 1", "low, hybrid") may be nightly."""
+    return [pytest.param(n, marks=crossing(n, share) if " x " in n or ", " in n else []) for n in names]

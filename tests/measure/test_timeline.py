@@ -31,7 +31,7 @@ PLANS = [(), ("recompute",), ("flash_attention",), ("mixed_precision",), ("lora:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: "+".join(p) or "plain")
-@pytest.mark.parametrize("micro", [None, 1])
+@pytest.mark.parametrize("micro", [None, pytest.param(1, marks=pytest.mark.nightly)])
 def test_peak_is_the_meters_and_steps_repeat(plan, micro, corpus):
     peak, first, second = two_steps(0, experiment(corpus, *plan, micro_batch_size=micro))
     assert first.peak == peak

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.crossings import crossing
 from tests.predict.test_scheduler import Toy
 
 from ridgeline.predict.serving.arrivals import Request
@@ -74,8 +75,11 @@ def simulated(plan, blocks, longest, asked, **limits):
     return sim.steps, out.preemptions
 
 
-@pytest.mark.parametrize("room", ["ample", "tight"])
-@pytest.mark.parametrize("plan", PLANS, ids="+".join)
+@pytest.mark.parametrize(
+    ("plan", "room"),
+    [pytest.param(p, r, id=f"{'+'.join(p)}-{r}", marks=crossing(f"{p}{r}", 2) if len(p) > 1 else [])
+     for p in PLANS for r in ("ample", "tight")],
+)  # fmt: skip
 def test_the_batches_are_those_of_the_real_engine(made, plan, room):
     for seed in range(3):
         asked, seqs, tokens = lengths(seed), (8, 3, 20)[seed], (48, 33, 64)[seed]

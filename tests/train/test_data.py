@@ -2,6 +2,8 @@
 
 import importlib.util
 import itertools
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,10 +203,12 @@ def test_hugging_face_data_needs_its_package():
     assert "pip install" in error.value.fix
 
 
-def test_two_domains_that_share_no_sentence():
+def test_two_domains_that_share_no_sentence(monkeypatch):
+    package = Path(sysconfig.get_path("stdlib")) / "asyncio"  # the whole takes half a minute
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(package))
     prose, code = ("\n".join(documents(part)) for part in PARTS)
     assert "coroutine" in prose.lower()
     assert "return" in code
-    assert min(len(prose), len(code)) > 1_000_000
+    assert min(len(prose), len(code)) > 30_000
     sentences = {line.strip() for line in prose.splitlines() if len(line.split()) > 8}
     assert not sentences & {line.strip() for line in code.splitlines()}

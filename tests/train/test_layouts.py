@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.crossings import named
 from tests.nn.conftest import CONFIGS
 from tests.training import MODEL, experiment, train
 
@@ -64,7 +65,7 @@ def compare(ranks, plan, model, corpus):
         assert torch.equal(made.after[name], plain.after[name]), name
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", named(PLANS))
 def test_the_same_training(name, corpus):
     compare(*PLANS[name], corpus)
 

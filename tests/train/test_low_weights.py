@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+from tests.crossings import named
 from tests.training import MODEL, experiment, full, make_trainer, state, train
 from tests.world import world
 
@@ -61,7 +62,7 @@ def one_process(corpus, model: ModelSpec, kept: tuple[str, ...]):
     return train(experiment(corpus, LOW, *kept, model=model, **SETTINGS))
 
 
-@pytest.mark.parametrize("name", [*SAME, *ROUNDED])
+@pytest.mark.parametrize("name", named([*SAME, *ROUNDED]))
 def test_the_same_training(name, corpus):
     ranks, plan, model = {**SAME, **ROUNDED}[name]
     kept = tuple(c for c in plan if c.startswith(("lora", "flash")))

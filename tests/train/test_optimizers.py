@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.crossings import named
 from tests.train.test_traffic import EXPERTS, RING, SP, TP, WIDE, measure
 from tests.training import MODEL, experiment, full, make_trainer, train
 from tests.world import world
@@ -121,7 +122,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", named(LAYOUTS))
 def test_lomo_and_adalomo_divided_are_the_same_training(name, corpus):
     ranks, plan, model, workload = LAYOUTS[name]
     for call, lr in (("lomo", 0.5), ("adalomo", 0.02)):
@@ -135,7 +136,7 @@ def test_lomo_and_adalomo_divided_are_the_same_training(name, corpus):
         assert off < 2e-4 * whole.moved
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", named(LAYOUTS))
 def test_traffic_and_memory_are_as_predicted(name, corpus):
     ranks, plan, model, workload = LAYOUTS[name]
     for call in ("lomo", "adalomo"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.crossings import named
 from tests.training import MODEL, experiment, make_trainer
 from tests.world import world
 
@@ -124,7 +125,7 @@ def measured(corpus):
     return run
 
 
-@pytest.mark.parametrize("name", [*ROWS, *LOW_ROWS, *PAIRS])
+@pytest.mark.parametrize("name", named([*ROWS, *LOW_ROWS, *PAIRS]))
 def test_calls_and_bytes_are_as_predicted(name, measured):
     predicted, ranks = measured(name)
     got: dict[tuple[str, int], list[float]] = {}
@@ -138,7 +139,7 @@ def test_calls_and_bytes_are_as_predicted(name, measured):
     assert {k: pytest.approx(v, abs=1e-6) for k, v in want.items()} == got
 
 
-@pytest.mark.parametrize("name", [*ROWS, *LOW_ROWS])
+@pytest.mark.parametrize("name", named([*ROWS, *LOW_ROWS]))
 def test_memory_by_category_is_as_predicted(name, measured):
     predicted, ranks = measured(name)
     sizes = [sum(held.values()) for _, held in ranks]

@@ -58,9 +58,10 @@ class _Entry:
 class Meter(TorchDispatchMode):
     """Use as a context manager around steps of ``model``.
 
-    Categories: parameters (gathered copies and those in the compute dtype included), gradients, optimizer, buffers, activations (made in forward),
-    temporaries (made in backward or in the update, recomputed activations included). What the tiered store marked as
-    host memory is no memory of the device: it is summed apart, even where the device is the CPU.
+    Categories: parameters (gathered copies and those in the compute dtype included), gradients, optimizer, buffers,
+    activations (made in forward), temporaries (made in backward or in the update, recomputed activations included).
+    What the tiered store marked as host memory is no memory of the device: it is summed apart, even where the device is
+    the CPU.
 
     With a ``limit`` in bytes the device has no more: ``torch.OutOfMemoryError`` is raised where live bytes exceed it.
     """
