@@ -9,6 +9,7 @@ from tests.training import experiment
 from tests.world import world
 
 from ridgeline.graph import training_graph
+from ridgeline.jobs.job import DissectOptions, RankContext
 from ridgeline.measure.dissect import MODULE, PHASE, Node, attribute, dissect_cell, flops, label
 from ridgeline.predict.common import rewritten
 from ridgeline.spec.result import PHASES, Result
@@ -16,7 +17,7 @@ from ridgeline.techniques.registry import check
 
 
 def dissect_rank(rank, e, trace):
-    return dissect_cell(e, torch.device("cpu"), rank, e.world, {"trace": trace, "profiled": 2}, lambda message: None)
+    return dissect_cell(e, DissectOptions(trace=trace, profiled=2), RankContext(torch.device("cpu"), rank, e.world))
 
 
 def dissect(e, trace):

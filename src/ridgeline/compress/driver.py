@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ridgeline.compress.calibration import SELF, Hidden, calibration_windows, load_text, own_windows
 from ridgeline.compress.output import Output, config_of, layer_of, their_tensors
 from ridgeline.compress.walk import ReadExpert, Walker
+from ridgeline.jobs.job import CompressOptions, Progress, RankContext
 from ridgeline.nn.checkpoint.checkpoint import Reader, config_dtype, load_checkpoint, save_checkpoint
 from ridgeline.nn.checkpoint.formats import Format, writer
 from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
@@ -48,11 +49,10 @@ GGUF = "gguf"
 """Format that is one file beside the checkpoint, converted from it at the end."""
 
 
-def compress(e: Experiment, device: torch.device, options: dict[str, Any], report: Any) -> dict[str, Any]:
-    """Compress ``workload.checkpoint`` by the plan into the folder ``options["out"]``; returns the report.
+def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict[str, Any]:
+    """Compress ``workload.checkpoint`` by the plan into the folder ``options.out``; returns the report.
 
-    Options: ``out``, ``format`` (see :mod:`ridgeline.nn.checkpoint.formats`, or "dense", "gguf"; None:
-    compressed-tensors, or our own where that cannot hold what the plan makes), ``resume``. Raises :class:`UserError`.
+    Raises :class:`UserError`.
     """
     e = normalize(e)
     made = check(e)
@@ -64,13 +64,13 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     spec = ModelSpec.from_path(source)
     require_twin(spec)
     own = any(t.own_format for t in made)
-    name = options.get("format") or (Ridgeline.name if own else CompressedTensors.name)
+    name = options.format or (Ridgeline.name if own else CompressedTensors.name)
     form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)
     if name == GGUF:
         require_gguf(spec)
     wide = dtype == torch.bfloat16 and name not in ("gptq", GGUF)
     scale_dtype = torch.bfloat16 if wide else torch.float16  # what the format stores, or the checkpoint
-    run = CompressBuild(e, spec, device, scale_dtype)
+    run = CompressBuild(e, spec, here.device, scale_dtype)
     for technique in made:
         technique.compress(run)
     if not (run.whole or run.at_site or run.before_block or run.after_block):
@@ -78,15 +78,15 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     windows = torch.empty(0, w.seq_len, dtype=torch.int64)  # weights alone: nothing passes through the model
     reading = time.perf_counter()
     if run.wants or run.whole or run.before_block or run.after_block:
-        report({"stage": "calibration text"})
+        here.report({"stage": "calibration text"})
         windows = own_windows(w) if w.data == SELF else calibration_windows(w, load_text(w, spec.vocab_size))
     reading = time.perf_counter() - reading
-    output = Output(Path(options["out"]), _identity(e, source, windows, options), options.get("resume", True))
+    output = Output(Path(options.out), _identity(e, source, windows, options), options.resume)
     if run.whole:
-        source = _whole(run, output, source, windows, report)
+        source = _whole(run, output, source, windows, here.report)
         spec = run.spec
     reader = Reader(source, spec)
-    records, coverage = _stream(run, spec, reader, dtype, form, windows, output, report)
+    records, coverage = _stream(run, spec, reader, dtype, form, windows, output, here.report)
     stored, inputs = _gathered(output)
     quantized = set(stored)
     dense = sorted(m for m in _linear_modules(spec) if m not in quantized)
@@ -98,7 +98,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     numel = {name: r.pop("numel") for name, r in weights.items()}
     result = {
         "schema": "ridgeline.compression/1", "plan": e.plan.strings(), "source": w.checkpoint,
-        "format": name, "out": str(options["out"]),
+        "format": name, "out": options.out,
         "calibration": {"data": w.data, "samples": w.samples, "seq_len": w.seq_len, "seed": w.seed,
                         "seconds": reading},
         "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
@@ -115,13 +115,13 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     return result
 
 
-def _identity(e: Experiment, source: Path, windows: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+def _identity(e: Experiment, source: Path, windows: Tensor, options: CompressOptions) -> dict[str, Any]:
     files = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.glob("*.safetensors"))
     text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-    return {"plan": e.plan.strings(), "files": files, "windows": text, "format": options.get("format")}
+    return {"plan": e.plan.strings(), "files": files, "windows": text, "format": options.format}
 
 
-def _whole(run: CompressBuild, output: Output, source: Path, windows: Tensor, report: Any) -> Path:
+def _whole(run: CompressBuild, output: Output, source: Path, windows: Tensor, report: Progress) -> Path:
     """Techniques that need the whole model at once; what they made is a checkpoint of its own from then on."""
     place = output.partial / "whole"
     if not (place / "config.json").is_file():
@@ -135,7 +135,7 @@ def _whole(run: CompressBuild, output: Output, source: Path, windows: Tensor, re
 
 def _stream(
     run: CompressBuild, spec: ModelSpec, reader: Reader, dtype: torch.dtype, form: Format | None, windows: Tensor,
-    output: Output, report: Any,
+    output: Output, report: Progress,
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:  # fmt: skip
     """All parts through the techniques; (records of layers, calibration rows of every expert)."""
     with torch.device("meta"):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ridgeline.jobs.job import DissectOptions, RankContext
 from ridgeline.measure.cells.training_cell import record_memory, timed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result, Row
@@ -68,19 +69,14 @@ class Node:
         return max(0.0, self.seconds - sum(c.seconds for c in self.children))
 
 
-def dissect_cell(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
-    """Bare steps, profiled steps, one metered step; returns a measured Result with its breakdown (as plain data).
-
-    Options: ``trace`` (Chrome trace file to write), ``profiled`` (steps under the profiler).
-    """
+def dissect_cell(e: Experiment, options: DissectOptions, here: RankContext) -> dict[str, Any]:
+    """Bare steps, profiled steps, one metered step; returns a measured Result with its breakdown (as plain data)."""
     start = time.perf_counter()
-    trainer = Trainer(e, device, rank, ranks)
-    result = timed(trainer, time.perf_counter() - start, options, report)
-    report({"stage": "profiling"})
-    count = int(options.get("profiled", 3))
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    trainer = Trainer(e, here.device, here.rank, here.ranks)
+    result = timed(trainer, time.perf_counter() - start, here.report)
+    here.report({"stage": "profiling"})
+    count = options.profiled
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if here.device.type == "cuda" else [])
     roots: list[Node] = []
     for _ in range(count):
         # One step a session, bare steps between: the profiler's own records break up the freed memory that large
@@ -94,16 +90,16 @@ def dissect_cell(
         ):
             _phased_step(trainer)
         roots += tree(profiler)
-        if options.get("trace") and rank == 0:
-            Path(options["trace"]).parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(options["trace"])
+        if options.trace and here.rank == 0:
+            Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(options.trace)
         del profiler
         gc.collect()
     rows, total = attribute(roots, count)
     result.breakdown = rows
     step = statistics.median(s.seconds for s in result.samples[len(result.samples) // 2 :])
     _finish(result, rows, total, step)
-    report({"stage": "memory"})
+    here.report({"stage": "memory"})
     record_memory(result, trainer)
     return result.model_dump(mode="json", by_alias=True)
 

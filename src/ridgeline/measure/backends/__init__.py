@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ridgeline.measure.backends.backend import Backend, Engine, always, only
 from ridgeline.spec.errors import Incompatible, UserError, unknown
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ridgeline.jobs.job import TrainOptions
     from ridgeline.techniques.technique import Technique
 
 __all__ = ["BACKENDS", "NATIVE", "Engine", "engine_versions", "make_engine", "require"]
@@ -115,7 +116,7 @@ SERVED: dict[str, Callable[[Technique, Experiment], str]] = {"flash_attention": 
 """What the baseline of serving has: static batches, and the library's attention."""
 
 
-def require(name: str, e: Experiment, options: dict[str, Any] | None = None) -> None:
+def require(name: str, e: Experiment, options: TrainOptions | None = None) -> None:
     """Raise :class:`UserError` unless the backend is known, can express the experiment and is installed.
 
     ``options``: those of a training job; a foreign engine keeps no checkpoints of ours and has no memory budget.
@@ -141,9 +142,9 @@ def require(name: str, e: Experiment, options: dict[str, Any] | None = None) -> 
                 f"drop it, or use --backend native; {name} has: {known}",
             )
         _say(name, t.card.name, says(t, e))
-    if (options or {}).get("save_every"):
+    if options and options.save_every:
         raise Incompatible(f"backend {name} keeps no checkpoints of this run", "drop --save-every (--out exports)")
-    if (options or {}).get("device_memory"):
+    if options and options.device_memory:
         raise Incompatible(f"backend {name} has no device memory budget", "drop --device-memory")
     missing = [p for p in backend.packages if find_spec(p) is None]
     if missing:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from ridgeline.jobs.job import Progress
 from ridgeline.measure.load.clock import run
 from ridgeline.measure.load.endpoint import Endpoint, refused
 from ridgeline.measure.load.http_client import Pool
@@ -16,8 +17,6 @@ from ridgeline.measure.load.prompts import Prompts
 from ridgeline.measure.load.record import Record
 from ridgeline.predict.serving.arrivals import Request
 from ridgeline.spec.errors import UserError
-
-Progress = Callable[[dict[str, object]], None]
 
 LEAD = 0.05
 """Seconds between the end of warm-up and the time that arrivals count from."""
