@@ -53,7 +53,7 @@ def serve(
     _require("fastapi")
     from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app
-    from ridgeline.serve.engine_loop import Limits
+    from ridgeline.serve.engine_loop import QueueLimits
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
     from ridgeline.spec.errors import UserError
@@ -64,7 +64,7 @@ def serve(
     body = number_of_bytes("--max-body", max_body)
     more = ("multi_adapter",) if adapters is not None or admin_keys else ()
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more)
-    limits = Limits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
+    limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)
     if adapters is not None:
         service.load_all(adapters)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ridgeline.measure.backends.backend import Backend, Engine, always, only
+from ridgeline.measure.backends.backend import BackendSpec, TrainingEngine, always, only
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import techniques
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.techniques.technique import Technique
 
-__all__ = ["BACKENDS", "NATIVE", "Engine", "engine_versions", "make_engine", "require"]
+__all__ = ["BACKENDS", "NATIVE", "TrainingEngine", "engine_versions", "make_engine", "require"]
 
 NATIVE = "native"
 
@@ -69,8 +69,8 @@ def _deepspeed_model(e: Experiment) -> str:
 BACKENDS = {
     b.name: b
     for b in (
-        Backend(NATIVE, "Ridgeline", "ridgeline.train.trainer:Trainer"),
-        Backend(
+        BackendSpec(NATIVE, "Ridgeline", "ridgeline.train.trainer:Trainer"),
+        BackendSpec(
             "hf", "Hugging Face Trainer", "ridgeline.measure.backends.hf:HuggingFace",
             ("transformers", "accelerate"), "hf",
             expresses={
@@ -84,7 +84,7 @@ BACKENDS = {
             },
             model=_hf_model,
         ),
-        Backend(
+        BackendSpec(
             "deepspeed", "DeepSpeed", "ridgeline.measure.backends.deepspeed_engine:DeepSpeed",
             ("deepspeed",), "deepspeed",
             expresses={
@@ -101,11 +101,11 @@ BACKENDS = {
             },
             model=_deepspeed_model,
         ),
-        Backend("megatron-core", "Megatron-Core", refused=(
+        BackendSpec("megatron-core", "Megatron-Core", refused=(
             "its layers need CUDA (GPTModel and its random-number tracker assert it; tried: 0.16 on CPU), so a "
             "comparison could not be tested here; use --backend deepspeed or native, or `ridgeline predict` with "
             "--with megatron_ptdp")),
-        Backend("torchtitan", "TorchTitan", refused=(
+        BackendSpec("torchtitan", "TorchTitan", refused=(
             "its wheel imports Triton without declaring it and its training needs CUDA (tried: 0.3), so a comparison "
             "could not be tested here; the native engine stands on the same PyTorch parts: use --backend native")),
     )
@@ -159,10 +159,10 @@ def _say(backend: str, technique: str, said: str) -> None:
         raise Incompatible(f"backend {backend}: {technique + ': ' if technique else ''}{why}", mend)
 
 
-def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> Engine:
+def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> TrainingEngine:
     """One rank of the backend's engine, ready to train."""
     module, _, attribute = BACKENDS[name].engine.partition(":")
-    engine: Engine = getattr(importlib.import_module(module), attribute)(e, device, rank, world)
+    engine: TrainingEngine = getattr(importlib.import_module(module), attribute)(e, device, rank, world)
     return engine
 
 

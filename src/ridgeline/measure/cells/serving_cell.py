@@ -27,9 +27,9 @@ from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import make_engine, make_follower
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine import Engine
-from ridgeline.serve.engine_loop import EngineLoop, Limits
+from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
 from ridgeline.serve.metrics import Metrics
-from ridgeline.serve.runner import Step
+from ridgeline.serve.runner import PackedStep
 from ridgeline.serve.server import Server
 from ridgeline.serve.service import Service
 from ridgeline.spec.errors import UserError
@@ -81,7 +81,8 @@ def serve_and_ask(e: Experiment, device: torch.device, report: Progress) -> Resu
     report({"stage": "loading"})
     engine = make_engine(e, device)
     sent = _count(engine) if e.world > 1 else {}
-    loop = EngineLoop(engine, Limits(None, None, None, 600.0), Metrics())  # nothing is turned away: it is to be timed
+    nothing_is_refused = QueueLimits(None, None, None, 600.0)
+    loop = EngineLoop(engine, nothing_is_refused, Metrics())
     server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
     client = threading.Thread(target=_ask, args=(server, e, report), name="client", daemon=True)
     server.setup = lambda: time.perf_counter() - begun
@@ -103,7 +104,7 @@ def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
     """What rank 0 sends in collectives in a step of one token, known when there was one; the warm-up has some."""
     plain, sent = engine.runner.execute, {}
 
-    def counted(step: Step) -> Tensor:
+    def counted(step: PackedStep) -> Tensor:
         if len(step.ids) > 1:
             return plain(step)
         with Wire() as wire:

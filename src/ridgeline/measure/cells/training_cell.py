@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ridgeline.jobs.job import CellOptions, Progress, RankContext
-from ridgeline.measure.backends import Engine, engine_versions, make_engine
+from ridgeline.measure.backends import TrainingEngine, engine_versions, make_engine
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.wire import Wire
 from ridgeline.nn.memory.meter import Meter, Usage, process_memory
@@ -35,7 +35,7 @@ def training_cell(e: Experiment, options: CellOptions, here: RankContext) -> dic
     return result.model_dump(mode="json", by_alias=True)
 
 
-def timed(trainer: Engine, setup: float, report: Progress, repeat: int = 0) -> Result:
+def timed(trainer: TrainingEngine, setup: float, report: Progress, repeat: int = 0) -> Result:
     """Run the engine's steps bare; a measured Result with one sample per step. ``setup``: seconds before."""
     e, device, ranks = trainer.experiment, trainer.device, trainer.world
     if device.type == "cuda":
