@@ -33,16 +33,7 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
     e = normalize(e)
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
-    dtype = DTYPES[e.dtype]
-    if w.checkpoint:
-        model = load_packed(Path(w.checkpoint), dtype, device)
-    else:
-        model = build(e.model, device, dtype, w.seed)
-    model.set_attention("naive")
-    model.requires_grad_(False)
-    run = Build(e, model, device)
-    for technique in check(e):
-        technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
+    run = _built(e, w, device)
     batch = e.micro_batch_size
     generator = torch.Generator().manual_seed(w.seed + here.rank)
     prompt = torch.randint(e.model.vocab_size, (batch, w.prompt_len), generator=generator).to(device)
@@ -60,8 +51,8 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
             samples += [
                 Sample(step=i, seconds=t, tokens=batch * ranks, repeat=options.repeat) for i, t in enumerate(times)
             ]
-        meter = Meter(model)
-        meter.register(model.parameters(), "parameters")
+        meter = Meter(run.model)
+        meter.register(run.model.parameters(), "parameters")
         with meter:
             timed_generation(run.model, prompt, min(2, w.output_len))
     steps = max(1, w.output_len - 1)
@@ -95,6 +86,21 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
     balanced = abs(rate * end - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
     result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=rate * end))
     return result.model_dump(mode="json", by_alias=True)
+
+
+def _built(e: Experiment, w: Generate, device: torch.device) -> Build:
+    """The model with the plan's techniques."""
+    dtype = DTYPES[e.dtype]
+    if w.checkpoint:
+        model = load_packed(Path(w.checkpoint), dtype, device)
+    else:
+        model = build(e.model, device, dtype, w.seed)
+    model.set_attention("naive")
+    model.requires_grad_(False)
+    run = Build(e, model, device)
+    for technique in check(e):
+        technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
+    return run
 
 
 @torch.inference_mode()
