@@ -28,6 +28,7 @@ import torch
 
 from ridgeline.compress.calibration import held_out_windows, load_text
 from ridgeline.compress.driver import compress
+from ridgeline.jobs.job import CompressOptions, RankContext
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
@@ -156,8 +157,8 @@ class Runs:
             out = self.folder / "out"
             e = Experiment(model=self.spec, cluster=Cluster(device=CPU), workload=self.workload(seed),
                            plan=Plan.parse(plan))  # fmt: skip
-            options = {"out": str(out), "format": "ridgeline", "resume": False}
-            reports.append(compress(e, torch.device("cpu"), options, lambda message: None))
+            options = CompressOptions(out=str(out), format="ridgeline", resume=False)
+            reports.append(compress(e, options, RankContext(torch.device("cpu"))))
             inputs = json.loads((out / "config.json").read_text()).get("quantization_config", {}).get("inputs")
             model = load_packed(out, torch.float32, fast=False) if inputs else load_checkpoint(out, torch.float32)
             losses.append(window_losses(model, self.windows))

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from ridgeline.compress.calibration import calibration_windows, held_out_windows, load_text
-from ridgeline.jobs.launch import Job, run_job
+from ridgeline.jobs.job import CompressOptions, LaunchJob
+from ridgeline.jobs.launch import run_job
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.perplexity import window_losses
 from ridgeline.measure.stats import perplexity, perplexity_ratio
@@ -53,7 +54,7 @@ def experiment(checkpoint: Path, plan: list[str], a: argparse.Namespace) -> Expe
 def ours(method: str, bits: int, symmetric: bool, out: Path, a: argparse.Namespace) -> dict[str, Any]:
     call = f"{OURS[method]}:bits={bits},group_size={a.group},symmetric={str(symmetric).lower()}"
     e = experiment(a.checkpoint, [call], a)
-    said = run_job(Job("compress", e, {"out": str(out), "resume": False}), lambda message: None)
+    said = run_job(LaunchJob("compress", e, CompressOptions(out=str(out), resume=False)), lambda message: None)
     seconds = said["seconds"] - said["calibration"]["seconds"]
     return {"version": "this one", "seconds": seconds, "peak_rss_bytes": said["peak_rss_bytes"],
             "bits_per_weight": said["bits_per_weight"]}  # fmt: skip

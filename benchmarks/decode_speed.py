@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.probe import device_of
 from ridgeline.measure.probing.probe_worker import probe_rank
-from ridgeline.nn.memory.meter import keep_freed_memory
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.predict import predict

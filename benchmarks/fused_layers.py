@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import functions, native
-from ridgeline.nn.memory.meter import keep_freed_memory
 from ridgeline.nn.model import fused
 from ridgeline.nn.model.attention import Backend, Mask, naive_attention
 from ridgeline.nn.model.init import build

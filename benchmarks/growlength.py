@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.environment import fingerprint
-from ridgeline.nn.memory.meter import keep_freed_memory
 from ridgeline.predict import predict
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment

@@ -41,7 +41,7 @@ from ridgeline.nn.model.init import build
 from ridgeline.serve import topk
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine, make_engine
 from ridgeline.serve.engine import Engine
-from ridgeline.serve.request import Request, Sampling
+from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
@@ -72,7 +72,7 @@ def ratios(times: Times, of: str) -> dict[str, dict[str, float]]:
     return out
 
 
-def serve(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+def serve(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[int]]:
     """Serve to the end → tokens by request."""
     for r in requests:
         engine.add(r)
@@ -84,11 +84,11 @@ def serve(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     return out
 
 
-def greedy(name: str, prompt: list[int], new: int) -> Request:
-    return Request(name, prompt, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))
+def greedy(name: str, prompt: list[int], new: int) -> EngineRequest:
+    return EngineRequest(name, prompt, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))
 
 
-def trace(count: int, vocab: int, longest: int, seed: int = 0) -> list[Request]:
+def trace(count: int, vocab: int, longest: int, seed: int = 0) -> list[EngineRequest]:
     """Requests of log-normal lengths, as conversations have (medians 64 in, 48 out, sigma 0.9)."""
     rng = random.Random(seed)
     out = []
@@ -145,7 +145,7 @@ def offline(checkpoint: Path, rounds: int, count: int = 200, batch: int = 32) ->
     return result
 
 
-def continuous(model: Any, requests: list[Request], batch: int) -> dict[str, Any]:
+def continuous(model: Any, requests: list[EngineRequest], batch: int) -> dict[str, Any]:
     """The library's continuous batching on the same trace."""
     from transformers import GenerationConfig
 
@@ -258,7 +258,7 @@ def _packed(
     def embed(name: str) -> None:
         engine, said[name] = engines[name], {}
         for i, p in enumerate(prompts):
-            engine.add(Request(str(i), p, embed=True))
+            engine.add(EngineRequest(str(i), p, embed=True))
         while engine.has_work():
             said[name].update({e.request: torch.tensor(e.embedding) for e in engine.step()})
 

@@ -7,6 +7,7 @@ import torch
 from ridgeline import experiments
 from ridgeline.compress.driver import compress
 from ridgeline.data.batches import train_tokenizer
+from ridgeline.jobs.job import CompressOptions, RankContext
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
 from ridgeline.spec.model import ModelSpec
@@ -50,4 +51,4 @@ def squeeze(source, out, *calls, form="ridgeline", report=lambda message: None, 
     """Compress ``source`` into ``out`` by the plan ``calls``; returns the report."""
     data = text(Path(out).parent)
     e = experiments.make(str(source), "a100", workload(source, data, **fields), list(calls))
-    return compress(e, torch.device("cpu"), {"out": str(out), "format": form}, report)
+    return compress(e, CompressOptions(out=str(out), format=form), RankContext(torch.device("cpu"), report=report))

@@ -8,7 +8,7 @@ from ridgeline import catalog
 from ridgeline.nn.checkpoint.peft import save_lora, save_own, state_of
 from ridgeline.nn.model.init import build
 from ridgeline.serve.build_engine import DEFAULT_PLAN, make_engine
-from ridgeline.serve.request import Request, Sampling
+from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
@@ -129,7 +129,7 @@ def greedy(made, prompt, new, ends=()):
 
 def ask(name, prompt, new=8, **fields):
     """A request, greedy if nothing else is said."""
-    return Request(name, prompt, Sampling(**{"max_tokens": new, "temperature": 0.0, **fields}))
+    return EngineRequest(name, prompt, Sampling(**{"max_tokens": new, "temperature": 0.0, **fields}))
 
 
 @torch.inference_mode()
@@ -138,13 +138,15 @@ def alone(made, request, ends=()):
     import random
 
     from ridgeline.serve.sampler import Sampler
-    from ridgeline.serve.sequence import Group, Sequence
+    from ridgeline.serve.sequence import Sequence, SequenceGroup
 
     s = request.sampling
     sampler = Sampler(frozenset(ends), hierarchical=False)
     out = {}
     for index in range(s.n):
-        seq = Sequence(Group(request, s.seed or 0), index, list(request.prompt), rng=random.Random(f"{s.seed}/{index}"))
+        seq = Sequence(
+            SequenceGroup(request, s.seed or 0), index, list(request.prompt), rng=random.Random(f"{s.seed}/{index}")
+        )
         while True:
             logits = made(torch.tensor([seq.tokens]))[:, -1].clone()
             (token,) = sampler(logits, [seq])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from tests.world import world
 
-from ridgeline.data.batches import IGNORE
-from ridgeline.runtime.train_build import Batch, Batches
+from ridgeline.data.batches import IGNORE, Batch
+from ridgeline.runtime.train_build import Batches
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec

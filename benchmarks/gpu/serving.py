@@ -25,7 +25,7 @@ from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
-from ridgeline.serve.request import Request, Sampling
+from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.model import ModelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,7 +52,7 @@ def ours(folder: Path, args: argparse.Namespace, batch: int, plan: list[str]) ->
     sampling = Sampling(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts(engine.spec, batch, args.prompt_len)):
-        engine.add(Request(str(i), prompt, sampling))
+        engine.add(EngineRequest(str(i), prompt, sampling))
         said[str(i)] = []
     times = []
     while engine.has_work():

@@ -14,6 +14,7 @@ from ridgeline.compress.calibration import Hidden, calibration_windows
 from ridgeline.compress.driver import compress
 from ridgeline.compress.walk import Walker
 from ridgeline.data.batches import load_tokens
+from ridgeline.jobs.job import CompressOptions, RankContext
 from ridgeline.nn import build, save_checkpoint
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.runtime.compress_build import CompressBuild
@@ -75,7 +76,7 @@ class Bench:
     ) -> dict[str, Any]:
         """The report of a compression into ``out``."""
         e = self.experiment(checkpoint, *plan, **workload)
-        return compress(e, torch.device("cpu"), {"out": str(out), "format": format}, lambda message: None)
+        return compress(e, CompressOptions(out=str(out), format=format), RankContext(torch.device("cpu")))
 
     def walk(self, checkpoint: Path, *plan: str, **workload: Any) -> tuple[torch.Tensor, torch.Tensor, Walker, Any]:
         """(hidden states behind the last block as the compressed model computes them, those of the original, the

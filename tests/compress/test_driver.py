@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from safetensors.torch import load_file, save_file
 from ridgeline.compress import driver as driving
 from ridgeline.compress.calibration import Hidden, calibration_windows, held_out_windows, load_text, own_windows
 from ridgeline.compress.driver import compress
+from ridgeline.jobs.job import CompressOptions, RankContext
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.nn.quant.packed import unpack_bits
 from ridgeline.runtime.solve.grid import Affine, nearest
 from ridgeline.spec.errors import UserError
 
 GPTQ = "gptq:bits=4,group_size=32"
+CPU = torch.device("cpu")
 
 
 def tensors_of(folder):
@@ -98,12 +101,12 @@ def test_resumes_where_it_was_stopped(bench, tmp_path, experts):
             if message["step"] == 1:
                 raise KeyboardInterrupt
 
-    e, options = bench.experiment(path, GPTQ), {"out": str(tmp_path / "out")}
+    e, options = bench.experiment(path, GPTQ), CompressOptions(out=str(tmp_path / "out"))
     with pytest.raises(KeyboardInterrupt):
-        compress(e, torch.device("cpu"), options, stop)
+        compress(e, options, RankContext(CPU, report=stop))
     assert not (tmp_path / "out").exists()
     visited = []
-    compress(e, torch.device("cpu"), options, lambda m: visited.append(m.get("layer", "")))
+    compress(e, options, RankContext(CPU, report=lambda m: visited.append(m.get("layer", ""))))
     assert {name.split(".")[1] for name in visited if name} == {"1"}  # block 0 was only passed through
     assert same_files(tmp_path / "whole", tmp_path / "out")
     layers = json.loads((tmp_path / "out" / "ridgeline.json").read_text())["layers"]
@@ -118,13 +121,13 @@ def test_another_plan_does_not_go_on_with_what_lies_there(bench, tmp_path):
         if message.get("step") == 1:
             raise KeyboardInterrupt
 
-    options = {"out": str(tmp_path / "out")}
+    options = CompressOptions(out=str(tmp_path / "out"))
     with pytest.raises(KeyboardInterrupt):
-        compress(bench.experiment(path, GPTQ), torch.device("cpu"), options, stop)
+        compress(bench.experiment(path, GPTQ), options, RankContext(CPU, report=stop))
     other = bench.experiment(path, "gptq:bits=3,group_size=32")
     with pytest.raises(UserError, match="another compression that was stopped"):
-        compress(other, torch.device("cpu"), options, lambda m: None)
-    report = compress(other, torch.device("cpu"), {**options, "resume": False}, lambda m: None)
+        compress(other, options, RankContext(CPU))
+    report = compress(other, replace(options, resume=False), RankContext(CPU))
     assert report["bits_per_weight"] == 3.5
 
 
@@ -286,7 +289,7 @@ def test_a_model_may_write_its_own_calibration_text(bench, tmp_path):
     assert len(windows[:, 0].unique()) > 1
     e = bench.experiment(path, GPTQ, samples=6)
     e = e.model_copy(update={"workload": e.workload.model_copy(update={"data": "self"})})
-    report = compress(e, torch.device("cpu"), {"out": str(tmp_path / "out")}, lambda m: None)
+    report = compress(e, CompressOptions(out=str(tmp_path / "out")), RankContext(CPU))
     assert all(la["tokens"] == 6 * 32 for la in report["layers"])
 
 

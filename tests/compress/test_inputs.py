@@ -9,6 +9,7 @@ from tests.compress.conftest import with_outliers
 from ridgeline import experiments
 from ridgeline.compress.calibration import calibration_windows
 from ridgeline.data.batches import load_tokens
+from ridgeline.jobs.job import CompressOptions, RankContext
 from ridgeline.nn import build
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.nn.checkpoint.formats import reader
@@ -171,10 +172,10 @@ def test_a_compression_that_was_stopped_goes_on_with_the_inputs_it_had_decided(b
     from ridgeline.compress.driver import compress
 
     e = bench.experiment(planted[1], plan)
-    options = {"out": str(tmp_path / "parts"), "format": "compressed-tensors"}
+    options = CompressOptions(out=str(tmp_path / "parts"), format="compressed-tensors")
     with pytest.raises(Stop):
-        compress(e, torch.device("cpu"), options, stop)
-    compress(e, torch.device("cpu"), options, lambda message: None)
+        compress(e, options, RankContext(torch.device("cpu"), report=stop))
+    compress(e, options, RankContext(torch.device("cpu")))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for file in sorted(whole.glob("*.safetensors")):
         assert file.read_bytes() == (parts / file.name).read_bytes()

@@ -10,8 +10,9 @@ from tests.training import MODEL, experiment
 
 from ridgeline import catalog
 from ridgeline.experiments import load_ablation
+from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.ablate import CellRef, cell_file, order, require_local, run_ablation
-from ridgeline.measure.cells.training_cell import measure_cell
+from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
 from ridgeline.spec.ablation import Ablation
 from ridgeline.spec.device import Cluster
@@ -120,7 +121,7 @@ def test_the_order_is_abba():
 
 
 def cell(e, repeat=0):
-    run = measure_cell(e, torch.device("cpu"), 0, 1, {"repeat": repeat}, lambda message: None)
+    run = training_cell(e, CellOptions(repeat=repeat), RankContext(torch.device("cpu")))
     return Result.model_validate(run)
 
 

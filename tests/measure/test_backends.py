@@ -7,10 +7,11 @@ import sys
 import pytest
 from tests.training import MODEL, experiment, train
 
+from ridgeline.jobs.job import CellOptions, RankContext, TrainOptions, train_job
 from ridgeline.measure import backends
 from ridgeline.measure.ablate import require_local
 from ridgeline.measure.backends import BACKENDS, require
-from ridgeline.measure.cells.training_cell import measure_cell
+from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.result import Result
 from ridgeline.techniques.registry import registry
@@ -42,7 +43,7 @@ REFUSED = [
 def test_what_a_backend_lacks_is_refused_with_the_reason(name, plan, ranks, options, says, corpus, monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda package: object())
     with pytest.raises(UserError) as error:
-        require(name, experiment(corpus, *plan, ranks=ranks), options)
+        require(name, experiment(corpus, *plan, ranks=ranks), TrainOptions(**options))
     assert error.value.fix
     for text in says:
         assert text in str(error.value)
@@ -89,7 +90,7 @@ def losses_of(name, e):
     import torch
 
     result = Result.model_validate(
-        measure_cell(e, torch.device("cpu"), 0, 1, {"backend": name, "memory": False}, lambda message: None)
+        training_cell(e, CellOptions(backend=name, memory=False), RankContext(torch.device("cpu")))
     )
     assert result.environment["backend"] == name
     assert all(c.passed or c.name == "step times add up to wall time" for c in result.checks)
@@ -126,11 +127,11 @@ def test_peft_trains_the_same_curve(corpus):
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 @pytest.mark.parametrize("plan", [("zero:stage=2",), ("zero:stage=3",)], ids=" ".join)
 def test_deepspeed_trains_the_same_curve(plan, corpus):
-    from ridgeline.jobs.launch import Job, run_job
+    from ridgeline.jobs.launch import run_job
 
     e = experiment(corpus, *plan, ranks=2, grad_clip=0.2, micro_batch_size=1, lr=1e-2)
     ours = train(e, uneven=False)
-    theirs = run_job(Job("train", e, {"backend": "deepspeed"}, ranks=2))
+    theirs = run_job(train_job(e, TrainOptions(backend="deepspeed")))
     assert theirs["losses"] == pytest.approx(ours.losses, rel=1e-5)
     assert theirs["backend"] == "deepspeed"
     assert json.dumps(theirs)

@@ -15,6 +15,7 @@ from ridgeline import catalog, experiments
 from ridgeline.compress.calibration import held_out_windows, load_text, windows_of
 from ridgeline.compress.driver import compress
 from ridgeline.data.batches import load_tokenizer
+from ridgeline.jobs.job import CellOptions, CompressOptions, EvaluateOptions, RankContext
 from ridgeline.measure.ablate import run_ablation
 from ridgeline.measure.cells.compression_cell import compression_cell
 from ridgeline.measure.evaluation import evaluate, stored_size
@@ -32,6 +33,8 @@ from ridgeline.spec.result import Result
 from ridgeline.techniques.matrix import CPU
 from ridgeline.techniques.registry import normalize
 
+HERE = RankContext(torch.device("cpu"))
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
@@ -39,8 +42,9 @@ def bench(tmp_path_factory):
 
 
 def options(checkpoint, text, **changes):
-    return {"checkpoint": str(checkpoint), "text": text, "seq_len": 32, "windows": 12, "tokenizer": None,
-            "against": None, "prompt_len": 8, "output_len": 4, **changes}  # fmt: skip
+    return EvaluateOptions(
+        checkpoint=str(checkpoint), text=text, seq_len=32, windows=12, prompt_len=8, output_len=4, **changes
+    )
 
 
 def test_window_losses_are_cross_entropy(bench):
@@ -70,7 +74,7 @@ def test_perplexity_and_its_interval():
 def test_evaluation_against_the_dense_model(bench, tmp_path):
     path = bench.checkpoint(20)
     bench.compress(path, tmp_path / "out", "gptq:bits=2,group_size=32")
-    found = evaluate(options(tmp_path / "out", bench.text, against=str(path)), torch.device("cpu"), lambda m: None)
+    found = evaluate(None, options(tmp_path / "out", bench.text, against=str(path)), HERE)
     assert found["bits_per_weight"] == 2.5
     tensors = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
     assert 0 < tensors - found["checkpoint_bytes"] < 20_000  # headers
@@ -88,11 +92,11 @@ def test_evaluation_says_what_is_wrong(bench, tmp_path):
         windows_of(np.arange(100), 64, 9, "short")
     small = bench.checkpoint(vocab_size=280)
     with pytest.raises(UserError, match="makes token ids up to"):
-        evaluate(options(small, bench.text, tokenizer=str(path)), torch.device("cpu"), print)
+        evaluate(None, options(small, bench.text, tokenizer=str(path)), HERE)
     naked = shutil.copytree(path, tmp_path / "naked")
     (naked / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
-        evaluate(options(naked, bench.text), torch.device("cpu"), print)
+        evaluate(None, options(naked, bench.text), HERE)
 
 
 def test_tasks_need_the_harness(monkeypatch):
@@ -138,10 +142,10 @@ def test_tasks_of_the_harness(bench, tmp_path, monkeypatch):
 )
 def test_cell_of_a_plan(bench, call, bits, slack, tmp_path):
     e = bench.experiment(bench.checkpoint(20), call, eval_windows=8)
-    r = Result.model_validate(compression_cell(e, torch.device("cpu"), 0, 1, {}, lambda m: None))
+    r = Result.model_validate(compression_cell(e, CellOptions(), HERE))
     assert r.metric("bits_per_weight") == pytest.approx(bits, rel=slack, abs=0)
     place = tmp_path / "out"
-    compress(normalize(e), torch.device("cpu"), {"out": str(place), "resume": False}, lambda m: None)
+    compress(normalize(e), CompressOptions(out=str(place), resume=False), HERE)
     windows = held_out_windows(e.workload, load_text(e.workload, e.model.vocab_size))
     ids = windows.long()
     with torch.no_grad():
@@ -161,7 +165,7 @@ def test_a_cell_needs_a_checkpoint(bench):
     e = bench.experiment(bench.checkpoint(20), "gptq:bits=4,group_size=32")
     without = e.model_copy(update={"workload": e.workload.model_copy(update={"checkpoint": None})})
     with pytest.raises(UserError, match="no checkpoint"):
-        compression_cell(without, torch.device("cpu"), 0, 1, {}, print)
+        compression_cell(without, CellOptions(), HERE)
 
 
 def test_ablation_of_compressions(bench, tmp_path, monkeypatch):

@@ -9,14 +9,15 @@ from tests.training import experiment
 from tests.world import world
 
 from ridgeline.graph import training_graph
-from ridgeline.measure.dissect import MODULE, PHASE, Node, attribute, dissect_cell, flops, label
+from ridgeline.jobs.job import DissectOptions, RankContext
+from ridgeline.measure.dissect import MODULE, PHASE, ProfileNode, attribute, dissect_cell, flops, label
 from ridgeline.predict.common import rewritten
 from ridgeline.spec.result import PHASES, Result
 from ridgeline.techniques.registry import check
 
 
 def dissect_rank(rank, e, trace):
-    return dissect_cell(e, torch.device("cpu"), rank, e.world, {"trace": trace, "profiled": 2}, lambda message: None)
+    return dissect_cell(e, DissectOptions(trace=trace, profiled=2), RankContext(torch.device("cpu"), rank, e.world))
 
 
 def dissect(e, trace):
@@ -79,7 +80,7 @@ def test_rows_are_the_time_that_operators_do_not_spend_in_others():
     time that nobody accounts for."""
 
     def node(name, seconds, *children, sequence=-1):
-        return Node(name, 0.0, seconds, sequence, [], [], list(children))
+        return ProfileNode(name, 0.0, seconds, sequence, [], [], list(children))
 
     def step(more):
         forward = node("aten::linear", 3.0, node("aten::mm", 2.0 + more), sequence=7)

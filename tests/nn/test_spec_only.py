@@ -9,6 +9,7 @@ from tests.compressing import squeeze
 
 from ridgeline.cli import app
 from ridgeline.data.batches import train_tokenizer
+from ridgeline.jobs.job import EvaluateOptions, RankContext
 from ridgeline.measure.evaluation import evaluate
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
 from ridgeline.nn.quant.packed_model import load_packed
@@ -51,8 +52,8 @@ LOADS = {
     "checkpoint": load_checkpoint,
     "packed": load_packed,
     "compress": lambda p: squeeze(p, p.parent / "out", "rtn"),
-    "eval": lambda p: evaluate({"checkpoint": str(p), "text": str(p.parent / "text.txt"), "seq_len": 16, "windows": 2,
-                                "prompt_len": 4, "output_len": 2}, torch.device("cpu"), print),
+    "eval": lambda p: evaluate(None, EvaluateOptions(checkpoint=str(p), text=str(p.parent / "text.txt")),
+                               RankContext(torch.device("cpu"))),
     "merge": lambda p: merged_model(p, p),
     "generate": lambda p: command("generate", p, "--prompt", "a"),
     "serve": lambda p: command("serve", p, "--port", 0),

@@ -17,7 +17,7 @@ from tests.compressing import LLAMA, checkpoint
 from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
-from ridgeline.serve.engine_loop import Limits
+from ridgeline.serve.engine_loop import QueueLimits
 from ridgeline.serve.server import Server, make_service
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.registry import make
@@ -83,7 +83,7 @@ class Running:
         self.engine = load_engine(
             folder, [*DEFAULT_PLAN, *plan], **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload}
         )
-        self.service = make_service(self.engine, folder, limits or Limits(), name="tiny")
+        self.service = make_service(self.engine, folder, limits or QueueLimits(), name="tiny")
         self.loop = self.service.loop
         self.app = create_app(self.service, keys, admin, max_body)
         self._said = threading.Event()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.serving import adapted, adapters_in, ask, engine, greedy, model, run
 
-from ridgeline.serve.request import Invalid, Request
+from ridgeline.serve.request import EngineRequest, Invalid
 from ridgeline.spec.errors import UserError
 
 
@@ -114,7 +114,7 @@ def test_an_encoder_reads_for_all_its_tasks_in_one_batch(tmp_path):
     for name, folder in kinds.items():
         eng.load_adapter(name, folder)
     prompts = {name: [(7 * j + i) % 300 for j in range(5 + 2 * i)] for i, name in enumerate(["", *kinds])}
-    _, events = run(eng, *[Request(f"r{n}", p, adapter=n, embed=True) for n, p in prompts.items()])
+    _, events = run(eng, *[EngineRequest(f"r{n}", p, adapter=n, embed=True) for n, p in prompts.items()])
     assert len(events) == len(prompts)
     found = {e.request[1:]: torch.tensor(e.embedding, dtype=torch.float64) for e in events}
     for name, prompt in prompts.items():

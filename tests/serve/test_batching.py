@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
-from ridgeline.serve.batching import Batches, CostTable, free, measure_costs
-from ridgeline.serve.request import Request
-from ridgeline.serve.sequence import Group, Sequence
+from ridgeline.serve.batching import CostOrderedBatches, CostTable, free, measure_costs
+from ridgeline.serve.request import EngineRequest
+from ridgeline.serve.sequence import Sequence, SequenceGroup
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.scheduling import Limits
 from ridgeline.techniques.serving.length_dp import dp_batches
@@ -77,14 +77,14 @@ def test_the_table_holds_what_was_measured_and_never_falls(measured):
 
 
 def waiting(*lengths):
-    return deque(Sequence(Group(Request("", [0] * n), 0), i, [0] * n) for i, n in enumerate(lengths))
+    return deque(Sequence(SequenceGroup(EngineRequest("", [0] * n), 0), i, [0] * n) for i, n in enumerate(lengths))
 
 
 def test_a_cut_queue_is_served_whole_before_later_arrivals_and_the_oldest_first():
     def cost(length, batch):  # like lengths go together
         return length * batch + 3
 
-    policy = Batches(lambda lengths, tasks, shared, own: dp_batches(lengths, shared), Limits(), cost, free)
+    policy = CostOrderedBatches(lambda lengths, tasks, shared, own: dp_batches(lengths, shared), Limits(), cost, free)
     queue = waiting(50, 2, 51, 3, 2)
     assert policy(queue) == 2
     assert [s.index for s in queue][:2] == [0, 2]
@@ -129,7 +129,7 @@ def test_an_encoders_batches_are_the_cut_ones():
     eng = engine(made, "-padding_free", "length_dp", max_num_batched_tokens=256)
     eng.scheduler.order.shared = lambda length, batch: length * batch + 3
     for i, n in enumerate((60, 3, 61, 4, 3)):
-        eng.add(Request(str(i), [1 + i] * n, embed=True))
+        eng.add(EngineRequest(str(i), [1 + i] * n, embed=True))
     steps = []
     while eng.has_work():
         steps.append({e.request: e.embedding for e in eng.step()})

@@ -4,12 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.serve.block_manager import Blocks, runs
-from ridgeline.serve.request import Request
-from ridgeline.serve.sequence import Group, Sequence
+from ridgeline.serve.request import EngineRequest
+from ridgeline.serve.sequence import Sequence, SequenceGroup
 
 
 def seq(tokens, salt=b""):
-    return Sequence(Group(Request("r", tokens), 0, scope=salt), 0, list(tokens))
+    return Sequence(SequenceGroup(EngineRequest("r", tokens), 0, scope=salt), 0, list(tokens))
 
 
 def compute(blocks, s, n=None, expect=0):

@@ -12,8 +12,8 @@ from tests.serve.test_reliability import Slow, call, error, opened
 
 from ridgeline.serve import detokenize as text
 from ridgeline.serve.bodies import WrongBody, parse
-from ridgeline.serve.engine_loop import Limits
-from ridgeline.serve.openai import ChatCompletion, Completion, Detokenize, Embedding
+from ridgeline.serve.engine_loop import QueueLimits
+from ridgeline.serve.openai import ChatCompletion, Completion, Detokenize, EmbeddingRequest
 
 JSON = "application/json"
 
@@ -31,7 +31,7 @@ FAULTS = {
     "tokens": (Completion, {"prompt": [-1] * MANY}),
     "batches": (Completion, {"prompt": [[-1] * (CONTEXT - 1)] * 200}),
     "texts": (Completion, {"prompt": ["a", *[1] * 200]}),
-    "inputs": (Embedding, {"input": [-1] * MANY}),
+    "inputs": (EmbeddingRequest, {"input": [-1] * MANY}),
     "ids": (Detokenize, {"tokens": [-1] * MANY}),
     "stops": (Completion, {"prompt": "a", "stop_token_ids": [-1] * MANY}),
     "biases": (Completion, {"prompt": "a", "logit_bias": {f"a{i}": 1 for i in range(MANY)}}),
@@ -151,8 +151,8 @@ def test_a_tokenizer_neither_pads_nor_cuts(server):
 def jobs(monkeypatch):
     """How many jobs have been made."""
     made = []
-    real = text.Job.__post_init__
-    monkeypatch.setattr(text.Job, "__post_init__", lambda self: (made.append(1), real(self)))
+    real = text.ServeJob.__post_init__
+    monkeypatch.setattr(text.ServeJob, "__post_init__", lambda self: (made.append(1), real(self)))
     return made
 
 
@@ -174,7 +174,7 @@ def test_outputs_are_counted_before_anything_is_made_of_them(server, counting, j
 
 
 def test_beams_and_candidates_count_in_the_queue(folder):
-    with running(folder, limits=Limits(queued_requests=6), max_num_seqs=1) as server, Slow(server.engine, 0.01):
+    with running(folder, limits=QueueLimits(queued_requests=6), max_num_seqs=1) as server, Slow(server.engine, 0.01):
         holder = opened(server, {"prompt": "a", "max_tokens": 200, "ignore_eos": True})
         server.wait(lambda: server.loop.stats.running == 1 and server.loop.queued == (0, 0))
         second = opened(server, {"prompt": "b", "max_tokens": 2, "n": 1, "best_of": 4})
@@ -187,7 +187,7 @@ def test_beams_and_candidates_count_in_the_queue(folder):
 
 
 def test_all_prompt_tokens_of_a_body_are_bounded_a_single_prompt_is_not(folder):
-    with running(folder, limits=Limits(queued_tokens=100)) as server:
+    with running(folder, limits=QueueLimits(queued_tokens=100)) as server:
         assert call(server, "/v1/completions", {"prompt": [1] * 200, "max_tokens": 1})[0] == 200
         status, _, said = call(server, "/v1/completions", {"prompt": [[1] * 60] * 2, "max_tokens": 1})
         assert (status, error(said)["param"]) == (400, "prompt")
@@ -208,7 +208,7 @@ def test_what_runs_does_not_wait_for_a_first_token(folder, body):
             client = threading.Thread(target=lambda: answers.append(call(server, "/v1/completions", asked)))
             client.start()
             server.wait(lambda: any(stream.started for stream in list(server.loop._streams.values())))
-            server.loop.limits = Limits(first_token=0.0)
+            server.loop.limits = QueueLimits(first_token=0.0)
             client.join(60)
         assert answers[0][0] == 200, answers[0][2]
         server.assert_idle()

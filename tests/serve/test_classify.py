@@ -11,7 +11,7 @@ from tests.training import experiment
 
 from ridgeline.data.batches import train_tokenizer
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from ridgeline.serve.request import Invalid, Request
+from ridgeline.serve.request import EngineRequest, Invalid
 from ridgeline.serve.service import Labels
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.model import ModelSpec
@@ -60,8 +60,8 @@ def test_checkpoints_of_classifiers_go_both_ways(classifier, tmp_path):
 
 def test_a_packed_batch_is_classified_and_embedded():
     made = model("bert-tiny", head="classify", num_labels=5)
-    asked = [Request(f"{i}c", p, embed=True, classify=True) for i, p in enumerate(PROMPTS)]
-    asked += [Request(f"{i}e", p, embed=True) for i, p in enumerate(PROMPTS)]
+    asked = [EngineRequest(f"{i}c", p, embed=True, classify=True) for i, p in enumerate(PROMPTS)]
+    asked += [EngineRequest(f"{i}e", p, embed=True) for i, p in enumerate(PROMPTS)]
     _, events = run(engine(made, max_num_batched_tokens=70), *asked)
     assert len(events) == len(asked)
     for e in events:
@@ -75,7 +75,7 @@ def test_a_packed_batch_is_classified_and_embedded():
 def test_who_has_no_classes_says_so():
     eng = engine(model("bert-tiny"))
     with pytest.raises(Invalid, match="has no classes"):
-        eng.add(Request("c", [1, 2], embed=True, classify=True))
+        eng.add(EngineRequest("c", [1, 2], embed=True, classify=True))
     assert not eng.has_work()
 
 

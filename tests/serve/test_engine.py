@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.serving import alone, ask, beams_alone, collect, engine, greedy, model, run
 
-from ridgeline.serve.request import Busy, Invalid, Request, Sampling
+from ridgeline.serve.request import Busy, EngineRequest, Invalid, Sampling
 
 PROMPTS = {f"r{i}": [(7 * i + 3 * j * j) % 300 for j in range(3 + 5 * i)] for i in range(6)}
 TINY = {"kv_cache_bytes": 24 * 4 * 2 * 2 * 2 * 8 * 8}  # 24 blocks of 4 tokens
@@ -244,16 +244,16 @@ def test_a_grammar_that_fails_fails_alone(llama, where):
 @pytest.mark.parametrize(
     ("request_", "param"),
     [
-        (Request("x", []), "prompt"),
-        (Request("x", [300]), "prompt"),
-        (Request("x", [1] * 128), "prompt"),
-        (Request("x", [1] * 120, Sampling(max_tokens=9)), "max_tokens"),
-        (Request("x", [1], Sampling(temperature=-1)), "temperature"),
-        (Request("x", [1], Sampling(top_p=0)), "top_p"),
-        (Request("x", [1], Sampling(n=3, best_of=2)), "best_of"),
-        (Request("x", [1], Sampling(logit_bias={300: 1.0})), "logit_bias"),
-        (Request("x", [1], Sampling(logprobs=21)), "logprobs"),
-        (Request("x", [1], Sampling(min_tokens=17)), "min_tokens"),
+        (EngineRequest("x", []), "prompt"),
+        (EngineRequest("x", [300]), "prompt"),
+        (EngineRequest("x", [1] * 128), "prompt"),
+        (EngineRequest("x", [1] * 120, Sampling(max_tokens=9)), "max_tokens"),
+        (EngineRequest("x", [1], Sampling(temperature=-1)), "temperature"),
+        (EngineRequest("x", [1], Sampling(top_p=0)), "top_p"),
+        (EngineRequest("x", [1], Sampling(n=3, best_of=2)), "best_of"),
+        (EngineRequest("x", [1], Sampling(logit_bias={300: 1.0})), "logit_bias"),
+        (EngineRequest("x", [1], Sampling(logprobs=21)), "logprobs"),
+        (EngineRequest("x", [1], Sampling(min_tokens=17)), "min_tokens"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(llama, request_, param):
@@ -278,7 +278,7 @@ def test_an_encoder_embeds_a_packed_batch():
     made = model("bert-base", num_kv_heads=4)
     prompts = [[(3 * j + i) % 300 for j in range(4 + 7 * i)] for i in range(5)]
     _, events = run(
-        engine(made, max_num_batched_tokens=24), *[Request(str(i), p, embed=True) for i, p in enumerate(prompts)]
+        engine(made, max_num_batched_tokens=24), *[EngineRequest(str(i), p, embed=True) for i, p in enumerate(prompts)]
     )
     assert len(events) == 5
     for e in events:
@@ -289,7 +289,7 @@ def test_an_encoder_embeds_a_packed_batch():
 
 def test_a_decoder_embeds_too(llama):
     _, events = run(
-        engine(llama, max_num_batched_tokens=8), Request("e", list(range(30)), embed=True), ask("g", [1, 2])
+        engine(llama, max_num_batched_tokens=8), EngineRequest("e", list(range(30)), embed=True), ask("g", [1, 2])
     )
     with torch.inference_mode():
         mean = llama(torch.tensor([list(range(30))]), return_hidden=True)[0].mean(0)

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("llguidance")
 
 from ridgeline.data.batches import train_tokenizer
-from ridgeline.serve.detokenize import Job, Vocabulary
+from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.grammar import MAX_DEPTH, Grammars, Matcher
-from ridgeline.serve.request import Event, Invalid, Request, Sampling
+from ridgeline.serve.request import EngineRequest, Invalid, OutputEvent, Sampling
 
 WORDS = Vocabulary(train_tokenizer(['{"name": "ab", "count": 12}'] * 5, 290), 300)  # ten ids without a token
 GRAMMARS = Grammars(WORDS, frozenset([0]))
@@ -92,8 +92,8 @@ def test_a_matcher_that_gives_up_ends_the_output_as_an_error():
     child = machine.fork()
     child.accept(next(i for i, b in enumerate(WORDS.bytes) if b == b"z"))
     assert list(child.allowed()) == [0]
-    job = Job(Request("r", [1], Sampling(grammar=machine)), WORDS)
-    delta = job.read(Event("r", 0, [0], finish="stop"))
+    job = ServeJob(EngineRequest("r", [1], Sampling(grammar=machine)), WORDS)
+    delta = job.read(OutputEvent("r", 0, [0], finish="stop"))
     assert delta.finish == "error"
     assert "structure" in delta.error
     assert isinstance(GRAMMARS.compile("regex", "a+", "x"), Matcher)

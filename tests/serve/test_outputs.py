@@ -8,7 +8,7 @@ import torch
 from tests.serve.test_reliability import call, error
 from tests.serving import alone, ask, beams_alone, engine, model, run
 
-from ridgeline.serve.request import Invalid, Request, Sampling
+from ridgeline.serve.request import EngineRequest, Invalid, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def order_of_ends(eng, *requests):
 
 
 def with_priority(name, priority, new=3):
-    return Request(name, [1, 2, 3], Sampling(max_tokens=new, temperature=0.0), priority=priority)
+    return EngineRequest(name, [1, 2, 3], Sampling(max_tokens=new, temperature=0.0), priority=priority)
 
 
 def test_lower_priorities_go_first_and_equal_ones_in_turn(llama):

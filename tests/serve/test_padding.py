@@ -5,7 +5,7 @@ import torch
 from tests.serving import ask, engine, greedy, model, run
 from torch.utils.flop_counter import FlopCounterMode
 
-from ridgeline.serve.request import Request
+from ridgeline.serve.request import EngineRequest
 
 PROMPTS = {f"r{i}": [(7 * i + 3 * j * j) % 300 for j in range(3 + 5 * i)] for i in range(6)}
 LENGTHS = [len(p) for p in PROMPTS.values()]
@@ -14,7 +14,7 @@ LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 def embed(made, *plan, prompts=PROMPTS, **fields):
     eng = engine(made, *plan, **{"max_num_batched_tokens": 512, **fields})
-    _, events = run(eng, *[Request(k, p, embed=True) for k, p in prompts.items()])
+    _, events = run(eng, *[EngineRequest(k, p, embed=True) for k, p in prompts.items()])
     assert not any(e.error for e in events)
     return {e.request: torch.tensor(e.embedding) for e in events}, eng.stats().steps
 
@@ -67,7 +67,7 @@ def test_pads_count_as_tokens_of_a_step():
     most = 2 * max(LENGTHS) * per_token(made)
     eng = engine(made, "-padding_free", max_num_batched_tokens=2 * max(LENGTHS))
     for k, p in PROMPTS.items():
-        eng.add(Request(k, p, embed=True))
+        eng.add(EngineRequest(k, p, embed=True))
     while eng.has_work():
         with FlopCounterMode(display=False) as counted:
             eng.step()

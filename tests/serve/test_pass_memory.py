@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
 from ridgeline.nn.memory.arena import lower_bound, padded
-from ridgeline.serve.request import Request
+from ridgeline.serve.request import EngineRequest
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.serving.dynamic_memory import place_in_buffers
 from ridgeline.techniques.serving.length_aware_memory import CHUNK, place_in_chunks
@@ -92,7 +92,7 @@ def lengths(made, name, *counts):
     eng = engine(made, name) if name else engine(made)
     out = []
     for n in counts:
-        eng.add(Request("x", [1 + i % 290 for i in range(n)], embed=True))
+        eng.add(EngineRequest("x", [1 + i % 290 for i in range(n)], embed=True))
         out += [e.embedding for e in eng.step()]
     return out, eng.runner.compute
 

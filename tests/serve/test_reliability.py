@@ -12,7 +12,7 @@ from tests.serve import malformed
 from tests.serve.running import lora, running
 from tests.serve.traffic import KINDS, LEFT, Traffic, hammer
 
-from ridgeline.serve.engine_loop import Limits
+from ridgeline.serve.engine_loop import QueueLimits
 
 LONG = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0}
 
@@ -206,7 +206,7 @@ def test_a_silent_stream_pings(server, monkeypatch):
 
 
 def test_a_full_queue_refuses_and_everybody_else_is_served(folder):
-    with running(folder, limits=Limits(queued_requests=3), max_num_seqs=2) as server:
+    with running(folder, limits=QueueLimits(queued_requests=3), max_num_seqs=2) as server:
         results = []
 
         def one(i):
@@ -229,7 +229,7 @@ def test_a_full_queue_refuses_and_everybody_else_is_served(folder):
 
 
 def test_who_waits_too_long_is_told(folder):
-    with running(folder, limits=Limits(first_token=0.3), max_num_seqs=1) as server, Slow(server.engine, 0.02):
+    with running(folder, limits=QueueLimits(first_token=0.3), max_num_seqs=1) as server, Slow(server.engine, 0.02):
         holder = opened(server, LONG)
         server.wait(lambda: server.loop.stats.running == 1 and server.loop.queued == (0, 0))
         status, headers, text = call(server, "/v1/completions", {"prompt": "b"})
@@ -287,7 +287,7 @@ def test_an_engine_that_fails_fails_everybody_clearly(folder):
 
 
 def test_a_step_that_hangs_is_ill_health(folder):
-    with running(folder, limits=Limits(stall=0.2)) as server:
+    with running(folder, limits=QueueLimits(stall=0.2)) as server:
         with Slow(server.engine, 0.8):
             s = opened(server, LONG)
             server.wait(lambda: call(server, "/health")[0] == 503, seconds=2)

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from ridgeline.serve.request import Request, Sampling
+from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.sampler import Sampler
-from ridgeline.serve.sequence import Group, Sequence
+from ridgeline.serve.sequence import Sequence, SequenceGroup
 
 DRAWS = 6000
 
@@ -40,7 +40,7 @@ def test_draws_follow_the_distribution(settings, hierarchical):
     s = Sampling(**settings)
     logits = torch.randn(1, 2000, generator=torch.Generator().manual_seed(3)) * 2
     rng = random.Random(1)
-    seqs = [Sequence(Group(Request("r", [1], s), 0), 0, [1], rng=rng) for _ in range(500)]
+    seqs = [Sequence(SequenceGroup(EngineRequest("r", [1], s), 0), 0, [1], rng=rng) for _ in range(500)]
     sampler = Sampler(frozenset(), hierarchical)
     counts = torch.zeros(2000, dtype=torch.float64)
     for _ in range(DRAWS // 500):
@@ -63,8 +63,8 @@ def test_both_searches_choose_the_same():
     for settings in ({"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}):
         chosen = []
         for hierarchical in (False, True):
-            seqs = [Sequence(Group(Request("r", [1], Sampling(**settings)), 0), 0, [1], rng=random.Random(i))
-                    for i in range(40)]  # fmt: skip
+            group = SequenceGroup(EngineRequest("r", [1], Sampling(**settings)), 0)
+            seqs = [Sequence(group, 0, [1], rng=random.Random(i)) for i in range(40)]
             chosen.append(Sampler(frozenset(), hierarchical)(logits.clone(), seqs))
         assert chosen[0] == chosen[1]
 
@@ -75,6 +75,6 @@ def test_a_grammar_is_obeyed():
             return [5, 7]
 
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(2)).expand(50, -1).clone()
-    seqs = [Sequence(Group(Request("r", [1], Sampling()), 0), 0, [1], rng=random.Random(i), grammar=Only())
-            for i in range(50)]  # fmt: skip
+    group = SequenceGroup(EngineRequest("r", [1], Sampling()), 0)
+    seqs = [Sequence(group, 0, [1], rng=random.Random(i), grammar=Only()) for i in range(50)]
     assert set(Sampler(frozenset())(logits, seqs)) == {5, 7}

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from ridgeline.data.batches import train_tokenizer
-from ridgeline.serve.detokenize import Detokenizer, Job, Vocabulary
-from ridgeline.serve.request import Event, Request, Sampling
+from ridgeline.serve.detokenize import Detokenizer, ServeJob, Vocabulary
+from ridgeline.serve.request import EngineRequest, OutputEvent, Sampling
 from ridgeline.spec.errors import UserError
 
 BYTES = Vocabulary(train_tokenizer(["the cat sat on the mat, thé 猫"] * 3, 300), 300)
@@ -96,11 +96,11 @@ def test_log_probabilities_come_with_the_text_of_their_tokens_and_not_for_what_w
     from ridgeline.serve.request import TokenLogprob
 
     one = {b: i for i, b in enumerate(BYTES.bytes)}
-    job = Job(Request("r", [1], Sampling(logprobs=0)), BYTES, stops=("stop",))
+    job = ServeJob(EngineRequest("r", [1], Sampling(logprobs=0)), BYTES, stops=("stop",))
     seen = []
     for c in "as stop!":
         token = one[c.encode()]
-        delta = job.read(Event("r", 0, [token], [TokenLogprob(token, -1.0)]))
+        delta = job.read(OutputEvent("r", 0, [token], [TokenLogprob(token, -1.0)]))
         if delta is not None:
             assert len(delta.entries) == len(delta.text)
             seen += delta.entries

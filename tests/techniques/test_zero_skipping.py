@@ -2,6 +2,7 @@ import pytest
 
 from ridgeline import experiments
 from ridgeline.graph import decode_graph, prefill_graph
+from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.cells.generation_cell import generation_cell
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.matrix import CPU, TINY
@@ -26,7 +27,7 @@ def test_share_of_flops_is_reported():
     import torch
 
     found = generation_cell(
-        plan("zero_skipping:attention=true,block=4,most=1"), torch.device("cpu"), 0, 1, {}, lambda m: None
+        plan("zero_skipping:attention=true,block=4,most=1"), CellOptions(), RankContext(torch.device("cpu"))
     )
     metrics = found["metrics"]
     # 4 rounds and the memory run: prompts of 20 tokens are dense, every later token skips about half.

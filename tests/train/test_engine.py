@@ -7,9 +7,8 @@ import torch
 from tests.training import experiment, full, make_trainer, train
 from tests.world import world
 
-from ridgeline.data.batches import IGNORE
+from ridgeline.data.batches import IGNORE, Batch
 from ridgeline.runtime.optimizer import learning_rate
-from ridgeline.runtime.train_build import Batch
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.workload import Pretrain
 from ridgeline.train.trainer import Trainer

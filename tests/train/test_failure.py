@@ -16,7 +16,8 @@ import pytest
 from tests.training import experiment, make_trainer
 
 from ridgeline.jobs.failure import describe
-from ridgeline.jobs.launch import Job, JobFailed, run_job, watchdog
+from ridgeline.jobs.job import TrainOptions, train_job
+from ridgeline.jobs.launch import JobFailed, run_job, watchdog
 from ridgeline.jobs.restart import restarts, run_with_restarts
 from ridgeline.spec.errors import UserError
 from ridgeline.train.checkpoint import checkpoints, resume, save
@@ -56,14 +57,18 @@ def act_at(step, action):
 def test_a_dead_rank_is_named_with_its_signal_and_step(number, status, corpus):
     e = experiment(corpus, "zero", ranks=2, steps=100_000)
     with pytest.raises(JobFailed, match=rf"rank 1 was .*signal {int(number)}.* after step \d+") as failure:
-        run_job(Job("train", e, {}, ranks=2), act_at(2, lambda: worker(1).send_signal(number)), timeout=WAITED)
+        run_job(
+            train_job(e, TrainOptions()),
+            act_at(2, lambda: worker(1).send_signal(number)),
+            timeout=WAITED,
+        )
     assert failure.value.status == status
 
 
 def test_a_stuck_rank_times_out_with_the_operation_and_the_step(corpus):
     e = experiment(corpus, "zero", ranks=2, steps=100_000)
     with pytest.raises(JobFailed) as failure:
-        run_job(Job("train", e, {"timeout": 6}, ranks=2), act_at(2, lambda: worker(1).suspend()))
+        run_job(train_job(e, TrainOptions(timeout=6)), act_at(2, lambda: worker(1).suspend()))
     assert failure.value.status == "timeout"
     said = failure.value.reason
     assert re.search(r"rank 0 waited in vain in (all_gather|reduce_scatter|all_reduce)\w* \(step \d+, ", said), said
@@ -102,13 +107,13 @@ def test_the_watchdog_of_nccl_is_understood():
 
 
 def test_restarts_need_checkpoints():
-    kept = {"out": "x", "save_every": 1}
+    kept = TrainOptions(out="x", save_every=1)
     assert restarts(None, kept, 3) == 3
-    assert restarts(None, {}, 3) == 0
-    assert restarts(0, {}, 3) == 0
+    assert restarts(None, TrainOptions(), 3) == 0
+    assert restarts(0, TrainOptions(), 3) == 0
     assert restarts(5, kept, 0) == 5
     with pytest.raises(UserError, match="--max-restarts 2 needs checkpoints") as error:
-        restarts(2, {"out": "x"}, 3)
+        restarts(2, TrainOptions(out="x"), 3)
     assert "--save-every" in error.value.fix
 
 
@@ -116,10 +121,10 @@ def test_a_job_is_restarted_so_often_and_no_more(corpus):
     tried = []
 
     def launch(job, progress):
-        tried.append(job.options["resume"])
+        tried.append(job.options.resume)
         raise JobFailed("error", "rank 1 was killed")
 
-    job = Job("train", experiment(corpus), {"out": "/nowhere", "resume": False})
+    job = train_job(experiment(corpus), TrainOptions(out="/nowhere"))
     messages = []
     with pytest.raises(JobFailed, match="rank 1 was killed"):
         run_with_restarts(launch, job, messages.append, 2)
@@ -130,7 +135,7 @@ def test_a_job_is_restarted_so_often_and_no_more(corpus):
 def test_random_kills_and_restarts_end_with_the_undisturbed_losses(corpus, tmp_path):
     """Rank 0, rank 1 or all of them, at a random moment of a run that saves every step."""
     e = experiment(corpus, "zero", ranks=2, steps=24)
-    straight = run_job(Job("train", e, {}, ranks=2))["losses"]
+    straight = run_job(train_job(e, TrainOptions()))["losses"]
     rng = random.Random(7)
     plans = [(rng.randrange(2, 9), (0,)), (rng.randrange(10, 20), (1,) if rng.random() < 0.5 else (0, 1))]
     left = list(plans)
@@ -143,7 +148,8 @@ def test_random_kills_and_restarts_end_with_the_undisturbed_losses(corpus, tmp_p
                 process.kill()
 
     out = tmp_path / "out"
-    result = run_with_restarts(run_job, Job("train", e, {"out": str(out), "save_every": 1}, ranks=2), watch, len(plans))
+    job = train_job(e, TrainOptions(out=str(out), save_every=1))
+    result = run_with_restarts(run_job, job, watch, len(plans))
     assert result["restarts"] == len(plans)
     assert result["losses"] == straight
     assert len(set(straight)) == 24

@@ -15,7 +15,8 @@ from tests.training import MODEL, experiment, train
 
 from ridgeline import catalog, cli
 from ridgeline.jobs import launch
-from ridgeline.jobs.launch import Job, JobFailed, run_job
+from ridgeline.jobs.job import CellOptions, JobOptions, LaunchJob, TrainOptions, train_job
+from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.matrix import CPU
 
@@ -34,7 +35,7 @@ def workers():
 def test_a_job_gives_the_result_of_the_engine(corpus):
     e = experiment(corpus, "zero", ranks=2, steps=3)
     messages = []
-    result = run_job(Job("train", e, {}, ranks=2), messages.append)
+    result = run_job(train_job(e, TrainOptions()), messages.append)
     assert result["losses"] == train(e, uneven=False).losses
     assert [m["loss"] for m in messages if "loss" in m] == result["losses"]
     assert not workers()
@@ -51,7 +52,7 @@ def test_the_reason_is_that_of_the_rank_that_failed(corpus, tmp_path, monkeypatc
 
     monkeypatch.setattr(launch, "rank_environment", environment)
     with pytest.raises(JobFailed, match="NotADirectoryError") as failure:
-        run_job(Job("train", experiment(corpus, "zero", ranks=2), {}, ranks=2), timeout=300)
+        run_job(train_job(experiment(corpus, "zero", ranks=2), TrainOptions()), timeout=300)
     assert failure.value.status == "error"
     assert "Traceback" in failure.value.log
     assert not workers()
@@ -64,7 +65,10 @@ def test_a_killed_rank_is_out_of_memory(corpus):
             rank.send_signal(signal.SIGKILL)
 
     with pytest.raises(JobFailed, match="rank 1 was killed") as failure:
-        run_job(Job("train", experiment(corpus, "data_parallel", ranks=2, steps=100_000), {}, ranks=2), kill_rank_1)
+        run_job(
+            train_job(experiment(corpus, "data_parallel", ranks=2, steps=100_000), TrainOptions()),
+            kill_rank_1,
+        )
     assert failure.value.status == "oom"
     assert not workers()
 
@@ -72,21 +76,21 @@ def test_a_killed_rank_is_out_of_memory(corpus):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_users_mistake_found_by_a_worker_stays_one(ranks):
     with pytest.raises(UserError, match="neither a file nor a directory") as error:
-        run_job(Job("train", experiment("/nowhere", ranks=ranks), {}, ranks=ranks))
+        run_job(train_job(experiment("/nowhere", ranks=ranks), TrainOptions()))
     assert error.value.fix
     assert not isinstance(error.value, Incompatible)
 
 
 def test_a_job_that_takes_too_long_is_ended(corpus):
     with pytest.raises(JobFailed) as failure:
-        run_job(Job("train", experiment(corpus, steps=1_000_000), {}), timeout=4)
+        run_job(train_job(experiment(corpus, steps=1_000_000), TrainOptions()), timeout=4)
     assert failure.value.status == "timeout"
     assert not workers()
 
 
 def test_an_unknown_mode_is_an_error_with_its_reason(corpus):
     with pytest.raises(JobFailed, match="ValueError: unknown mode 'dance'"):
-        run_job(Job("dance", experiment(corpus), {}))
+        run_job(LaunchJob("dance", experiment(corpus), JobOptions()))
 
 
 def test_what_the_callers_callback_raises_reaches_the_caller(corpus):
@@ -95,7 +99,7 @@ def test_what_the_callers_callback_raises_reaches_the_caller(corpus):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_job(Job("train", experiment(corpus, steps=1_000_000), {}), stop)
+        run_job(train_job(experiment(corpus, steps=1_000_000), TrainOptions()), stop)
     assert not workers()
 
 
@@ -107,7 +111,7 @@ def test_ctrl_c_while_measuring_is_not_a_result(ranks, corpus):
     try:
         with pytest.raises(KeyboardInterrupt):
             run_job(
-                Job("measure", e, {"memory": False}, ranks=ranks),
+                LaunchJob("measure", e, CellOptions(memory=False), ranks=ranks),
                 lambda message: message.get("step") == 2 and os.kill(os.getpid(), signal.SIGINT),
             )
     finally:

@@ -365,7 +365,7 @@ def test_the_command_line_says_so_as_of_any_memory_that_ran_out(corpus, tmp_path
     wrong = CliRunner().invoke(app, ["train", str(file), "--device-memory", "lots"])
     assert isinstance(wrong.exception, UserError)
     assert "no amount of memory" in str(wrong.exception)
-    monkeypatch.setattr(launchers, "run_job", lambda job, *_: asked.append(job.options["device_memory"]) or result)
+    monkeypatch.setattr(launchers, "run_job", lambda job, *_: asked.append(job.options.device_memory) or result)
     asked = []
     moved = {"disk_read": {"bytes": 3e6, "count": 7, "bandwidth": 1.5e9}}
     result = {"losses": [2.0, 1.0], "step": 2, "stopped": False, "checkpoint": "", "device_peak_bytes": 5_000_000,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.training import experiment, train
 
-from ridgeline.jobs.launch import Job, JobFailed
+from ridgeline.jobs.job import JobOptions, LaunchJob, TrainOptions, train_job
+from ridgeline.jobs.launch import JobFailed
 from ridgeline.jobs.launchers import launcher_of
 from ridgeline.jobs.restart import run_with_restarts
 from ridgeline.spec.errors import UserError
@@ -55,8 +56,8 @@ def test_a_worker_killed_mid_run_costs_a_restart_and_nothing_else(cluster, corpu
             killed.append(message["pid"])
             os.kill(message["pid"], signal.SIGKILL)
 
-    options = {"out": str(tmp_path / "out"), "save_every": 1, "resume": True, "export": False}
-    result = run_with_restarts(launch, Job("train", e, options, ranks=2), watch, most)
+    options = TrainOptions(out=str(tmp_path / "out"), save_every=1, resume=True)
+    result = run_with_restarts(launch, train_job(e, options), watch, most)
     assert result["losses"] == straight
     assert len(set(straight)) == 8
     assert result["restarts"] == len(restarts) == 1
@@ -67,10 +68,10 @@ def test_a_worker_killed_mid_run_costs_a_restart_and_nothing_else(cluster, corpu
     # ... a user's mistake is not tried again, and is still one;
     wrong = e.model_copy(update={"workload": e.training.model_copy(update={"lr": 0.5})})
     with pytest.raises(UserError, match="another experiment"):
-        run_with_restarts(launch, Job("train", wrong, options, ranks=2), None, most)
+        run_with_restarts(launch, train_job(wrong, options), None, most)
     # ... and what does not fit on the cluster is refused.
     with pytest.raises(UserError, match="3 ranks need 3 CPUs, the Ray cluster has 2") as error:
-        launch(Job("train", experiment(corpus, ranks=3, batch_size=3), {}, ranks=3))
+        launch(train_job(experiment(corpus, ranks=3, batch_size=3), TrainOptions()))
     assert 'on="2xlocal"' in error.value.fix
 
 
@@ -78,4 +79,4 @@ def test_an_error_is_the_jobs(cluster, corpus, monkeypatch):
     launch, _ = launcher_of("ray")
     e = experiment(corpus, ranks=2)
     with pytest.raises(JobFailed, match="unknown mode 'dance'"):
-        launch(Job("dance", e, {}, ranks=2))
+        launch(LaunchJob("dance", e, JobOptions(), ranks=2))

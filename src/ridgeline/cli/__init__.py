@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib import import_module
 
-from ridgeline.cli import (  # noqa: F401  (they register their commands)
-    answers,
-    compress,
-    finetune,
-    load,
-    looks,
-    real,
-    serve,
-)
 from ridgeline.cli.base import app, say
 from ridgeline.spec.errors import UserError
+
+_COMMANDS = (
+    "predict", "explain", "probe", "validate", "plan", "calibrate", "train", "bench", "ablate", "dissect", "compress",
+    "eval", "finetune", "merge", "load", "runs", "compare", "report", "techniques", "models", "devices", "serve",
+    "generate",
+)  # fmt: skip
+"""The modules that register the commands, in the order of ``ridgeline --help``."""
+for _name in _COMMANDS:
+    import_module(f"ridgeline.cli.{_name}")
 
 _LATER = 15.0
 """Seconds by which ranks that do not speak leave later: torchrun ends all ranks when one is gone, so also the one that

@@ -35,6 +35,7 @@ On = Annotated[str, typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: workload.steps=40 model.num_layers=2")]
 File = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).")]
 PlanName = Annotated[str | None, typer.Option("--plan", help="Which plan of an ablation file.")]
+Backend = Annotated[str, typer.Option(help="The engine: native, hf or deepspeed.")]
 Data = Annotated[str | None, typer.Option("--data", help="Text: a file, a directory, stdlib, or hf:NAME.")]
 
 
@@ -119,3 +120,26 @@ def probed(load: Callable[[], T]) -> T:
 def say(text: str) -> None:
     """One line on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def require_checkpoint(path: Path) -> None:
+    """Raise :class:`UserError` unless there is such a directory."""
+    from ridgeline.spec.errors import UserError
+
+    if not path.is_dir():
+        raise UserError(f"no checkpoint directory {path}", "give a directory with config.json and safetensors")
+
+
+def stored(what: str) -> Any:
+    """The result or ablation of a file, or of an id in the store."""
+    from ridgeline.report.export import load_any
+
+    path = Path(what)
+    return load_any(path) if path.is_file() else store().get(what)
+
+
+def command_line() -> str:
+    """How Ridgeline was started, to paste into a shell."""
+    import shlex
+
+    return " ".join(shlex.quote(a) for a in ["ridgeline", *sys.argv[1:]])

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, On, With, app, number_of_bytes, say
-from ridgeline.cli.real import run_training
+from ridgeline.cli.base import Json, On, With, app, number_of_bytes, require_checkpoint, say
+from ridgeline.cli.jobs import run_training
 
 if TYPE_CHECKING:
-    from ridgeline.spec.experiment import Experiment
+    from ridgeline.spec.model import ModelSpec
 
 
 @app.command()
@@ -57,32 +57,16 @@ def finetune(
     """Fine-tune a checkpoint for real. Keeps the weights of the lowest held-out loss; Ctrl-C saves, and the same
     command goes on."""
     from ridgeline import catalog, experiments
-    from ridgeline.data.batches import own_tokenizer
+    from ridgeline.jobs.job import TrainOptions
     from ridgeline.measure.ablate import require_local
-    from ridgeline.spec.errors import UserError
-    from ridgeline.techniques.adapters.adapted import Adapting
-    from ridgeline.techniques.registry import techniques
 
     catalog.allow_unprobed()
-    if not checkpoint.is_dir():
-        raise UserError(f"no checkpoint directory {checkpoint}", "give a directory with config.json and safetensors")
-    if not (tokenizer or own_tokenizer(str(checkpoint))):
-        raise UserError(f"{checkpoint} has no tokenizer.json", "give one with --tokenizer")
-    if out.resolve() == checkpoint.resolve():
-        raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
-    model = catalog.model(str(checkpoint.resolve()))
-    plan = list(with_ or [])
-    if adapter:
-        from ridgeline.train.adapter_folder import call_text, load_adapter
-
-        if not any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan))):
-            plan.append(call_text(load_adapter(adapter, model).call))
-    adapts = any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan)))
-    if merged:
-        for technique in techniques(experiments.plan_of(plan)):
-            technique.plain({})  # what cannot be merged says so now, not after the training
+    _require_paths(checkpoint, tokenizer, out)
+    source = str(checkpoint.resolve())
+    model = catalog.model(source)
+    plan, adapts = _plan(list(with_ or []), adapter, model, merged)
     workload = {
-        "kind": "finetune", "checkpoint": str(checkpoint.resolve()), "data": data, "steps": steps,
+        "kind": "finetune", "checkpoint": source, "data": data, "steps": steps,
         "lr": lr if lr is not None else 2e-4 if adapts else 2e-5,
         "seq_len": seq_len or min(1024, model.max_positions), "batch_size": batch_size,
         "micro_batch_size": micro_batch_size, "weight_decay": weight_decay, "dtype": dtype, "seed": seed,
@@ -90,43 +74,56 @@ def finetune(
         "packing": packing, "train_on_prompt": train_on_prompt, "skip_bad": skip_bad, "tokenizer": tokenizer,
         "eval_batches": eval_batches,
     }  # fmt: skip
-    e = experiments.make(str(checkpoint.resolve()), on, workload, plan)
+    e = experiments.make(source, on, workload, plan)
     require_local(e)
-    options = {
-        "out": str(out / "checkpoints"), "export": str(out), "adapter": adapts and not merged,
-        "adapter_from": str(adapter) if adapter else None, "save_every": save_every, "resume": resume,
-        "eval_every": max(1, steps // 10) if eval_every is None else eval_every, "backend": "native", "timeout": None,
-        "device_memory": number_of_bytes("--device-memory", device_memory),
-    }  # fmt: skip
+    options = TrainOptions(
+        out=str(out / "checkpoints"), export=str(out), adapter=adapts and not merged,
+        adapter_from=str(adapter) if adapter else None, save_every=save_every, resume=resume,
+        eval_every=max(1, steps // 10) if eval_every is None else eval_every,
+        device_memory=number_of_bytes("--device-memory", device_memory),
+    )  # fmt: skip
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
-    _print(e, result, out, json)
+    _print(result, out, json)
     if result["stopped"]:
         raise typer.Exit(130)
 
 
-@app.command()
-def merge(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory.")],
-    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter trained on it.")],
-    out: Annotated[Path, typer.Option(help="Directory of the merged model.")],
-) -> None:
-    """Merge an adapter into the weights of its base: a plain checkpoint that needs no adapter library."""
-    import shutil
-
-    from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+def _require_paths(checkpoint: Path, tokenizer: str | None, out: Path) -> None:
+    """Raise :class:`UserError` when there is no checkpoint, no tokenizer, or no place of its own for the result."""
+    from ridgeline.data.batches import own_tokenizer
     from ridgeline.spec.errors import UserError
-    from ridgeline.train.adapter_folder import merged_model
 
+    require_checkpoint(checkpoint)
+    if not (tokenizer or own_tokenizer(str(checkpoint))):
+        raise UserError(f"{checkpoint} has no tokenizer.json", "give one with --tokenizer")
     if out.resolve() == checkpoint.resolve():
         raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
-    save_checkpoint(merged_model(checkpoint, adapter), out)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
-        if (checkpoint / name).is_file():
-            shutil.copy2(checkpoint / name, out / name)
-    print(f"written to {out}")
 
 
-def _print(e: Experiment, result: dict[str, Any], out: Path, json: bool) -> None:
+def _plan(asked: list[str], adapter: Path | None, model: ModelSpec, merged: bool) -> tuple[list[str], bool]:
+    """The techniques asked for, with that of an ``adapter`` to continue from; and whether one of them is an adapter.
+
+    Raises :class:`UserError` where ``merged`` is asked of what cannot be merged: now, not after the training.
+    """
+    from ridgeline.experiments import plan_of
+    from ridgeline.techniques.adapters.adapted import Adapting
+    from ridgeline.techniques.registry import techniques
+
+    def adapts() -> bool:
+        return any(isinstance(t, Adapting) for t in techniques(plan_of(asked)))
+
+    if adapter:
+        from ridgeline.train.adapter_folder import call_text, load_adapter
+
+        if not adapts():
+            asked = [*asked, call_text(load_adapter(adapter, model).call)]
+    if merged:
+        for technique in techniques(plan_of(asked)):
+            technique.plain({})
+    return asked, adapts()
+
+
+def _print(result: dict[str, Any], out: Path, json: bool) -> None:
     import json as js
 
     left = result["left_out"]

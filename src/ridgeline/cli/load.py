@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, app, keep, say
+from ridgeline.cli.base import Json, app, command_line, keep, say
 
 if TYPE_CHECKING:
     from ridgeline.spec.result import Result
@@ -100,7 +100,5 @@ def _api(api: str | None) -> Any:
 
 def _command() -> str:
     import re
-
-    from ridgeline.cli.real import command_line
 
     return re.sub(r"(--key[ =])\S+", r"\1…", command_line())

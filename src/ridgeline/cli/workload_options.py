@@ -5,12 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ridgeline.cli.base import load
 from ridgeline.spec.errors import UserError
 
+if TYPE_CHECKING:
+    from ridgeline.spec.experiment import Experiment
+
+Model = Annotated[str, typer.Argument(help="Model: catalogue name, config.json, checkpoint directory, or a TOML.")]
+Task = Annotated[str, typer.Option(help="pretrain, finetune, generate or serve.")]
 Given = dict[str, Any]
 """A workload's fields as given; None where an option was left out."""
 
@@ -62,3 +68,31 @@ def _length(name: str, text: str | None) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(f"--{name.replace('_', '-')} {text!r} is not a whole number", "write 4096 or 4k")
     return value
+
+
+def asked_experiment(
+    model: str, on: str, task: str, with_: list[str] | None, plan: str | None, given: Given
+) -> Experiment:
+    """The experiment of a command's options, or of a TOML file."""
+    from ridgeline import experiments
+
+    if model.endswith(".toml"):
+        return load(model, plan, [])
+    return experiments.make(model, on, workload_fields(model, task, given, on, with_), with_ or [])
+
+
+def workload_fields(model: str, task: str, given: Given, on: str = "", with_: list[str] | None = None) -> Given:
+    """The workload's fields among a command's options; training defaults to 2048 tokens where the model has them.
+
+    A system on its paper's own model and cluster defaults to the paper's workload.
+    """
+    from ridgeline import experiments
+
+    fields = {k: v for k, v in given.items() if v is not None}
+    if not model.endswith(".toml"):
+        fields = {**experiments.reported_workload(model, on, task, with_ or []), **fields}
+    if task in ("pretrain", "finetune") and "seq_len" not in fields and not model.endswith(".toml"):
+        from ridgeline import catalog
+
+        fields["seq_len"] = min(2048, catalog.model(model).max_positions)
+    return {"kind": task, **fields}

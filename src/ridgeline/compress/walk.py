@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.compress.calibration import Hidden
+from ridgeline.jobs.job import Progress
 from ridgeline.nn.model.attention import make_mask
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.model.moe import MoE
@@ -21,7 +22,6 @@ from ridgeline.nn.quant.sparse import Sparse
 from ridgeline.runtime.compress_build import BlockJob, CompressBuild, Layer, Site, Together
 from ridgeline.runtime.solve.statistics import Gram, Peak
 
-Report = Callable[[dict[str, Any]], None]
 ReadExpert = Callable[[str, int], Tensor]
 """One expert's slice of a parameter of the block: (name in the block, expert) → [out, in] fp32."""
 
@@ -58,7 +58,7 @@ class Walker:
     """Carries hidden states through the blocks of a model; ``skeleton`` holds what is not a block."""
 
     def __init__(
-        self, run: CompressBuild, skeleton: Transformer, dtype: torch.dtype, report: Report, folder: Path,
+        self, run: CompressBuild, skeleton: Transformer, dtype: torch.dtype, report: Progress, folder: Path,
         expands: bool = False, archives: bool = False,
     ) -> None:  # fmt: skip
         """``dtype``: what dense tensors are written in; ``folder``: where hidden states lie that are too large for

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +15,25 @@ from tokenizers import Tokenizer
 
 from ridgeline.data.text import documents
 from ridgeline.paths import cache_dir
-from ridgeline.runtime.train_build import Batch
 from ridgeline.spec.errors import UserError
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
 MAX_BYTES = 4_000_000
 """Text read from one source: enough for short measured runs, tokenized in seconds."""
+
+
+class Batch(NamedTuple):
+    """One global batch, as every rank derives it from the step."""
+
+    ids: torch.Tensor
+    """[batch, seq] token ids."""
+    labels: torch.Tensor
+    """[batch, seq] the token that each position should predict, or :data:`IGNORE`."""
+    positions: torch.Tensor | None = None
+    """[seq] or [batch, seq] place of each token in its sequence; None: 0, 1, …"""
+    documents: torch.Tensor | None = None
+    """[batch, seq] number of the document that each token belongs to; it sees no other one. None: one per row."""
 
 
 def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from ridgeline.data.batches import END, IGNORE, load_tokenizer, permutation
+from ridgeline.data.batches import END, IGNORE, Batch, load_tokenizer, permutation
 from ridgeline.data.examples import Example, find_template, read_examples, special_tokens, tokenizer_config
-from ridgeline.runtime.train_build import Batch
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import FineTune
 

@@ -17,35 +17,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ridgeline.jobs.job import LaunchJob, Progress
 from ridgeline.spec.errors import Incompatible, UserError
-from ridgeline.spec.experiment import Experiment
 
-Progress = Callable[[dict[str, Any]], None]
 LOG = "log.txt"
 _GRACE = 2.0
 """Seconds for the other ranks to say what they saw of a failure."""
 _WATCHDOG = re.compile(r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(\w+).*?"
                        r"Timeout\(ms\)=(\d+)")  # fmt: skip
-
-
-@dataclass
-class Job:
-    """What the ranks shall do. ``mode``: train, measure, dissect, generate or probe."""
-
-    mode: str
-    experiment: Experiment | None
-    options: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 1
-
-    def to_json(self) -> str:
-        """For the worker's command line file."""
-        experiment = None if self.experiment is None else self.experiment.model_dump(mode="json")
-        return json.dumps({"mode": self.mode, "experiment": experiment, "options": self.options})
 
 
 class JobFailed(Exception):
@@ -82,7 +64,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def run_job(job: Job, progress: Progress | None = None, timeout: float | None = None) -> dict[str, Any]:
+def run_job(job: LaunchJob, progress: Progress | None = None, timeout: float | None = None) -> dict[str, Any]:
     """Run the job's ranks to the end; returns rank 0's result object.
 
     Raises :class:`UserError` for a user's mistake found by the ranks, :class:`JobFailed` when they crash, run out of
@@ -92,11 +74,12 @@ def run_job(job: Job, progress: Progress | None = None, timeout: float | None = 
         file = Path(folder) / "job.json"
         file.write_text(job.to_json(), encoding="utf-8")
         port = free_port()
+        rendezvous = {"RIDGELINE_RENDEZVOUS": str(Path(folder) / "rendezvous")}
         with (Path(folder) / LOG).open("w", encoding="utf-8") as sink:
             ranks = [
                 subprocess.Popen(
                     [sys.executable, "-m", "ridgeline.jobs.worker", str(file)],
-                    env={**rank_environment(rank, job.ranks, port), "RIDGELINE_MEET": str(Path(folder) / "meet")},
+                    env=rank_environment(rank, job.ranks, port) | rendezvous,
                     stdout=subprocess.PIPE if rank == 0 else sink,
                     stderr=sink,
                     text=True,

@@ -6,7 +6,8 @@ import os
 import time
 from typing import Any
 
-from ridgeline.jobs.launch import Progress, run_job
+from ridgeline.jobs.job import Progress, RankContext, TrainOptions, train_job
+from ridgeline.jobs.launch import run_job
 from ridgeline.jobs.restart import RESTARTS, Launch
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
@@ -42,7 +43,7 @@ def speaks() -> bool:
 
 
 def run_launched_rank(
-    e: Experiment, options: dict[str, Any], progress: Progress
+    e: Experiment, options: TrainOptions, progress: Progress
 ) -> tuple[dict[str, Any] | None, int, str]:
     """Run the rank that the launcher's variables name: (the result, on rank 0; exit code; message to print)."""
     from ridgeline.jobs.failure import describe
@@ -51,8 +52,9 @@ def run_launched_rank(
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         _require_world(e, ranks)
-        device = setup(ranks, options.get("timeout"))
-        result = run_rank("train", e, options, device, rank, ranks, progress if rank == 0 else lambda m: None)
+        device = setup(ranks, options.timeout)
+        report: Progress = progress if rank == 0 else lambda message: None
+        result = run_rank(train_job(e, options), RankContext(device, rank, ranks, report))
         return (result if rank == 0 else None), (130 if result["stopped"] else 0), ""
     except UserError as error:
         # A plan that cannot work is found by every rank; other mistakes may be of one machine.

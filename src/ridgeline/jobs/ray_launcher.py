@@ -7,12 +7,12 @@ must be on storage that all machines see. Source: Moritz et al. 2018 (arXiv:1712
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from typing import Any
 
-from ridgeline.jobs.launch import Job, JobFailed, Progress, error_of
+from ridgeline.jobs.job import LaunchJob, Progress, RankContext
+from ridgeline.jobs.launch import JobFailed, error_of
 from ridgeline.spec.errors import UserError
 
 _PLACING = 60.0
@@ -66,7 +66,6 @@ class Rank:
 
         from ridgeline.jobs.failure import describe
         from ridgeline.jobs.worker import run_rank, setup
-        from ridgeline.spec.experiment import Experiment
 
         os.environ.update(variables)
         rank, ranks = int(variables["RANK"]), int(variables["WORLD_SIZE"])
@@ -75,17 +74,16 @@ class Rank:
             if rank == 0:
                 ray.get(mailbox.put.remote({**message, "pid": os.getpid()}))
 
-        told = json.loads(job)
         try:
-            e = Experiment.model_validate(told["experiment"])
-            device = setup(ranks, told["options"].get("timeout"))
-            return {"result": run_rank(told["mode"], e, told["options"], device, rank, ranks, report)}
+            asked = LaunchJob.from_json(job)
+            device = setup(ranks, asked.options.timeout)
+            return {"result": run_rank(asked, RankContext(device, rank, ranks, report))}
         except BaseException as error:
             failure, _ = describe(error, rank)
             return {"error": {**failure, "trace": traceback.format_exc()}}
 
 
-def run_on_ray(job: Job, progress: Progress | None = None) -> dict[str, Any]:
+def run_on_ray(job: LaunchJob, progress: Progress | None = None) -> dict[str, Any]:
     """Run the job's ranks on Ray; rank 0's result. As :func:`ridgeline.jobs.launch.run_job`, it raises
     :class:`JobFailed` when a rank fails, :class:`UserError` for a user's mistake, and stops every rank then."""
     import ray
@@ -127,7 +125,7 @@ def _placed(ranks: int) -> Any:
     return group
 
 
-def _run(job: Job, group: Any, actors: list[Any], progress: Progress) -> dict[str, Any]:
+def _run(job: LaunchJob, group: Any, actors: list[Any], progress: Progress) -> dict[str, Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 

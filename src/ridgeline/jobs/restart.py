@@ -7,20 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ridgeline.jobs.launch import Job, JobFailed, Progress
+from ridgeline.jobs.job import LaunchJob, Progress, TrainOptions
+from ridgeline.jobs.launch import JobFailed
 from ridgeline.spec.errors import UserError
 
 RESTARTS = 3
 """Restarts of a job on a cluster, where ranks get lost, unless the user says otherwise."""
-Launch = Callable[[Job, Progress | None], dict[str, Any]]
+Launch = Callable[[LaunchJob, Progress | None], dict[str, Any]]
 
 
-def restarts(asked: int | None, options: dict[str, Any], default: int) -> int:
+def restarts(asked: int | None, options: TrainOptions, default: int) -> int:
     """How often a job may start again: as asked, else ``default`` where there are checkpoints to start from.
 
     Raises :class:`UserError` when restarts are asked for and the job keeps no checkpoints.
     """
-    kept = bool(options.get("out") and options.get("save_every"))
+    kept = bool(options.out and options.save_every)
     if asked and not kept:
         raise UserError(
             f"--max-restarts {asked} needs checkpoints to start from, and this run keeps none",
@@ -29,11 +30,13 @@ def restarts(asked: int | None, options: dict[str, Any], default: int) -> int:
     return (default if kept else 0) if asked is None else asked
 
 
-def run_with_restarts(launch: Launch, job: Job, progress: Progress | None, most: int) -> dict[str, Any]:
+def run_with_restarts(launch: Launch, job: LaunchJob, progress: Progress | None, most: int) -> dict[str, Any]:
     """``launch(job)``; when its ranks fail, again from the newest checkpoint, at most ``most`` times.
 
     A user's mistake and an interruption are not tried again. The result says how often it started again.
     """
+    options = job.options
+    assert isinstance(options, TrainOptions)
     for attempt in range(most + 1):
         try:
             return {**launch(job, progress), "restarts": attempt}
@@ -41,9 +44,9 @@ def run_with_restarts(launch: Launch, job: Job, progress: Progress | None, most:
             if attempt == most or failure.status == "interrupted":
                 raise
             if progress:
-                last = _newest(Path(job.options["out"]))
+                last = _newest(Path(options.out or ""))
                 progress({"stage": f"{failure.reason}; restart {attempt + 1} of {most} from {last}", "restart": True})
-            job = replace(job, options={**job.options, "resume": True})
+            job = replace(job, options=replace(options, resume=True))
     raise AssertionError
 
 

@@ -6,18 +6,18 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from ridgeline.jobs.failure import describe
-from ridgeline.nn.memory.meter import keep_freed_memory
+from ridgeline.jobs.job import MODES, LaunchJob, RankContext
+from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.spec.errors import UserError
-from ridgeline.spec.experiment import Experiment
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others in a collective, unless the job says otherwise."""
@@ -50,9 +50,9 @@ def setup(ranks: int, timeout: float | None = None) -> torch.device:
         backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"
         wait = timedelta(seconds=timeout or TIMEOUT)
         # On one machine the ranks meet through a file: a port that is free now may be taken when they start.
-        meet = os.environ.get("RIDGELINE_MEET")
+        file = os.environ.get("RIDGELINE_RENDEZVOUS")
         dist.init_process_group(
-            backend, f"file://{meet}" if meet else None, timeout=wait, rank=int(os.environ["RANK"]), world_size=ranks
+            backend, f"file://{file}" if file else None, timeout=wait, rank=int(os.environ["RANK"]), world_size=ranks
         )
         # Groups made later (meshes, pipelines) would fall back to half an hour.
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -67,12 +67,11 @@ def main(path: str) -> int:
     # Libraries that print must not mix with our messages.
     report = Reporter(os.fdopen(os.dup(1), "w") if rank == 0 else None)
     os.dup2(2, 1)
-    job = json.loads(Path(path).read_text(encoding="utf-8"))
     code = 0
     try:
-        device = setup(ranks, job["options"].get("timeout"))
-        e = Experiment.model_validate(job["experiment"]) if job["experiment"] else None
-        report({"result": run_rank(job["mode"], e, job["options"], device, rank, ranks, report)})
+        job = LaunchJob.from_json(Path(path).read_text(encoding="utf-8"))
+        device = setup(ranks, job.options.timeout)
+        report({"result": run_rank(job, RankContext(device, rank, ranks, report))})
     except BaseException as error:
         if not isinstance(error, (UserError, KeyboardInterrupt)):
             traceback.print_exc()
@@ -87,54 +86,11 @@ def main(path: str) -> int:
     os._exit(code)
 
 
-def run_rank(
-    mode: str,
-    e: Experiment | None,
-    options: dict[str, Any],
-    device: torch.device,
-    rank: int,
-    ranks: int,
-    report: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """This rank's part of a job; rank 0 returns its result."""
-    if mode == "probe":
-        from ridgeline.measure.probing.probe_worker import probe_rank
-
-        return probe_rank(device, rank, ranks, options, report)
-    if mode == "eval":
-        from ridgeline.measure.evaluation import evaluate
-
-        return evaluate(options, device, report)
-    assert e is not None
-    if mode == "train":
-        if options.get("backend", "native") != "native":
-            from ridgeline.measure.backends.train_loop import train
-        else:
-            from ridgeline.train.training_loop import train
-        return train(e, device, rank, ranks, options, report)
-    if mode == "measure":
-        from ridgeline.measure.cells.generation_cell import generation_cell
-        from ridgeline.measure.cells.training_cell import measure_cell
-
-        if e.task == "compress":
-            from ridgeline.measure.cells.compression_cell import compression_cell
-
-            return compression_cell(e, device, rank, ranks, options, report)
-        if e.task == "serve":
-            from ridgeline.measure.cells.serving_cell import serving_cell
-
-            return serving_cell(e, device, rank, ranks, options, report)
-        measured = measure_cell if e.is_training else generation_cell
-        return measured(e, device, rank, ranks, options, report)
-    if mode == "compress":
-        from ridgeline.compress.driver import compress
-
-        return compress(e, device, options, report)
-    if mode == "dissect":
-        from ridgeline.measure.dissect import dissect_cell
-
-        return dissect_cell(e, device, rank, ranks, options, report)
-    raise ValueError(f"unknown mode {mode!r}")
+def run_rank(job: LaunchJob, here: RankContext) -> dict[str, Any]:
+    """This rank's part of a job, by the function of its mode; rank 0 returns its result."""
+    _, function = MODES[job.mode]
+    result: dict[str, Any] = resolve_name(function)(job.experiment, job.options, here)
+    return result
 
 
 if __name__ == "__main__":

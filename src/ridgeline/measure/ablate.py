@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ridgeline.experiments import AblationSpec, to_toml
-from ridgeline.jobs.launch import Job, JobFailed, run_job
+from ridgeline.jobs.job import CellOptions, LaunchJob, Progress, TrainOptions, train_job
+from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.measure.backends import NATIVE
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
@@ -155,7 +156,7 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
         )
         progress = (lambda m: watch(CellRef("warm start", 0), m)) if watch else None
         try:
-            run_job(Job("train", plain, {"out": str(folder / "base"), "export": str(place)}), progress)
+            run_job(train_job(plain, TrainOptions(out=str(folder / "base"), export=str(place))), progress)
         except JobFailed as failure:
             raise UserError(f"the warm start failed ({failure.status}): {failure.reason}", failure.log) from None
     plans = {}
@@ -170,11 +171,11 @@ def measure_plan(
     repeat: int = 0,
     memory: bool = True,
     timeout: float | None = None,
-    progress: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress | None = None,
     backend: str = NATIVE,
 ) -> Result:
     """Measure one plan once, in its own process(es). Out-of-memory, crash and time-out are results, not exceptions."""
-    job = Job("measure", e, {"repeat": repeat, "memory": memory, "backend": backend}, ranks=e.world)
+    job = LaunchJob("measure", e, CellOptions(repeat=repeat, memory=memory, backend=backend), ranks=e.world)
     try:
         return Result.model_validate(run_job(job, progress, timeout))
     except JobFailed as failure:

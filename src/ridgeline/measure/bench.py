@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ridgeline.jobs.launch import Job, JobFailed, run_job
+from ridgeline.jobs.job import DissectOptions, LaunchJob, Progress
+from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.measure.ablate import measure_plan, require_local
 from ridgeline.measure.backends import NATIVE, require
 from ridgeline.measure.merge import merge
@@ -16,8 +15,6 @@ from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
-
-Progress = Callable[[Any], None]
 
 
 def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE) -> tuple[Result, Result]:
@@ -54,7 +51,7 @@ def dissect(e: Experiment, trace: Path, progress: Progress) -> tuple[Result, Res
     require_local(e)
     if not e.is_training:
         raise UserError(f"task {e.task!r} is not dissected yet", "use a pretrain or finetune experiment")
-    job = Job("dissect", e, {"trace": str(trace.resolve())}, ranks=e.world)
+    job = LaunchJob("dissect", e, DissectOptions(trace=str(trace.resolve())), ranks=e.world)
     try:
         measured = Result.model_validate(run_job(job, progress))
     except JobFailed as failure:

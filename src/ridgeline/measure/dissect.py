@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ridgeline.jobs.job import DissectOptions, RankContext
 from ridgeline.measure.cells.training_cell import record_memory, timed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result, Row
@@ -51,7 +52,7 @@ _VIEWS = frozenset({
 
 
 @dataclass
-class Node:
+class ProfileNode:
     """One interval of the profiler's tree."""
 
     name: str
@@ -60,7 +61,7 @@ class Node:
     sequence: int
     shapes: list[list[int]]
     widths: list[int]
-    children: list[Node] = field(default_factory=list)
+    children: list[ProfileNode] = field(default_factory=list)
 
     @property
     def self_seconds(self) -> float:
@@ -68,20 +69,15 @@ class Node:
         return max(0.0, self.seconds - sum(c.seconds for c in self.children))
 
 
-def dissect_cell(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
-    """Bare steps, profiled steps, one metered step; returns a measured Result with its breakdown (as plain data).
-
-    Options: ``trace`` (Chrome trace file to write), ``profiled`` (steps under the profiler).
-    """
+def dissect_cell(e: Experiment, options: DissectOptions, here: RankContext) -> dict[str, Any]:
+    """Bare steps, profiled steps, one metered step; returns a measured Result with its breakdown (as plain data)."""
     start = time.perf_counter()
-    trainer = Trainer(e, device, rank, ranks)
-    result = timed(trainer, time.perf_counter() - start, options, report)
-    report({"stage": "profiling"})
-    count = int(options.get("profiled", 3))
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    roots: list[Node] = []
+    trainer = Trainer(e, here.device, here.rank, here.ranks)
+    result = timed(trainer, time.perf_counter() - start, here.report)
+    here.report({"stage": "profiling"})
+    count = options.profiled
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if here.device.type == "cuda" else [])
+    roots: list[ProfileNode] = []
     for _ in range(count):
         # One step a session, bare steps between: the profiler's own records break up the freed memory that large
         # tensors would reuse, and a second step under it would pay page faults that no real step pays.
@@ -94,16 +90,16 @@ def dissect_cell(
         ):
             _phased_step(trainer)
         roots += tree(profiler)
-        if options.get("trace") and rank == 0:
-            Path(options["trace"]).parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(options["trace"])
+        if options.trace and here.rank == 0:
+            Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(options.trace)
         del profiler
         gc.collect()
     rows, total = attribute(roots, count)
     result.breakdown = rows
     step = statistics.median(s.seconds for s in result.samples[len(result.samples) // 2 :])
     _finish(result, rows, total, step)
-    report({"stage": "memory"})
+    here.report({"stage": "memory"})
     record_memory(result, trainer)
     return result.model_dump(mode="json", by_alias=True)
 
@@ -169,13 +165,13 @@ def _mark(module: nn.Module, name: str, stack: ExitStack) -> None:
 # ---- the profiler's events ----------------------------------------------------------------------------------------
 
 
-def tree(profiler: profile) -> list[Node]:
+def tree(profiler: profile) -> list[ProfileNode]:
     """The profiler's event tree of all threads as plain nodes (seconds)."""
     results: Any = profiler.profiler and profiler.profiler.kineto_results
     return [_node(e) for e in results.experimental_event_tree()]
 
 
-def _node(event: Any) -> Node:
+def _node(event: Any) -> ProfileNode:
     extra = event.extra_fields
     shapes: list[list[int]] = []
     widths: list[int] = []
@@ -184,7 +180,7 @@ def _node(event: Any) -> Node:
             if hasattr(meta, "sizes"):
                 shapes.append(list(meta.sizes))
                 widths.append(meta.dtype.itemsize if isinstance(meta.dtype, torch.dtype) else 4)
-    return Node(
+    return ProfileNode(
         event.name,
         event.start_time_ns * 1e-9,
         max(0, event.duration_time_ns) * 1e-9,
@@ -195,7 +191,7 @@ def _node(event: Any) -> Node:
     )
 
 
-def attribute(roots: list[Node], steps: int) -> tuple[list[Row], float]:
+def attribute(roots: list[ProfileNode], steps: int) -> tuple[list[Row], float]:
     """Rows per (phase, module, operator), each a mean over the profiled steps, and the mean step in seconds.
 
     Forward operators belong to the innermost open module. A backward operator belongs to the module whose forward made
@@ -224,13 +220,13 @@ def attribute(roots: list[Node], steps: int) -> tuple[list[Row], float]:
     return rows, total
 
 
-def _walk(nodes: list[Node]) -> Iterator[Node]:
+def _walk(nodes: list[ProfileNode]) -> Iterator[ProfileNode]:
     for n in nodes:
         yield n
         yield from _walk(n.children)
 
 
-def _own(node: Node, module: str, owners: dict[int, str]) -> None:
+def _own(node: ProfileNode, module: str, owners: dict[int, str]) -> None:
     """Note which module made each autograd node, by sequence number (the last forward operator to show it)."""
     if node.name.startswith("autograd::engine"):
         return  # recomputed forwards inside backward make nodes of their own
@@ -243,7 +239,7 @@ def _own(node: Node, module: str, owners: dict[int, str]) -> None:
 
 
 def _collect(
-    node: Node, phase: str, module: str, owners: dict[int, str], table: dict[tuple[str, str, str, str], Row]
+    node: ProfileNode, phase: str, module: str, owners: dict[int, str], table: dict[tuple[str, str, str, str], Row]
 ) -> None:
     name = node.name
     if name.startswith(MODULE):
@@ -272,7 +268,7 @@ def _collect(
         _collect(child, phase, module, owners, table)
 
 
-def _moves_data(node: Node) -> bool:
+def _moves_data(node: ProfileNode) -> bool:
     """Whether the operator or one that it calls touches tensor data; views, allocations and wrappers do not."""
     if node.name.startswith("aten::") and node.name.removeprefix("aten::") not in _VIEWS:
         return True

@@ -12,6 +12,7 @@ import torch
 
 from ridgeline.compress.calibration import windows_of
 from ridgeline.data.batches import MAX_BYTES, load_tokenizer, own_tokenizer, token_ids
+from ridgeline.jobs.job import EvaluateOptions, Progress, RankContext
 from ridgeline.measure.cells.generation_cell import generation_times
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.perplexity import window_losses
@@ -25,58 +26,56 @@ ROUNDS = 3
 """Times that generation is timed, after one warm-up."""
 
 
-def evaluate(options: dict[str, Any], device: torch.device, report: Any) -> dict[str, Any]:
-    """Evaluate ``options["checkpoint"]`` on ``options["text"]``.
+def evaluate(e: None, options: EvaluateOptions, here: RankContext) -> dict[str, Any]:
+    """Evaluate ``options.checkpoint`` on ``options.text``.
 
     Perplexity is that of the weights as stored (and of inputs rounded as the checkpoint says), computed in fp32; speed
-    is that of the kernels that a generating model gets.
-
-    Options: ``seq_len``, ``windows`` (at most so many), ``tokenizer``, ``against`` (a checkpoint to compare with,
-    window by window), ``prompt_len``, ``output_len`` (of the timed generation; 0: none). Raises :class:`UserError`.
+    is that of the kernels that a generating model gets. Raises :class:`UserError`.
     """
-    path = Path(options["checkpoint"])
+    path = Path(options.checkpoint)
     spec = ModelSpec.from_path(path)
     if not spec.causal:
         raise UserError(f"{path} is an encoder: it has no perplexity of running text", "evaluate a decoder")
-    seq_len = min(options["seq_len"], spec.max_positions)
-    source = options.get("tokenizer") or own_tokenizer(str(path))
+    seq_len = min(options.seq_len, spec.max_positions)
+    source = options.tokenizer or own_tokenizer(str(path))
     if source is None:
         raise UserError(f"{path} has no tokenizer.json", "give one with --tokenizer")
-    ids = token_ids(options["text"], MAX_BYTES, load_tokenizer(source))
+    ids = token_ids(options.text, MAX_BYTES, load_tokenizer(source))
     if len(ids) and int(ids.max()) >= spec.vocab_size:
         raise UserError(f"{source} makes token ids up to {int(ids.max())}, the model has {spec.vocab_size}",
                         "use the model's own tokenizer")  # fmt: skip
-    windows = windows_of(ids, seq_len, options["windows"], options["text"])
+    windows = windows_of(ids, seq_len, options.windows, options.text)
     result: dict[str, Any] = {
-        "schema": "ridgeline.evaluation/1", "checkpoint": str(path), "text": options["text"], "seq_len": seq_len,
+        "schema": "ridgeline.evaluation/1", "checkpoint": str(path), "text": options.text, "seq_len": seq_len,
         "windows": len(windows), "tokens": len(windows) * seq_len, **stored_size(path),
         "parameters": spec.num_parameters,
     }  # fmt: skip
     losses = {}
-    for name in filter(None, ("checkpoint", "against" if options.get("against") else "")):
-        model = load_packed(options[name], torch.float32, device, fast=False)
+    compared = {"checkpoint": options.checkpoint} | ({"against": options.against} if options.against else {})
+    for name, folder in compared.items():
+        model = load_packed(Path(folder), torch.float32, here.device, fast=False)
         if model.spec.vocab_size != spec.vocab_size:
-            raise UserError(f"{options[name]} has another vocabulary than {path}", "compare like with like")
-        losses[name] = window_losses(model, windows, _progress(report, options[name], len(windows)))
-        if name == "checkpoint" and options.get("output_len"):
-            report({"stage": "timing generation"})
-            prompt = windows[:1, : min(options["prompt_len"], seq_len)].to(device)
+            raise UserError(f"{folder} has another vocabulary than {path}", "compare like with like")
+        losses[name] = window_losses(model, windows, _progress(here.report, folder, len(windows)))
+        if name == "checkpoint" and options.output_len:
+            here.report({"stage": "timing generation"})
+            prompt = windows[:1, : min(options.prompt_len, seq_len)].to(here.device)
             del model
-            model = load_packed(path, device=device)
-            times = generation_times(model, prompt, options["output_len"], ROUNDS)
+            model = load_packed(path, device=here.device)
+            times = generation_times(model, prompt, options.output_len, ROUNDS)
             result["decode_tokens_per_s"] = 1 / statistics.median(t for run in times for t in run[1:])
             result["ttft_s"] = statistics.median(run[0] for run in times)
         del model
     result["perplexity"] = perplexity(losses["checkpoint"])._asdict()
     result["losses"] = losses["checkpoint"]
     if "against" in losses:
-        result["against"] = {"checkpoint": options["against"], "perplexity": perplexity(losses["against"])._asdict(),
+        result["against"] = {"checkpoint": options.against, "perplexity": perplexity(losses["against"])._asdict(),
                              "ratio": perplexity_ratio(losses["checkpoint"], losses["against"])._asdict()}  # fmt: skip
     result["environment"] = {**fingerprint(), "threads": torch.get_num_threads()}
     return result
 
 
-def _progress(report: Any, checkpoint: str, windows: int) -> Callable[[int], None]:
+def _progress(report: Progress, checkpoint: str, windows: int) -> Callable[[int], None]:
     stage = f"perplexity of {Path(checkpoint).name}"
     return lambda done: report({"step": done, "steps": windows, "stage": stage})
 

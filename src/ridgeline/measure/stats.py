@@ -140,33 +140,33 @@ def warmup_steps(seconds: Sequence[float]) -> int:
     return most
 
 
-class Outliers(NamedTuple):
+class OutlierNote(NamedTuple):
     """Indices of unusual values, and a sentence about them (empty when there are none)."""
 
     indices: list[int]
     note: str
 
 
-def outliers(values: Sequence[float], threshold: float = 3.5) -> Outliers:
+def outliers(values: Sequence[float], threshold: float = 3.5) -> OutlierNote:
     """Values whose modified z score exceeds ``threshold`` (Iglewicz & Hoaglin, 1993). They are named, never removed."""
     x = np.asarray(values, dtype=np.float64)
     if len(x) < 3:
-        return Outliers([], "")
+        return OutlierNote([], "")
     middle = float(np.median(x))
     distance = np.abs(x - middle)
     scale = MAD_TO_SIGMA * float(np.median(distance))
     if scale == 0:  # more than half of the values are equal: fall back to the mean absolute deviation
         scale = 1.2533 * float(distance.mean())
     if scale == 0:
-        return Outliers([], "")
+        return OutlierNote([], "")
     indices = [int(i) for i in np.flatnonzero(distance / scale > threshold)]
     if not indices:
-        return Outliers([], "")
+        return OutlierNote([], "")
     worst = max(indices, key=lambda i: distance[i])
     which = ", ".join(str(i) for i in indices[:5]) + (", …" if len(indices) > 5 else "")
     factor = f", the worst {x[worst] / middle:.2g}× the median" if middle else ""
     many = "step is an outlier" if len(indices) == 1 else "steps are outliers"
-    return Outliers(
+    return OutlierNote(
         indices,
         f"{len(indices)} of {len(x)} {many} (index {which}){factor}: something else may be using the machine",
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ridgeline.data.batches import Batch
 from ridgeline.nn.memory.tiered_store import Store
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.runtime.gradients import clear, clip, global_norm
@@ -41,15 +42,6 @@ class Micro(NamedTuple):
     """[seq] or [batch, seq] place of each token in its sequence; None: 0, 1, …"""
     documents: Tensor | None = None
     """[batch, seq] number of the document that each token belongs to; it sees no other one. None: one per row."""
-
-
-class Batch(NamedTuple):
-    """One global batch, as every rank derives it from the step; fields as in :class:`Micro`."""
-
-    ids: Tensor
-    labels: Tensor
-    positions: Tensor | None = None
-    documents: Tensor | None = None
 
 
 class Batches(Protocol):

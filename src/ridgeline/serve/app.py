@@ -1,64 +1,39 @@
-"""The routes of the OpenAI-compatible server."""
+"""The OpenAI-compatible server: its routes, errors and gate around one service."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 import ridgeline
-from ridgeline.serve import replies
 from ridgeline.serve.bodies import WrongBody, body_route
-from ridgeline.serve.engine_loop import Failed, Stream
-from ridgeline.serve.http import EventStream, Gate, Gone, Json, Keys, bearer, error_body, refusal, unless_gone
-from ridgeline.serve.openai import (
-    ChatCompletion,
-    Classification,
-    Completion,
-    Detokenize,
-    Embedding,
-    LoadAdapter,
-    Sampled,
-    Tokenize,
-    UnloadAdapter,
-)
+from ridgeline.serve.engine_loop import Failed
+from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
 from ridgeline.serve.request import Busy, Invalid
-from ridgeline.serve.service import Asked, NoModel, Service
+from ridgeline.serve.routes import (
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
+    generation_routes,
+    model_routes,
+    state_routes,
+    text_routes,
+)
+from ridgeline.serve.service import NoModel, Service
 from ridgeline.spec.errors import UserError
 
-T = TypeVar("T")
 log = logging.getLogger("ridgeline.serve")
 MAX_BODY = 8 << 20
-_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
-    "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": what, **_ERROR}
-    for status, what in {
-        400: "The request is wrong", 401: "No valid key", 403: "Not allowed", 404: "No such model",
-        413: "Too large", 500: "The server failed", 503: "The server is busy",
-    }.items()
-}  # fmt: skip
-
-_GENERATED: dict[int | str, dict[str, Any]] = {
-    **_REFUSALS,
-    200: {
-        "description": "Whole, or with `stream` as events",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    },
-}
 
 
 def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
                max_body: int = MAX_BODY) -> FastAPI:  # fmt: skip
     """The server around ``service``, whose loop runs as long as the app does."""
-    loop, metrics = service.loop, service.loop.metrics
+    loop = service.loop
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,141 +44,12 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
     app = FastAPI(title="Ridgeline", version=ridgeline.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
                   redirect_slashes=False)  # fmt: skip
     app.router.route_class = body_route(service.max_model_len)
-    metrics.watch(lambda: loop.stats, lambda: loop.queued)
-
-    async def answer(
-        request: Request, prepare: Callable[[T, bytes], Asked], body: T,
-        finish: Callable[[Asked, Stream], Any], stream: Callable[[Asked, Stream], Any] | None = None,
-    ) -> Response:  # fmt: skip
-        """Prepare beside the event loop, submit, and answer whole or as a stream; given up when the client goes."""
-
-        async def work() -> tuple[Asked, Stream]:
-            asked = await asyncio.to_thread(prepare, body, bearer(request.scope))
-            return asked, await loop.submit(asked.jobs)
-
-        async def all_of_it() -> Response:
-            asked, found = await work()
-            try:
-                return Json(await finish(asked, found))
-            finally:
-                loop.cancel(found)
-
-        async def pieces(asked: Asked, found: Stream, made: Any) -> Any:
-            try:
-                async for piece in made(asked, found):
-                    yield piece
-            finally:
-                loop.cancel(found)
-
-        try:
-            if stream is None:
-                return await unless_gone(request.receive, all_of_it())
-            asked, found = await unless_gone(request.receive, work())
-            return EventStream(pieces(asked, found, stream))
-        except Gone:
-            return Response(status_code=499)
-        except Invalid as e:
-            if isinstance(body, Sampled) and (param := body.renamed(e.param)) != e.param:
-                raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
-            raise
-
-    # ---- generation --------------------------------------------------------------------------------------------------
-
-    @app.post("/v1/completions", responses=_GENERATED)
-    async def completions(body: Completion, request: Request) -> Response:
-        """Continue prompts."""
-        return await answer(
-            request, service.completion, body, lambda a, s: replies.whole(a, s, chat=False),
-            (lambda a, s: replies.chunks(a, s, body, chat=False)) if body.stream else None,
-        )  # fmt: skip
-
-    @app.post("/v1/chat/completions", responses=_GENERATED)
-    async def chat(body: ChatCompletion, request: Request) -> Response:
-        """Answer a conversation."""
-        return await answer(
-            request, service.chat, body, lambda a, s: replies.whole(a, s, chat=True),
-            (lambda a, s: replies.chunks(a, s, body, chat=True)) if body.stream else None,
-        )  # fmt: skip
-
-    @app.post("/v1/embeddings", responses=_REFUSALS)
-    async def embeddings(body: Embedding, request: Request) -> Response:
-        """Vectors of texts."""
-        as_base64 = body.encoding_format == "base64"
-        return await answer(request, service.embedding, body, lambda a, s: replies.embeddings(a, s, as_base64))
-
-    @app.post("/classify", responses=_REFUSALS)
-    async def classify(body: Classification, request: Request) -> Response:
-        """Classes of texts, of a model for sequence classification."""
-        return await answer(request, service.classification, body, lambda a, s: replies.classes(a, s, service))
-
-    # ---- texts and models --------------------------------------------------------------------------------------------
-
-    @app.get("/v1/models", responses=_REFUSALS)
-    async def models() -> Response:
-        """What is served: the model and its adapters."""
-        return Json({"object": "list", "data": service.models()})
-
-    @app.get("/v1/models/{name:path}", responses=_REFUSALS)
-    async def model(name: str) -> Response:
-        """One model."""
-        service.adapter(name)
-        return Json(next(m for m in service.models() if m["id"] == name))
-
-    @app.post("/tokenize", responses=_REFUSALS)
-    async def tokenize(body: Tokenize, request: Request) -> Response:
-        """Token ids of a text or a conversation."""
-        service.adapter(body.model)
-        tokens = await asyncio.to_thread(service.tokens, body)
-        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
-
-    @app.post("/detokenize", responses=_REFUSALS)
-    async def detokenize(body: Detokenize, request: Request) -> Response:
-        """The text of token ids."""
-        service.adapter(body.model)
-        service.known(body.tokens, "tokens")
-        text = await asyncio.to_thread(service.vocabulary.decode, body.tokens, skip_special=False)
-        return Json({"prompt": text})
-
-    @app.get("/tokenizer_info", responses=_REFUSALS)
-    async def tokenizer_info() -> Response:
-        """Special tokens and the chat template, for clients without the tokenizer's files."""
-        return Json(service.tokenizer_info())
-
-    @app.post(_LOAD, responses=_REFUSALS)
-    async def load_adapter(body: LoadAdapter, request: Request) -> Response:
-        """Serve an adapter from a folder of the server, under a name."""
-        await service.load(body.lora_name, body.lora_path)
-        return Json({"loaded": body.lora_name})
-
-    @app.post(_UNLOAD, responses=_REFUSALS)
-    async def unload_adapter(body: UnloadAdapter, request: Request) -> Response:
-        """Serve an adapter no more."""
-        await service.unload(body.lora_name)
-        return Json({"unloaded": body.lora_name})
-
-    # ---- state -------------------------------------------------------------------------------------------------------
-
-    @app.get("/health", responses=_REFUSALS)
-    async def health() -> Response:
-        """Whether the engine works."""
-        if not loop.alive:
-            why = "failed" if loop.failure else f"has been in one step for {loop.step_age:.0f} s"
-            return refusal(503, f"the engine {why}")
-        return Json({"status": "ok"})
-
-    @app.get("/ready", responses=_REFUSALS)
-    async def ready() -> Response:
-        """Whether new requests are taken."""
-        return Json({"status": "ready"}) if loop.ready else refusal(503, "not taking requests", retry_after=5.0)
-
-    @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
-    async def prometheus() -> Response:
-        """For Prometheus."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
+    loop.metrics.watch(lambda: loop.stats, lambda: loop.queued)
+    for add in (generation_routes, model_routes, text_routes, state_routes):
+        add(app, service)
     _errors(app)
-    app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=frozenset({_LOAD, _UNLOAD}),
-                       max_body=max_body)  # fmt: skip
+    admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER})
+    app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=admin_paths, max_body=max_body)
     return app
 
 

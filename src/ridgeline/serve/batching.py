@@ -12,9 +12,9 @@ from collections.abc import Sequence as List
 from ridgeline.runtime.serve_build import Cost, Cut
 from ridgeline.serve.adapter_table import AdapterTable
 from ridgeline.serve.block_manager import Blocks
-from ridgeline.serve.request import Request
+from ridgeline.serve.request import EngineRequest
 from ridgeline.serve.runner import Runner
-from ridgeline.serve.sequence import Group, Sequence
+from ridgeline.serve.sequence import Sequence, SequenceGroup
 from ridgeline.spec.scheduling import Limits
 
 AT_ONCE = 256
@@ -76,7 +76,7 @@ def measure_costs(runner: Runner, blocks: Blocks, limits: Limits, longest: int) 
         for batch in _grid(limits.max_num_seqs):
             if batch > 1 and length * batch > limits.max_num_batched_tokens:
                 break
-            seqs = [Sequence(Group(Request("", [0] * length), 0), 0, [0] * length) for _ in range(batch)]
+            seqs = [Sequence(SequenceGroup(EngineRequest("", [0] * length), 0), 0, [0] * length) for _ in range(batch)]
             if runner.keeps and any(blocks.grow(s, length) is None for s in seqs):
                 seconds = None
             else:
@@ -116,7 +116,7 @@ def _seconds(runner: Runner, seqs: list[Sequence], length: int) -> float:
     return time.perf_counter() - start
 
 
-class Batches:
+class CostOrderedBatches:
     """A scheduler's policy: the queue is cut into batches, and all of those are served before it is cut again."""
 
     def __init__(self, cut: Cut, limits: Limits, shared: Cost, own: Cost) -> None:

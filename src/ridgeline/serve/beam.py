@@ -12,7 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ridgeline.serve.sequence import Sequence
+from torch import Tensor
+
+from ridgeline.serve.outputs import Outputs
+from ridgeline.serve.request import Finish, OutputEvent
+from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.scheduler import Scheduler
+from ridgeline.serve.sequence import Sequence, SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +88,63 @@ class Beams:
         prompt = len(c.beam.group.request.prompt)
         done = Finished(c.total / length**self.length_penalty, [*c.beam.tokens[prompt:], c.token], stop)
         self.finished = sorted([*self.finished, done], key=lambda f: -f.score)[: self.width]
+
+
+class BeamSearch:
+    """Carries the searches of an engine on, step by step."""
+
+    def __init__(self, sampler: Sampler, scheduler: Scheduler, outputs: Outputs) -> None:
+        self.sampler, self.scheduler, self.outputs = sampler, scheduler, outputs
+        self.blocks = scheduler.blocks
+
+    def extend(self, seqs: list[Sequence], logits: Tensor) -> None:
+        """Keep each beam's candidates; where all beams of a search have theirs, go on with the best."""
+        most = max(s.group.beams.candidates for s in seqs if s.group.beams is not None)
+        self.sampler.adjust(logits, seqs)
+        whole = logits.logsumexp(1, keepdim=True)
+        values, ids = self.sampler.search(logits, most)
+        for seq, v, i in zip(seqs, (values - whole).tolist(), ids.tolist(), strict=True):
+            assert seq.group.beams is not None
+            n = seq.group.beams.candidates
+            seq.group.beams.pending[seq] = list(zip(i[:n], v[:n], strict=True))
+            self.blocks.commit(seq)
+        for group in dict.fromkeys(s.group for s in seqs):
+            if group.beams is not None and len(group.beams.pending) == len(group.sequences):
+                try:
+                    self._advance(group, group.beams)
+                except Exception as e:
+                    self.outputs.fail(group.sequences[0], f"{type(e).__name__}: {e}")
+
+    def _advance(self, group: SequenceGroup, beams: Beams) -> None:
+        chosen = beams.select(group.sequences)
+        if not chosen:
+            self._end(group, beams)
+            return
+        before, group.sequences = group.sequences, []
+        taken: dict[Sequence, list[int]] = {}
+        for c in chosen:
+            taken.setdefault(c.beam, []).append(len(group.sequences))
+            group.sequences.append(c.beam)
+        for beam, places in taken.items():
+            for at in places[1:]:
+                child = Sequence(group, 0, list(beam.tokens), counts=dict(beam.counts))
+                self.blocks.fork(beam, child)
+                group.sequences[at] = child
+                self.scheduler.run(child, beam)
+        for beam in before:
+            if beam not in taken:
+                self.scheduler.remove(beam)
+        for seq, c in zip(group.sequences, chosen, strict=True):
+            seq.tokens.append(c.token)
+            seq.counts[c.token] = seq.counts.get(c.token, 0) + 1
+            seq.logprob = c.total
+            self.outputs.generated += 1
+
+    def _end(self, group: SequenceGroup, beams: Beams) -> None:
+        for index, f in enumerate(beams.finished[: group.request.sampling.n]):
+            finish: Finish = "stop" if f.stop else "length"
+            self.outputs.events.append(OutputEvent(group.request.id, index, f.tokens, None, finish, score=f.score,
+                                                   cached_tokens=group.cached_tokens))  # fmt: skip
+        for seq in group.sequences:
+            self.scheduler.remove(seq)
+        del self.outputs.groups[group.request.id]

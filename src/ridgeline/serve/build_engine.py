@@ -20,7 +20,7 @@ from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serve_build import Drafts, ServeBuild
 from ridgeline.serve import ranks
 from ridgeline.serve.adapter_table import AdapterTable
-from ridgeline.serve.batching import Batches, free, measure_costs, measure_task
+from ridgeline.serve.batching import CostOrderedBatches, free, measure_costs, measure_task
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
 from ridgeline.serve.engine import Engine
@@ -67,7 +67,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         shared = measure()
         tasks = engine.adapters if run.per_task else None
         own = free if tasks is None else measure_task(tasks, shared, measure)
-        engine.scheduler.order = Batches(run.cut, run.limits, shared, own)
+        engine.scheduler.order = CostOrderedBatches(run.cut, run.limits, shared, own)
     return engine
 
 

@@ -20,7 +20,7 @@ HEAD_SECONDS = 30.0
 """From a connection's beginning, or from the first byte of a later request, to the end of the head."""
 
 
-class Connection(H11Protocol):
+class ServerConnection(H11Protocol):
     """Uvicorn's connection, which is closed when no request comes, and refused when there are ``most`` already."""
 
     most: int | None = None
@@ -60,9 +60,9 @@ class Connection(H11Protocol):
             self._waiting = None
 
 
-def connection_class(most: int | None) -> type[Connection]:
+def connection_class(most: int | None) -> type[ServerConnection]:
     """Connections of which there may be ``most`` (None: any number)."""
-    return type("Limited", (Connection,), {"most": most})
+    return type("Limited", (ServerConnection,), {"most": most})
 
 
 def _notice_death(peer: socket.socket) -> None:

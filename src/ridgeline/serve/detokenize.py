@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.serve.grammar import Matcher
-from ridgeline.serve.request import Event, Finish, Request, TokenLogprob
+from ridgeline.serve.request import EngineRequest, Finish, OutputEvent, TokenLogprob
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -204,10 +204,10 @@ class Delta:
 
 
 @dataclass
-class Job:
+class ServeJob:
     """A request of the engine and how its outputs are to be read."""
 
-    request: Request
+    request: EngineRequest
     vocabulary: Vocabulary
     ordinal: int = 0
     stops: tuple[str, ...] = ()
@@ -226,7 +226,7 @@ class Job:
         """Sequences that the engine makes for it."""
         return 1 if self.request.embed else self.request.sampling.sequences
 
-    def read(self, event: Event) -> Delta | None:
+    def read(self, event: OutputEvent) -> Delta | None:
         """The event as text; None for an output that has ended. Raises nothing.
 
         When a stop string ended the output before the engine knew, ``finish`` is "stop", the event's is not: the engine

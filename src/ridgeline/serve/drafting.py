@@ -125,3 +125,10 @@ class ModelDrafter:
         """Let go of sequences that are not asked for: they ended, or wait."""
         for seq in self.mirrors.keys() - set(seqs):
             self.blocks.release(self.mirrors.pop(seq))
+
+
+def draftable(seq: Row) -> bool:
+    """Whether a draft may be checked in one pass: what follows must not change how its first token is chosen."""
+    s = seq.group.request.sampling
+    plain = not (s.presence_penalty or s.frequency_penalty) and s.repetition_penalty == 1.0
+    return plain and seq.grammar is None and seq.group.beams is None and seq.generated > 0

@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.serve.detokenize import Delta, Job
-from ridgeline.serve.request import Busy, Event, Invalid, Stats
+from ridgeline.serve.detokenize import Delta, ServeJob
+from ridgeline.serve.request import Busy, Invalid, OutputEvent, Stats
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     """What the queue takes, and how long anything may last. None: no limit."""
 
     queued_requests: int | None = 512
@@ -45,10 +45,10 @@ class Limits:
     """Seconds that one step may take before the server counts as ill."""
 
 
-class Stream:
+class OutputStream:
     """The outputs of some jobs that belong together, as they come. Merges what its reader is too slow to take."""
 
-    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, jobs: Sequence[ServeJob], loop: asyncio.AbstractEventLoop) -> None:
         self.jobs = {job.request.id: job for job in jobs}
         self.asked = time.monotonic()
         self.first: dict[str, float] = {}
@@ -105,10 +105,10 @@ class _Queue:
 class EngineLoop:
     """Runs an engine in a thread of its own. Methods are for the event loop's thread, but for those named ``_…``."""
 
-    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, limits: QueueLimits, metrics: Metrics) -> None:
         self.engine, self.limits, self.metrics = engine, limits, metrics
-        no_end = 1 << 62  # the queue is bounded here, before the inbox: the engine's own bounds would come too late
-        engine.limits.max_waiting = engine.limits.max_waiting_tokens = no_end
+        # The queue is bounded here, before the inbox: the engine's own bounds would come too late.
+        engine.limits.max_waiting = engine.limits.max_waiting_tokens = None
         self.stats: Stats = engine.stats()
         self.failure: Exception | None = None
         self.draining = False
@@ -117,10 +117,10 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stop = False
         self._queue = _Queue()
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         self._patience = 1.0
         self._step_began: float | None = None
-        self._outgoing: list[tuple[Stream, Delta | Exception | None]] = []
+        self._outgoing: list[tuple[OutputStream, Delta | Exception | None]] = []
 
     # ---- the event loop's side ---------------------------------------------------------------------------------------
 
@@ -157,9 +157,9 @@ class EngineLoop:
         with self._wake:
             return self._queue.totals
 
-    async def submit(self, jobs: Sequence[Job]) -> Stream:
+    async def submit(self, jobs: Sequence[ServeJob]) -> OutputStream:
         """Queue ``jobs`` and wait until the engine has taken them. Raises :class:`Busy`, Invalid or :class:`Failed`."""
-        stream = Stream(jobs, self._loop)
+        stream = OutputStream(jobs, self._loop)
         with self._wake:
             self._admit(jobs)
             self._queue.waiting.update({j.request.id: (j.sequences, len(j.request.prompt)) for j in jobs})
@@ -173,7 +173,7 @@ class EngineLoop:
             raise
         return stream
 
-    def cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: OutputStream) -> None:
         """Give up what is not finished of ``stream``; its blocks are free before the next step."""
         left = [job.request.id for job in stream.jobs.values() if job.open]
         if left and self.failure is None:
@@ -221,7 +221,7 @@ class EngineLoop:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _admit(self, jobs: Sequence[Job]) -> None:
+    def _admit(self, jobs: Sequence[ServeJob]) -> None:
         if self.failure is not None:
             raise Failed("the engine has stopped")
         if self.draining:
@@ -293,7 +293,7 @@ class EngineLoop:
                 call = self._inbox.popleft()
             call()
 
-    def _add(self, stream: Stream) -> None:
+    def _add(self, stream: OutputStream) -> None:
         done: list[str] = []
         try:
             for job in stream.jobs.values():
@@ -318,7 +318,7 @@ class EngineLoop:
                 continue
             job = stream.jobs[request]
             for index in sorted(job.open):
-                if (delta := job.read(Event(request, index, finish="abort"))) is not None:
+                if (delta := job.read(OutputEvent(request, index, finish="abort"))) is not None:
                     self._outgoing.append((stream, delta))
             self.metrics.finished.labels("abort").inc()
             self._forget(request)
@@ -348,7 +348,7 @@ class EngineLoop:
                 del self._queue.waiting[request]
                 self._streams[request].started = True
 
-    def _read(self, event: Event) -> None:
+    def _read(self, event: OutputEvent) -> None:
         stream = self._streams.get(event.request)
         if stream is None:  # given up
             return
@@ -387,7 +387,7 @@ class EngineLoop:
             self._stop = True
 
 
-def _deliver(parcel: list[tuple[Stream, Delta | Exception | None]]) -> None:
+def _deliver(parcel: list[tuple[OutputStream, Delta | Exception | None]]) -> None:
     for stream, news in parcel:
         if isinstance(news, Delta):
             stream.put(news)

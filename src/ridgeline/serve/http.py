@@ -27,7 +27,7 @@ WRITE_SECONDS = 60.0
 """A client that takes nothing for so long is gone."""
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
@@ -58,13 +58,16 @@ def refusal(
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
-    """The result of ``work``, which is cancelled when the client goes first, or one of ``ends`` (:class:`Gone`)."""
+    """The result of ``work``, which is cancelled when one of ``ends`` comes first, or when the client disconnects.
+
+    Raises :class:`ClientDisconnected` then.
+    """
     task = asyncio.ensure_future(work)
     watches = [asyncio.ensure_future(end) for end in (_disconnect(receive), *ends)]
     try:
         await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise ClientDisconnected
         return task.result()
     finally:
         for t in (task, *watches):
@@ -102,7 +105,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the chunks until they end or the client goes."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(Gone, OSError):
+        with contextlib.suppress(ClientDisconnected, OSError):
             try:
                 await unless_gone(receive, self._write(send), self._stuck())
             finally:

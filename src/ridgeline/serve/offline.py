@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.data.examples import BadRecord, Template, records
-from ridgeline.serve.detokenize import Delta, Job, Vocabulary
-from ridgeline.serve.request import Invalid, Request, Sampling
+from ridgeline.serve.detokenize import Delta, ServeJob, Vocabulary
+from ridgeline.serve.request import EngineRequest, Invalid, Sampling
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ def generate(
     ``fresh``: called with each piece of text as it comes.
     """
     left = deque(prompts)
-    jobs: dict[str, tuple[Prompt, Job, dict[int, Delta]]] = {}
+    jobs: dict[str, tuple[Prompt, ServeJob, dict[int, Delta]]] = {}
     while left or jobs:
         while left and len(jobs) < ahead:
             prompt = left.popleft()
-            job = Job(Request(prompt.id, vocabulary.encode(prompt.text), sampling(prompt.max_tokens)), vocabulary,
-                      stops=stops)  # fmt: skip
+            request = EngineRequest(prompt.id, vocabulary.encode(prompt.text), sampling(prompt.max_tokens))
+            job = ServeJob(request, vocabulary, stops=stops)
             try:
                 engine.add(job.request)
             except Invalid as e:
@@ -119,7 +119,7 @@ def generate(
                 yield _result(prompt, job, [outputs[i] for i in sorted(outputs)])
 
 
-def _result(prompt: Prompt, job: Job, outputs: list[Delta]) -> dict[str, Any]:
+def _result(prompt: Prompt, job: ServeJob, outputs: list[Delta]) -> dict[str, Any]:
     failed = next((d.error for d in outputs if d.finish == "error"), None)
     if failed is not None:
         return {"id": prompt.id, "error": failed}

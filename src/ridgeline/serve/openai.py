@@ -331,7 +331,7 @@ class ChatCompletion(Sampled):
         return super().renamed(param)
 
 
-class Embedding(Body):
+class EmbeddingRequest(Body):
     """``POST /v1/embeddings``."""
 
     model: Text | None = None
@@ -381,7 +381,7 @@ class UnloadAdapter(Body):
     lora_name: str
 
 
-BODIES = (Completion, ChatCompletion, Embedding, Classification)
+BODIES = (Completion, ChatCompletion, EmbeddingRequest, Classification)
 """Those whose fields are suggested where one is misspelt."""
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.serve.block_manager import Copy
-from ridgeline.serve.runner import Runner, Step
+from ridgeline.serve.runner import PackedStep, Runner
 from ridgeline.serve.sequence import Sequence
 from ridgeline.spec.experiment import Experiment
 
@@ -35,7 +35,7 @@ WAIT = timedelta(seconds=60)
 """How long a rank waits for another within a step."""
 
 
-class Lost(RuntimeError):
+class RankLost(RuntimeError):
     """The ranks no longer agree on what is done: nothing can be served."""
 
 
@@ -52,7 +52,7 @@ class RankedRunner(Runner):
         self.control = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
-        """A step on all ranks. Raises :class:`Lost` when one does not take part."""
+        """A step on all ranks. Raises :class:`RankLost` when one does not take part."""
         step = self.describe(batch, copies)
         try:
             dist.broadcast_object_list([step], group=self.control)
@@ -62,12 +62,12 @@ class RankedRunner(Runner):
             time.sleep(0.2)
             dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
             who = f"rank {dead[0]} died" if dead else f"{type(e).__name__}: {e}"
-            raise Lost(f"a step failed on {dist.get_world_size()} ranks: {who}") from e
+            raise RankLost(f"a step failed on {dist.get_world_size()} ranks: {who}") from e
 
     def follow(self) -> None:
         """Do what rank 0 says until it says no more."""
         while True:
-            said: list[Step | None] = [None]
+            said: list[PackedStep | None] = [None]
             dist.broadcast_object_list(said, group=self.control)
             if said[0] is None:
                 return

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from ridgeline.serve.detokenize import Delta, Detokenizer, Entry, Vocabulary
-from ridgeline.serve.engine_loop import Failed, Stream
+from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Busy, TokenLogprob
@@ -28,7 +28,7 @@ def usage(asked: Asked, generated: int, cached: int) -> dict[str, Any]:
     }
 
 
-async def whole(asked: Asked, stream: Stream, chat: bool) -> dict[str, Any]:
+async def whole(asked: Asked, stream: OutputStream, chat: bool) -> dict[str, Any]:
     """The answer to a request that does not stream. Raises :class:`Failed` if an output failed."""
     outputs: dict[tuple[int, int], Delta] = {}
     async for delta in stream:
@@ -47,7 +47,7 @@ async def whole(asked: Asked, stream: Stream, chat: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def chunks(asked: Asked, stream: Stream, body: Sampled, chat: bool) -> AsyncGenerator[dict[str, Any], None]:
+async def chunks(asked: Asked, stream: OutputStream, body: Sampled, chat: bool) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a request that streams; an error in midstream is the last one."""
     writer = Writer(asked, chat)
     options = body.stream_options
@@ -190,7 +190,7 @@ def _end(delta: Delta, silent: bool = False) -> dict[str, Any]:
     return {"finish_reason": "length" if silent and delta.finish else delta.finish, "stop_reason": delta.stop_reason}
 
 
-async def embeddings(asked: Asked, stream: Stream, as_base64: bool) -> dict[str, Any]:
+async def embeddings(asked: Asked, stream: OutputStream, as_base64: bool) -> dict[str, Any]:
     """The answer of ``/v1/embeddings``: vectors of length 1, as floats or as the base64 of little-endian fp32."""
 
     def written(vector: list[float]) -> Any:
@@ -202,7 +202,7 @@ async def embeddings(asked: Asked, stream: Stream, as_base64: bool) -> dict[str,
     return {"object": "list", "model": asked.model, "data": data, "usage": _read(asked)}
 
 
-async def classes(asked: Asked, stream: Stream, service: Service) -> dict[str, Any]:
+async def classes(asked: Asked, stream: OutputStream, service: Service) -> dict[str, Any]:
     """The answer of ``/classify``, as vLLM writes it: the likeliest label of each input, and all probabilities."""
     data = []
     for i, logits in await _vectors(stream):
@@ -214,7 +214,7 @@ async def classes(asked: Asked, stream: Stream, service: Service) -> dict[str, A
             "usage": _read(asked)}  # fmt: skip
 
 
-async def _vectors(stream: Stream) -> list[tuple[int, list[float]]]:
+async def _vectors(stream: OutputStream) -> list[tuple[int, list[float]]]:
     """What was read off each input, in order. Raises :class:`Failed`."""
     found: dict[int, list[float]] = {}
     async for delta in stream:

@@ -162,7 +162,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
+class EngineRequest:
     """One prompt and what is wanted of it."""
 
     id: str
@@ -182,7 +182,7 @@ class Request:
     """Makes what finds the stop strings of one output; of outputs that are ranked, whose text nobody reads before."""
 
 
-def check_request(request: Request, spec: ModelSpec, context: int) -> None:
+def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None:
     """Raise :class:`Invalid` for a request that no engine of ``spec`` with so many tokens of context can serve."""
     s, n = request.sampling, len(request.prompt)
     if not n:
@@ -220,7 +220,7 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class Event:
+class OutputEvent:
     """News of one output of a request: tokens that are new, and how it ended if it did.
 
     Outputs that are ranked against others (``best_of``, beams) are told of once, whole, at their end.

@@ -20,7 +20,7 @@ NO_MASK = Mask(None, False)
 
 
 @dataclass
-class Step:
+class PackedStep:
     """One packed pass as plain numbers, which may travel to other processes."""
 
     copies: list[Copy]
@@ -65,9 +65,9 @@ class Runner:
         """Compute the next tokens of each sequence → what the head reads, [T, H], in the batch's order."""
         return self.execute(self.describe(batch, copies))
 
-    def describe(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Step:
+    def describe(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> PackedStep:
         """A step as plain numbers."""
-        step = Step(copies)
+        step = PackedStep(copies)
         for seq, n in batch:
             start, stop = seq.n_computed, seq.n_computed + n
             known = len(seq.tokens)
@@ -83,7 +83,7 @@ class Runner:
         return [max(counts)] * len(counts) if self.padded else counts
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> Tensor:
+    def execute(self, step: PackedStep) -> Tensor:
         """Do a step: copies, then the packed pass."""
         self._copy(step.copies)
         self.layout.slots = torch.tensor(step.slots, dtype=torch.long, device=self.device)

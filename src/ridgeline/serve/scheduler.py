@@ -19,7 +19,7 @@ from ridgeline.spec.scheduling import Limits
 
 
 @dataclass
-class Plan:
+class StepBatch:
     """One step: how many tokens of which sequences, and the blocks to copy before."""
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
@@ -75,28 +75,28 @@ class Scheduler:
             self.waiting.remove(seq)
         self.blocks.release(seq)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepBatch:
         """The next step."""
-        plan, lim = Plan(), self.limits
+        batch, lim = StepBatch(), self.limits
         lacking = [s for s in self.running if s.total > s.n_computed]
         joins = lim.continuous or not lacking  # beams that wait for others of their search hold up nobody
         # Decodes first: a prompt must not delay the next token of those that already stream.
         for seq in sorted(lacking, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
             if seq.admitted < 0:  # sent back meanwhile
                 continue
-            if len(plan.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
+            if len(batch.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
                 seq.draft = []
                 continue
-            n = self._share(seq, self._left(plan), not plan.tokens)
-            if n and self._room(seq, n, plan):
-                plan.tokens[seq] = n
-        if joins and not plan.preempted:
-            self._admit(plan)
-        return plan
+            n = self._share(seq, self._left(batch), not batch.tokens)
+            if n and self._room(seq, n, batch):
+                batch.tokens[seq] = n
+        if joins and not batch.preempted:
+            self._admit(batch)
+        return batch
 
-    def _left(self, plan: Plan) -> int:
+    def _left(self, batch: StepBatch) -> int:
         """Tokens that one more sequence may bring."""
-        most, counts = self.limits.max_num_batched_tokens, plan.tokens.values()
+        most, counts = self.limits.max_num_batched_tokens, batch.tokens.values()
         if not self.limits.padded:
             return most - sum(counts)
         each = most // (len(counts) + 1)
@@ -116,16 +116,16 @@ class Scheduler:
             return budget
         return lacks if alone else 0
 
-    def _room(self, seq: Sequence, n: int, plan: Plan) -> bool:
+    def _room(self, seq: Sequence, n: int, batch: StepBatch) -> bool:
         """Blocks for the next ``n`` tokens of a running sequence, at the cost of those admitted last if need be."""
         while (copies := self._grow(seq, n)) is None:
             victim = max(reversed(self.running), key=lambda s: s.group.request.priority)
             if victim is seq:
                 victim = self._idle() or seq
-            self._preempt(victim, plan)
+            self._preempt(victim, batch)
             if victim is seq:
                 return False
-        plan.copies += copies
+        batch.copies += copies
         return True
 
     def _grow(self, seq: Sequence, n: int) -> list[Copy] | None:
@@ -135,12 +135,12 @@ class Scheduler:
         tokens = longest if self.limits.reserve else seq.n_computed + n
         return self.blocks.grow(seq, max(tokens, seq.n_computed + n), longest)
 
-    def _preempt(self, seq: Sequence, plan: Plan) -> None:
+    def _preempt(self, seq: Sequence, batch: StepBatch) -> None:
         self.running.remove(seq)
-        plan.tokens.pop(seq, None)
-        plan.preempted.append(seq)
+        batch.tokens.pop(seq, None)
+        batch.preempted.append(seq)
         held = set(seq.blocks)
-        plan.copies = [c for c in plan.copies if c[1] not in held]
+        batch.copies = [c for c in batch.copies if c[1] not in held]
         self.blocks.release(seq)
         seq.admitted, seq.draft, seq.group.hidden = -1, [], None
         self._again(seq)
@@ -150,10 +150,10 @@ class Scheduler:
         """The last beam that only waits for others of its search: computing it again is better than a standstill."""
         return next((s for s in reversed(self.running) if s.total == s.n_computed), None)
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, batch: StepBatch) -> None:
         most = self.order(self.waiting) if self.order is not None else None
         before = self._admitted
-        while self.waiting and (budget := self._left(plan)) > 0:
+        while self.waiting and (budget := self._left(batch)) > 0:
             if most is not None and self._admitted - before >= most:
                 return
             seq = self.waiting[0]
@@ -161,12 +161,12 @@ class Scheduler:
             if busy and busy + seq.width > self.limits.max_num_seqs:
                 return
             found = 0 if self.whole or _reads(seq) else self.blocks.match(seq)
-            n = self._share(seq, budget, not plan.tokens)
+            n = self._share(seq, budget, not batch.tokens)
             copies = self._grow(seq, n) if n and (self.whole or self._fits(seq)) else None
             if copies is None:
                 self.blocks.release(seq)
-                if n and not plan.tokens and (idle := self._idle()) is not None:
-                    self._preempt(idle, plan)
+                if n and not batch.tokens and (idle := self._idle()) is not None:
+                    self._preempt(idle, batch)
                     self.waiting.remove(seq)
                     self.waiting.appendleft(seq)
                     continue
@@ -177,8 +177,8 @@ class Scheduler:
             self._admitted += 1
             seq.admitted = self._admitted
             self.running.append(seq)
-            plan.tokens[seq] = n
-            plan.copies += copies
+            batch.tokens[seq] = n
+            batch.copies += copies
 
     def _fits(self, seq: Sequence) -> bool:
         """Whether the pool has room for all of what is known of a sequence, so that its prompt is not begun in vain."""

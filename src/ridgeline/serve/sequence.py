@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ridgeline.serve.request import Finish, Grammar, Request, TokenLogprob, Watch
+from ridgeline.serve.request import EngineRequest, Finish, Grammar, TokenLogprob, Watch
 
 if TYPE_CHECKING:
     from ridgeline.serve.beam import Beams
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Sequence:
     """Tokens of one output, and how far their keys and values are in the pool."""
 
-    group: Group
+    group: SequenceGroup
     index: int
     tokens: list[int]
     """The prompt and everything made so far."""
@@ -64,10 +64,10 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SequenceGroup:
     """A request and its outputs."""
 
-    request: Request
+    request: EngineRequest
     seed: int
     sequences: list[Sequence] = field(default_factory=list)
     """Those that are alive: one until the prompt is computed, then as many as the request asks for."""

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from ridgeline.serve.connections import connection_class
 from ridgeline.serve.detokenize import Vocabulary
-from ridgeline.serve.engine_loop import EngineLoop, Limits
+from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.service import Labels, Service
 from ridgeline.spec.errors import UserError
@@ -34,7 +34,7 @@ _LAST_BYTES = 5
 
 
 def make_service(
-    engine: Engine, checkpoint: Path, limits: Limits | None = None, name: str | None = None,
+    engine: Engine, checkpoint: Path, limits: QueueLimits | None = None, name: str | None = None,
     tokenizer: str | None = None, template: str | None = None,
 ) -> Service:  # fmt: skip
     """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
@@ -42,7 +42,7 @@ def make_service(
     from ridgeline.data.examples import find_template, special_tokens
 
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
-    loop = EngineLoop(engine, limits or Limits(), Metrics())
+    loop = EngineLoop(engine, limits or QueueLimits(), Metrics())
     labels = None
     if engine.spec.head == "classify":
         labels = Labels.of(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")), engine.spec.num_labels)

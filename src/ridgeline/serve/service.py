@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.data.examples import BadRecord, Template
-from ridgeline.serve.detokenize import Job, Vocabulary
+from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.openai import (
     ChatCompletion,
     Classification,
     Completion,
-    Embedding,
+    EmbeddingRequest,
     Message,
     Sampled,
     Tokenize,
     prompts_of,
 )  # fmt: skip
-from ridgeline.serve.request import TOO_LONG, Invalid, Request, Sampling
+from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Sampling
 from ridgeline.spec.errors import UserError
 
 
@@ -39,7 +39,7 @@ class Asked:
 
     id: str
     model: str
-    jobs: list[Job]
+    jobs: list[ServeJob]
     echo: bool = False
     texts: list[str] = field(default_factory=list)
     """The prompts as text, where they are echoed."""
@@ -196,7 +196,7 @@ class Service:
         self.loop.bound(prompts * made.sequences)
         return replace(made, grammar=body.grammar(self.grammars))
 
-    def embedding(self, body: Embedding, key: bytes) -> Asked:
+    def embedding(self, body: EmbeddingRequest, key: bytes) -> Asked:
         """The jobs of embeddings. Raises :class:`Invalid`."""
         return self._read("embd", body, _salt(key, body.cache_salt), False)
 
@@ -204,13 +204,13 @@ class Service:
         """The jobs of classifications. Raises :class:`Invalid`."""
         return self._read("classify", body, _salt(key, None), True)
 
-    def _read(self, kind: str, body: Embedding | Classification, salt: bytes, classify: bool) -> Asked:
+    def _read(self, kind: str, body: EmbeddingRequest | Classification, salt: bytes, classify: bool) -> Asked:
         """The jobs of prompts that are read, and not continued."""
         adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
         prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
         jobs = [
-            Job(
-                Request(f"{base}-{i}", prompt, adapter=adapter, salt=salt, priority=body.priority, embed=True,
+            ServeJob(
+                EngineRequest(f"{base}-{i}", prompt, adapter=adapter, salt=salt, priority=body.priority, embed=True,
                         classify=classify),
                 self.vocabulary, i,
             )
@@ -280,8 +280,8 @@ class Service:
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", _salt(key, body.cache_salt)
         grammars = [sampling.grammar.fresh() if isinstance(sampling.grammar, Matcher) else None for _ in prompts]
         jobs = [
-            Job(
-                Request(f"{base}-{i}", prompt, replace(sampling, grammar=grammar), adapter, salt, body.priority),
+            ServeJob(
+                EngineRequest(f"{base}-{i}", prompt, replace(sampling, grammar=grammar), adapter, salt, body.priority),
                 self.vocabulary, i, body.stops, body.include_stop_str_in_output, body.skip_special_tokens,
             )
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))

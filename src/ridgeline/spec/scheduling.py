@@ -21,10 +21,10 @@ class Limits:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_waiting: int = 1024
-    """Sequences that may wait."""
-    max_waiting_tokens: int = 1 << 20
-    """Prompt tokens that may wait."""
+    max_waiting: int | None = 1024
+    """Sequences that may wait; None: any number."""
+    max_waiting_tokens: int | None = 1 << 20
+    """Prompt tokens that may wait; None: any number."""
     continuous: bool = True
     """Whether sequences join while others run; if not, a batch runs until its last member ends."""
     chunked: bool = True

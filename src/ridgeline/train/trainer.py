@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ridgeline.data.batches import IGNORE, TextBatches, load_tokens, own_tokenizer, token_ids
+from ridgeline.data.batches import IGNORE, Batch, TextBatches, load_tokens, own_tokenizer, token_ids
 from ridgeline.data.packing import InstructionBatches, load_instructions
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
 from ridgeline.nn.model.init import allocate, build, init_weights
@@ -21,7 +21,7 @@ from ridgeline.predict.settle import settle
 from ridgeline.runtime.gradients import holders, sum_partial
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.optimizer import parameter_groups
-from ridgeline.runtime.train_build import Batch, Micro, TrainBuild
+from ridgeline.runtime.train_build import Micro, TrainBuild
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune

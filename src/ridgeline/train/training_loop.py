@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ridgeline.data.packing import Instructions
+from ridgeline.jobs.job import Progress, RankContext, TrainOptions
 from ridgeline.nn.memory.tiled import whole_weights
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
@@ -37,50 +38,45 @@ class Evaluations:
         self.found = [(int(step), float(loss)) for step, loss in state["found"]]
 
 
-def train(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
-    """Train to ``workload.steps``. Options: ``out`` (directory of checkpoints), ``save_every`` (steps), ``resume``,
-    ``export`` (directory of the model, or with ``adapter`` of what was added to it), ``eval_every`` (steps; the export
-    is then the model at its lowest held-out loss), ``adapter_from`` (directory of an adapter to go on from),
-    ``device_memory`` (bytes that each rank's device may use).
+def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, Any]:
+    """Train to ``workload.steps``; with evaluations, the export is the model at its lowest held-out loss.
 
     The first Ctrl-C finishes the step, saves a checkpoint and returns with ``stopped``.
     """
     from ridgeline.train.checkpoint import resume
 
-    trainer = Trainer(e, device, rank, ranks)
-    out = Path(options["out"]) if options.get("out") else None
+    trainer = Trainer(e, here.device, here.rank, here.ranks)
+    out = Path(options.out) if options.out else None
     evaluations = Evaluations()
-    if options.get("eval_every"):
+    if options.eval_every:
         trainer.run.states["evaluations"] = evaluations
-    losses = resume(trainer, out) if out and options.get("resume") else []
-    if options.get("adapter_from") and not trainer.steps_done:
+    losses = resume(trainer, out) if out and options.resume else []
+    if options.adapter_from and not trainer.steps_done:
         from ridgeline.train.adapter_folder import go_on, load_adapter
 
-        go_on(trainer, load_adapter(Path(options["adapter_from"]), e.model))
+        go_on(trainer, load_adapter(Path(options.adapter_from), e.model))
     previous = signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop_requested", True))
     try:
-        return _run(trainer, out, losses, evaluations, options, report)
+        return _run(trainer, out, losses, evaluations, options, here.report)
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
 def _run(
-    trainer: Trainer, out: Path | None, losses: list[float], evaluations: Evaluations, options: dict[str, Any],
-    report: Any,
+    trainer: Trainer, out: Path | None, losses: list[float], evaluations: Evaluations, options: TrainOptions,
+    report: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     from ridgeline.train.checkpoint import checkpoints, save
 
     steps = trainer.experiment.training.steps
-    folder = Path(options["export"]) if options.get("export") else None
-    write = write_adapter if options.get("adapter") else export
+    folder = Path(options.export) if options.export else None
+    write = write_adapter if options.adapter else export
     report({"stage": "training", "step": trainer.steps_done, "steps": steps})
-    save_every, eval_every = options.get("save_every") or 0, options.get("eval_every") or 0
+    save_every, eval_every = options.save_every, options.eval_every
     if eval_every and not evaluations.found:
         _evaluate(trainer, evaluations, report)
     stopped, finished, place = False, False, None
-    budget = Budget(trainer, options.get("device_memory"))
+    budget = Budget(trainer, options.device_memory)
     while trainer.steps_done < steps and not stopped and not finished:
         with budget.step():
             stats = trainer.step()
@@ -106,7 +102,7 @@ def _run(
             "traffic": traffic(trainer), "left_out": left_out(trainer)}  # fmt: skip
 
 
-def _evaluate(trainer: Trainer, evaluations: Evaluations, report: Any) -> None:
+def _evaluate(trainer: Trainer, evaluations: Evaluations, report: Progress) -> None:
     loss = trainer.evaluate()
     if loss is None:
         w, rows = trainer.experiment.training, trainer.experiment.batch_size

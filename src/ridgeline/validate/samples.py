@@ -12,9 +12,9 @@ from ridgeline.spec.errors import UserError
 from ridgeline.validate import attention_rows as attention
 from ridgeline.validate import collective_rows as collectives
 from ridgeline.validate import gemm_rows as gemm
-from ridgeline.validate.csv_table import BadCell, Row, Skip, Table, read_table
+from ridgeline.validate.csv_table import BadCell, CsvRow, CsvTable, Skip, read_table
 
-OPERATORS: dict[str, Callable[[Row], list[Op]]] = {
+OPERATORS: dict[str, Callable[[CsvRow], list[Op]]] = {
     gemm.NAME: gemm.ops,
     attention.NAME: lambda row: [attention.op_of(row)],
     collectives.NAME: lambda row: [collectives.op_of(row)],
@@ -53,7 +53,7 @@ def samples(paths: list[Path], device: str) -> tuple[list[Sample], list[Skip]]:
 
 
 def _take(
-    table: Table, ops: Callable[[Row], list[Op]], device: str, found: list[Sample], skipped: list[Skip],
+    table: CsvTable, ops: Callable[[CsvRow], list[Op]], device: str, found: list[Sample], skipped: list[Skip],
     others: set[str],
 ) -> None:  # fmt: skip
     for row in table:
@@ -72,7 +72,7 @@ def as_samples(rows: Iterable[Mapping[str, object]]) -> list[Sample]:
     """Rows that were just measured, in the columns of the gemm or attention schema."""
     out = []
     for i, cells in enumerate(rows, 1):
-        row = Row(i, {k: str(v) for k, v in cells.items()})
+        row = CsvRow(i, {k: str(v) for k, v in cells.items()})
         schema = next(n for n, required in _REQUIRED.items() if set(required) <= set(cells))
         out.append(Sample(tuple(OPERATORS[schema](row)), row.number("seconds", above=0)))
     return out

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ridgeline.measure.backends.backend import Backend, Engine, always, only
+from ridgeline.measure.backends.backend import BackendSpec, TrainingEngine, always, only
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import techniques
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ridgeline.jobs.job import TrainOptions
     from ridgeline.techniques.technique import Technique
 
-__all__ = ["BACKENDS", "NATIVE", "Engine", "engine_versions", "make_engine", "require"]
+__all__ = ["BACKENDS", "NATIVE", "TrainingEngine", "engine_versions", "make_engine", "require"]
 
 NATIVE = "native"
 
@@ -68,8 +69,8 @@ def _deepspeed_model(e: Experiment) -> str:
 BACKENDS = {
     b.name: b
     for b in (
-        Backend(NATIVE, "Ridgeline", "ridgeline.train.trainer:Trainer"),
-        Backend(
+        BackendSpec(NATIVE, "Ridgeline", "ridgeline.train.trainer:Trainer"),
+        BackendSpec(
             "hf", "Hugging Face Trainer", "ridgeline.measure.backends.hf:HuggingFace",
             ("transformers", "accelerate"), "hf",
             expresses={
@@ -83,7 +84,7 @@ BACKENDS = {
             },
             model=_hf_model,
         ),
-        Backend(
+        BackendSpec(
             "deepspeed", "DeepSpeed", "ridgeline.measure.backends.deepspeed_engine:DeepSpeed",
             ("deepspeed",), "deepspeed",
             expresses={
@@ -100,11 +101,11 @@ BACKENDS = {
             },
             model=_deepspeed_model,
         ),
-        Backend("megatron-core", "Megatron-Core", refused=(
+        BackendSpec("megatron-core", "Megatron-Core", refused=(
             "its layers need CUDA (GPTModel and its random-number tracker assert it; tried: 0.16 on CPU), so a "
             "comparison could not be tested here; use --backend deepspeed or native, or `ridgeline predict` with "
             "--with megatron_ptdp")),
-        Backend("torchtitan", "TorchTitan", refused=(
+        BackendSpec("torchtitan", "TorchTitan", refused=(
             "its wheel imports Triton without declaring it and its training needs CUDA (tried: 0.3), so a comparison "
             "could not be tested here; the native engine stands on the same PyTorch parts: use --backend native")),
     )
@@ -115,7 +116,7 @@ SERVED: dict[str, Callable[[Technique, Experiment], str]] = {"flash_attention": 
 """What the baseline of serving has: static batches, and the library's attention."""
 
 
-def require(name: str, e: Experiment, options: dict[str, Any] | None = None) -> None:
+def require(name: str, e: Experiment, options: TrainOptions | None = None) -> None:
     """Raise :class:`UserError` unless the backend is known, can express the experiment and is installed.
 
     ``options``: those of a training job; a foreign engine keeps no checkpoints of ours and has no memory budget.
@@ -141,9 +142,9 @@ def require(name: str, e: Experiment, options: dict[str, Any] | None = None) -> 
                 f"drop it, or use --backend native; {name} has: {known}",
             )
         _say(name, t.card.name, says(t, e))
-    if (options or {}).get("save_every"):
+    if options and options.save_every:
         raise Incompatible(f"backend {name} keeps no checkpoints of this run", "drop --save-every (--out exports)")
-    if (options or {}).get("device_memory"):
+    if options and options.device_memory:
         raise Incompatible(f"backend {name} has no device memory budget", "drop --device-memory")
     missing = [p for p in backend.packages if find_spec(p) is None]
     if missing:
@@ -158,10 +159,10 @@ def _say(backend: str, technique: str, said: str) -> None:
         raise Incompatible(f"backend {backend}: {technique + ': ' if technique else ''}{why}", mend)
 
 
-def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> Engine:
+def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> TrainingEngine:
     """One rank of the backend's engine, ready to train."""
     module, _, attribute = BACKENDS[name].engine.partition(":")
-    engine: Engine = getattr(importlib.import_module(module), attribute)(e, device, rank, world)
+    engine: TrainingEngine = getattr(importlib.import_module(module), attribute)(e, device, rank, world)
     return engine
 
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 from transformers import Trainer as HfTrainer
 from transformers.utils import logging
 
-from ridgeline.data.batches import TextBatches
+from ridgeline.data.batches import Batch, TextBatches
 from ridgeline.data.packing import InstructionBatches
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.predict.settle import settle
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
-from ridgeline.runtime.train_build import Batch, TrainBuild
+from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import check
 from ridgeline.train.adapter_folder import adapting, save_adapter

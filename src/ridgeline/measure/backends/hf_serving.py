@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
+from ridgeline.jobs.job import Progress
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.load.drive import Drive
 from ridgeline.measure.load.prompts import RandomIds
@@ -47,7 +48,7 @@ class _Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def hf_serving(e: Experiment, device: torch.device, report: Any) -> Result:
+def hf_serving(e: Experiment, device: torch.device, report: Progress) -> Result:
     """Serve the experiment's requests in static batches; a measured Result without the engine's own counts."""
     w = e.workload
     assert isinstance(w, Serve)

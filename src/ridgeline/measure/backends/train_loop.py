@@ -8,40 +8,37 @@ from typing import Any
 
 import torch
 
+from ridgeline.jobs.job import RankContext, TrainOptions
 from ridgeline.measure.backends import engine_versions, make_engine
 from ridgeline.spec.experiment import Experiment
 from ridgeline.train.trainer import StepStats
 
 
-def train(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
-    """Train to ``workload.steps``; the result is that of
-    :func:`ridgeline.train.training_loop.train`, without checkpoints.
-
-    Options: ``backend``; ``export`` (directory of the model, written at the end). Ctrl-C finishes the step.
+def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, Any]:
+    """Train to ``workload.steps`` with ``options.backend``; the result is that of
+    :func:`ridgeline.train.training_loop.train`, without checkpoints. Ctrl-C finishes the step.
     """
-    engine: Any = make_engine(options["backend"], e, device, rank, ranks)
+    engine: Any = make_engine(options.backend, e, here.device, here.rank, here.ranks)
     losses: list[float] = []
     asked: list[int] = []
 
     def watch(stats: StepStats) -> bool:
         losses.append(stats.loss)
-        report({"step": stats.step + 1, "steps": e.training.steps, "loss": stats.loss, "tokens": stats.tokens,
+        here.report({"step": stats.step + 1, "steps": e.training.steps, "loss": stats.loss, "tokens": stats.tokens,
                 "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
-        return _any_rank(bool(asked), device, ranks)
+        return _any_rank(bool(asked), here.device, here.ranks)
 
     previous = signal.signal(signal.SIGINT, lambda *_: asked.append(1))
     try:
-        report({"stage": "training", "step": 0, "steps": e.training.steps})
+        here.report({"stage": "training", "step": 0, "steps": e.training.steps})
         engine.drive(watch)
     finally:
         signal.signal(signal.SIGINT, previous)
     stopped = len(losses) < e.training.steps
-    if options.get("export") and not stopped:
-        engine.export(Path(options["export"]))
+    if options.export and not stopped:
+        engine.export(Path(options.export))
     return {"losses": losses, "step": len(losses), "stopped": stopped, "checkpoint": "", "device_peak_bytes": None,
-            "traffic": {}, **engine_versions(options["backend"])}  # fmt: skip
+            "traffic": {}, **engine_versions(options.backend)}  # fmt: skip
 
 
 def _any_rank(asked: bool, device: torch.device, ranks: int) -> bool:

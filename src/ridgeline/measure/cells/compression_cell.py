@@ -12,6 +12,7 @@ import torch
 
 from ridgeline.compress.calibration import SELF, held_out_windows, load_text
 from ridgeline.compress.driver import compress
+from ridgeline.jobs.job import CellOptions, CompressOptions, RankContext
 from ridgeline.measure.cells.generation_cell import generation_times
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.evaluation import ROUNDS, stored_size
@@ -27,13 +28,11 @@ from ridgeline.spec.workload import Compress
 from ridgeline.techniques.registry import normalize
 
 
-def compression_cell(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
+def compression_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Compress ``workload.checkpoint`` (an empty plan: leave it dense) into a temporary folder; return a measured
     Result (as plain data) with perplexity, bytes, layer error, compression time and the speed of the result."""
     e = normalize(e)
-    w = e.workload
+    w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Compress)
     if w.checkpoint is None:
         raise UserError("nothing to compress: the workload has no checkpoint",
@@ -52,7 +51,7 @@ def compression_cell(
         place = Path(w.checkpoint)
         if e.plan.calls:
             place = Path(folder) / "out"
-            made = compress(e, device, {"out": str(place), "resume": False}, report)
+            made = compress(e, CompressOptions(out=str(place), resume=False), here)
             errors = [la["error"] for la in made["layers"] if la["error"] is not None]
             known["compress_s"] = (made["seconds"], "s", "lower")
             known["compress_peak_bytes"] = (made["peak_rss_bytes"], "bytes", "lower")
@@ -65,9 +64,9 @@ def compression_cell(
         judge = w.model_copy(update={"data": text})
         windows = held_out_windows(judge, load_text(judge, e.model.vocab_size))
         judged = load_packed(place, torch.float32, device, fast=False)
-        result.losses = window_losses(judged, windows, lambda n: report({"stage": f"held-out window {n}"}))
+        result.losses = window_losses(judged, windows, lambda n: here.report({"stage": f"held-out window {n}"}))
         del judged
-        _speed(load_packed(place, device=device), w, result, known, ranks, options)
+        _speed(load_packed(place, device=device), w, result, known, ranks, options.repeat)
     found = perplexity(result.losses)
     result.metrics["perplexity"] = Metric(value=found.value, low=found.low, high=found.high, n=len(result.losses),
                                           better="lower", source="measured")  # fmt: skip
@@ -78,7 +77,7 @@ def compression_cell(
 
 def _speed(
     model: Transformer, w: Compress, result: Result, known: dict[str, tuple[float, str, str]], ranks: int,
-    options: dict[str, Any],
+    repeat: int,
 ) -> None:  # fmt: skip
     """Time the fixed batch, and take the memory at its peak."""
     generator = torch.Generator().manual_seed(w.seed)
@@ -88,7 +87,7 @@ def _speed(
     first = statistics.median(run[0] for run in rounds)
     total = statistics.median(sum(run) for run in rounds)
     each = (total - first) / max(1, w.output_len - 1)
-    result.samples = [Sample(step=i, seconds=t, tokens=w.batch_size * ranks, repeat=options.get("repeat", 0))
+    result.samples = [Sample(step=i, seconds=t, tokens=w.batch_size * ranks, repeat=repeat)
                       for run in rounds for i, t in enumerate(run[1:] or run)]  # fmt: skip
     meter = Meter(model)
     meter.register(model.parameters(), "parameters")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -27,43 +28,31 @@ ROUNDS = 3
 """Times the whole generation is repeated after one warm-up."""
 
 
-def generation_cell(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
+def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Generate ``output_len`` tokens for the batch and return a measured Result (as plain data)."""
     e = normalize(e)
-    w = e.workload
+    w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
-    dtype = DTYPES[e.dtype]
-    if w.checkpoint:
-        model = load_packed(Path(w.checkpoint), dtype, device)
-    else:
-        model = build(e.model, device, dtype, w.seed)
-    model.set_attention("naive")
-    model.requires_grad_(False)
-    run = Build(e, model, device)
-    for technique in check(e):
-        technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
+    run = _built(e, w, device)
     batch = e.micro_batch_size
-    generator = torch.Generator().manual_seed(w.seed + rank)
+    generator = torch.Generator().manual_seed(w.seed + here.rank)
     prompt = torch.randint(e.model.vocab_size, (batch, w.prompt_len), generator=generator).to(device)
     samples: list[Sample] = []
     firsts: list[float] = []
     total: list[float] = []
     with torch.inference_mode():
         for round_ in range(ROUNDS + 1):
-            report({"stage": f"round {round_ + 1} of {ROUNDS + 1}"})
+            here.report({"stage": f"round {round_ + 1} of {ROUNDS + 1}"})
             times = timed_generation(run.model, prompt, w.output_len)
             if round_ == 0:
                 continue  # the first round pays for allocation and warm caches
             firsts.append(times[0])
             total.append(sum(times))
             samples += [
-                Sample(step=i, seconds=t, tokens=batch * ranks, repeat=options.get("repeat", 0))
-                for i, t in enumerate(times)
+                Sample(step=i, seconds=t, tokens=batch * ranks, repeat=options.repeat) for i, t in enumerate(times)
             ]
-        meter = Meter(model)
-        meter.register(model.parameters(), "parameters")
+        meter = Meter(run.model)
+        meter.register(run.model.parameters(), "parameters")
         with meter:
             timed_generation(run.model, prompt, min(2, w.output_len))
     steps = max(1, w.output_len - 1)
@@ -97,6 +86,21 @@ def generation_cell(
     balanced = abs(rate * end - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
     result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=rate * end))
     return result.model_dump(mode="json", by_alias=True)
+
+
+def _built(e: Experiment, w: Generate, device: torch.device) -> Build:
+    """The model with the plan's techniques."""
+    dtype = DTYPES[e.dtype]
+    if w.checkpoint:
+        model = load_packed(Path(w.checkpoint), dtype, device)
+    else:
+        model = build(e.model, device, dtype, w.seed)
+    model.set_attention("naive")
+    model.requires_grad_(False)
+    run = Build(e, model, device)
+    for technique in check(e):
+        technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
+    return run
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from ridgeline.jobs.job import CellOptions, Progress, RankContext
 from ridgeline.measure.backends import NATIVE, engine_versions
 from ridgeline.measure.environment import spare_core
 from ridgeline.measure.load.run_load import Settings
@@ -26,9 +27,9 @@ from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import make_engine, make_follower
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine import Engine
-from ridgeline.serve.engine_loop import EngineLoop, Limits
+from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
 from ridgeline.serve.metrics import Metrics
-from ridgeline.serve.runner import Step
+from ridgeline.serve.runner import PackedStep
 from ridgeline.serve.server import Server
 from ridgeline.serve.service import Service
 from ridgeline.spec.errors import UserError
@@ -41,37 +42,35 @@ NAME = "measured"
 """What the client calls the model."""
 
 
-def serving_cell(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
+def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Serve the workload's requests and return a measured Result (as plain data), with the engine's own counts in it.
 
     Rank 0 is server and client; the other ranks do their part of its steps, and return nothing. Raises
     :class:`UserError` when the workload's requests cannot be served.
     """
-    e = normalize(e)
-    if rank:
+    e, device = normalize(e), here.device
+    if here.rank:
         make_follower(e, device).follow()
         return {}
-    if options.get("backend", NATIVE) != NATIVE:
+    if options.backend != NATIVE:
         from ridgeline.measure.backends.hf_serving import hf_serving
 
-        result = hf_serving(e, device, report)
-        result.environment |= engine_versions(options["backend"])
+        result = hf_serving(e, device, here.report)
+        result.environment |= engine_versions(options.backend)
     else:
-        result = serve_and_ask(e, device, report)
+        result = serve_and_ask(e, device, here.report)
     tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
     if tokens and seconds:
         # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
-        result.samples = [Sample(step=0, seconds=seconds, tokens=int(tokens), repeat=options.get("repeat", 0))]
+        result.samples = [Sample(step=0, seconds=seconds, tokens=int(tokens), repeat=options.repeat)]
     rate = result.metrics.get("tokens_per_s")
     if rate is not None:
         result.metrics["tokens_per_s_per_device"] = rate.model_copy(update={"value": rate.value / e.world})
-    result.environment |= {"threads": torch.get_num_threads(), "ranks": ranks, "device": str(device)}
+    result.environment |= {"threads": torch.get_num_threads(), "ranks": here.ranks, "device": str(device)}
     return result.model_dump(mode="json", by_alias=True)
 
 
-def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
+def serve_and_ask(e: Experiment, device: torch.device, report: Progress) -> Result:
     """Start the server in this process and the client in another, and say what the workload's requests saw.
 
     Raises :class:`UserError` when they cannot be served.
@@ -82,7 +81,8 @@ def serve_and_ask(e: Experiment, device: torch.device, report: Any) -> Result:
     report({"stage": "loading"})
     engine = make_engine(e, device)
     sent = _count(engine) if e.world > 1 else {}
-    loop = EngineLoop(engine, Limits(None, None, None, 600.0), Metrics())  # nothing is turned away: it is to be timed
+    nothing_is_refused = QueueLimits(None, None, None, 600.0)
+    loop = EngineLoop(engine, nothing_is_refused, Metrics())
     server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
     client = threading.Thread(target=_ask, args=(server, e, report), name="client", daemon=True)
     server.setup = lambda: time.perf_counter() - begun
@@ -104,7 +104,7 @@ def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
     """What rank 0 sends in collectives in a step of one token, known when there was one; the warm-up has some."""
     plain, sent = engine.runner.execute, {}
 
-    def counted(step: Step) -> Tensor:
+    def counted(step: PackedStep) -> Tensor:
         if len(step.ids) > 1:
             return plain(step)
         with Wire() as wire:
@@ -135,7 +135,7 @@ class _Served(Server):
             self.ready.set()
 
 
-def _ask(server: _Served, e: Experiment, report: Any) -> None:
+def _ask(server: _Served, e: Experiment, report: Progress) -> None:
     """Run the client against the server, then end the server."""
     try:
         if not server.ready.wait(60):

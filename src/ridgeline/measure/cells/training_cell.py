@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ridgeline.measure.backends import NATIVE, Engine, engine_versions, make_engine
+from ridgeline.jobs.job import CellOptions, Progress, RankContext
+from ridgeline.measure.backends import TrainingEngine, engine_versions, make_engine
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.wire import Wire
 from ridgeline.nn.memory.meter import Meter, Usage, process_memory
@@ -19,25 +20,22 @@ from ridgeline.spec.result import Check, Memory, Metric, Result, Sample, Traffic
 from ridgeline.train.trainer import StepStats, Trainer
 
 
-def measure_cell(
-    e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
-) -> dict[str, Any]:
+def training_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Run ``workload.steps`` steps and return a measured Result (as plain data) with one sample per step.
 
-    Options: ``memory`` (record categories in one more step), ``repeat`` (number of this process among the plan's),
-    ``backend`` (the engine that trains; of foreign ones only the process's memory is known).
+    Of foreign backends only the process's memory is known.
     """
     start = time.perf_counter()
-    report({"stage": "set-up"})
-    engine = make_engine(options.get("backend", NATIVE), e, device, rank, ranks)
-    result = timed(engine, time.perf_counter() - start, options, report)
-    result.environment |= engine_versions(options.get("backend", NATIVE))
-    if options.get("memory", True) and isinstance(engine, Trainer):
+    here.report({"stage": "set-up"})
+    engine = make_engine(options.backend, e, here.device, here.rank, here.ranks)
+    result = timed(engine, time.perf_counter() - start, here.report, options.repeat)
+    result.environment |= engine_versions(options.backend)
+    if options.memory and isinstance(engine, Trainer):
         record_memory(result, engine)
     return result.model_dump(mode="json", by_alias=True)
 
 
-def timed(trainer: Engine, setup: float, options: dict[str, Any], report: Any) -> Result:
+def timed(trainer: TrainingEngine, setup: float, report: Progress, repeat: int = 0) -> Result:
     """Run the engine's steps bare; a measured Result with one sample per step. ``setup``: seconds before."""
     e, device, ranks = trainer.experiment, trainer.device, trainer.world
     if device.type == "cuda":
@@ -51,7 +49,7 @@ def timed(trainer: Engine, setup: float, options: dict[str, Any], report: Any) -
         done = time.perf_counter()
         samples.append(
             Sample(step=stats.step, seconds=stats.seconds, tokens=stats.tokens, loss=stats.loss,
-                   repeat=options.get("repeat", 0))
+                   repeat=repeat)
         )  # fmt: skip
         report({"step": stats.step + 1, "steps": e.training.steps, "loss": stats.loss, "seconds": stats.seconds})
         reporting += time.perf_counter() - done

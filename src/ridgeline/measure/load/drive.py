@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from ridgeline.jobs.job import Progress
 from ridgeline.measure.load.clock import run
 from ridgeline.measure.load.endpoint import Endpoint, refused
-from ridgeline.measure.load.http_client import Pool
+from ridgeline.measure.load.http_client import ConnectionPool
 from ridgeline.measure.load.prompts import Prompts
 from ridgeline.measure.load.record import Record
 from ridgeline.predict.serving.arrivals import Request
 from ridgeline.spec.errors import UserError
-
-Progress = Callable[[dict[str, object]], None]
 
 LEAD = 0.05
 """Seconds between the end of warm-up and the time that arrivals count from."""
@@ -65,7 +64,7 @@ class _Driver:
 
     async def run(self, warmup: int) -> Drive:
         self.loop = asyncio.get_running_loop()
-        self.pool = Pool(self.endpoint.url, self.endpoint.headers, self.timeout)
+        self.pool = ConnectionPool(self.endpoint.url, self.endpoint.headers, self.timeout)
         self.stop, self.news = asyncio.Event(), asyncio.Event()
         with suppress(NotImplementedError, ValueError):  # only the main thread of a Unix process may listen
             self.loop.add_signal_handler(signal.SIGINT, self.stop.set)

@@ -21,7 +21,7 @@ _OPEN_AT_ONCE = 256
 Done = Callable[[Record], None]
 
 
-class Exchange:
+class HttpExchange:
     """A request under way: its bytes, its record, and whom to tell at its end."""
 
     __slots__ = ("body", "done", "record", "tries")
@@ -31,12 +31,12 @@ class Exchange:
         self.tries = 0
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection, kept alive between exchanges. Parses heads, chunked and plain bodies, and event streams."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.pool, self.loop = pool, asyncio.get_running_loop()
-        self.exchange: Exchange | None = None
+        self.exchange: HttpExchange | None = None
         self.transport: asyncio.Transport | None = None
         self.used = False
         self._reset()
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
-    def start(self, exchange: Exchange) -> None:
+    def start(self, exchange: HttpExchange) -> None:
         """Send a request."""
         assert self.transport is not None
         self._reset()
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
         self.pool.settle(exchange)
 
 
-class Pool:
+class ConnectionPool:
     """Connections to one address. ``url``: where requests are posted; ``headers``: sent with each."""
 
     def __init__(self, url: str, headers: dict[str, str], timeout: float) -> None:
@@ -204,17 +204,17 @@ class Pool:
                  "content-type: application/json", "accept: text/event-stream",
                  *(f"{k}: {v}" for k, v in headers.items())]  # fmt: skip
         self.head = "\r\n".join(lines).replace("%", "%%").encode() + b"\r\ncontent-length: %d\r\n\r\n"
-        self.idle: list[Connection] = []
-        self.flying: dict[Exchange, Connection | None] = {}
+        self.idle: list[ClientConnection] = []
+        self.flying: dict[HttpExchange, ClientConnection | None] = {}
         self.opening = asyncio.Semaphore(_OPEN_AT_ONCE)
         self.tasks: set[asyncio.Task[None]] = set()
         self.context = ssl.create_default_context() if self.tls else None
 
     def send(self, body: bytes, record: Record, done: Done) -> None:
         """Send a request; ``done`` is called once, at its end or failure."""
-        self.launch(Exchange(body, record, done))
+        self.launch(HttpExchange(body, record, done))
 
-    def launch(self, exchange: Exchange) -> None:
+    def launch(self, exchange: HttpExchange) -> None:
         """Start an exchange on an idle connection, or on a new one."""
         self.flying[exchange] = None
         while self.idle:
@@ -228,12 +228,12 @@ class Pool:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _connect(self, exchange: Exchange) -> None:
+    async def _connect(self, exchange: HttpExchange) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with self.opening:
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self), self.host, self.port, ssl=self.context
+                    lambda: ClientConnection(self), self.host, self.port, ssl=self.context
                 )
         except ConnectionRefusedError as e:
             exchange.record.fail("connection refused", str(e))
@@ -250,13 +250,13 @@ class Pool:
             return
         self.settle(exchange)
 
-    def settle(self, exchange: Exchange) -> None:
+    def settle(self, exchange: HttpExchange) -> None:
         """An exchange is over."""
         if exchange in self.flying:
             del self.flying[exchange]
             exchange.done(exchange.record)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         """A connection is closed."""
         if connection in self.idle:
             self.idle.remove(connection)
@@ -276,7 +276,7 @@ class Pool:
         for task in self.tasks:
             task.cancel()
 
-    def _give_up(self, exchange: Exchange, kind: str, detail: str) -> None:
+    def _give_up(self, exchange: HttpExchange, kind: str, detail: str) -> None:
         exchange.record.fail(kind, detail)
         connection = self.flying.get(exchange)
         if connection is not None:

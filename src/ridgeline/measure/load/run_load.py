@@ -10,8 +10,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ridgeline.jobs.job import Progress
 from ridgeline.measure.environment import fingerprint, load_average
-from ridgeline.measure.load.drive import Drive, Progress, drive
+from ridgeline.measure.load.drive import Drive, drive
 from ridgeline.measure.load.endpoint import Endpoint
 from ridgeline.measure.load.prompts import Prompts
 from ridgeline.measure.load.summary import summarize

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline import catalog
-from ridgeline.jobs.launch import Job, JobFailed, run_job
+from ridgeline.jobs.job import LaunchJob, ProbeOptions
+from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.measure.environment import cores, cpu_model
 from ridgeline.predict import predict
 from ridgeline.predict.calibrate import calibrate
@@ -38,23 +39,23 @@ def probe(
     ranks = 1
     while ranks <= max(1, min(max_ranks, cores() if max_ranks > 1 else 1)):
         found[ranks] = _run(
-            {"quick": quick, "inference": inference}, ranks, f"{ranks} process{'es' if ranks > 1 else ''}", say
+            ProbeOptions(quick=quick, inference=inference), ranks, f"{ranks} process{'es' if ranks > 1 else ''}", say
         )
         ranks *= 2
     if found[1]["kind"] == "cpu" and inference:
-        found[1] |= _run({"quick": quick, "serving": True}, 1, "serving", say)
+        found[1] |= _run(ProbeOptions(quick=quick, serving=True), 1, "serving", say)
     device = device_of(found)
     return device, catalog.save_device(device, "probe")
 
 
-def _run(options: dict[str, Any], ranks: int, name: str, say: Callable[[str], None]) -> dict[str, Any]:
+def _run(options: ProbeOptions, ranks: int, name: str, say: Callable[[str], None]) -> dict[str, Any]:
     """What the ranks of one measurement found."""
 
     def watch(message: dict[str, Any]) -> None:
         say(f"{name}: {message.get('stage', '')}")
 
     try:
-        return run_job(Job("probe", None, options, ranks=ranks), watch, timeout=1200)
+        return run_job(LaunchJob("probe", None, options, ranks=ranks), watch, timeout=1200)
     except JobFailed as failure:
         raise UserError(f"the probe with {ranks} processes failed: {failure.reason}", failure.log) from None
 

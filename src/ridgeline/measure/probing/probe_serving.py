@@ -15,7 +15,7 @@ from ridgeline.nn.memory.kv_pool import Layout, PagedCache, Piece
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.serve.build_engine import make_engine
-from ridgeline.serve.request import Request, Sampling
+from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.device import STEP_ROWS
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
@@ -43,7 +43,7 @@ def _step(device: torch.device, model: ModelSpec, n: int, quick: bool, rounds: i
     engine = make_engine(serving_experiment(model, n), device)
     for i in range(n):
         sampling = Sampling(max_tokens=rounds + 8, min_tokens=rounds + 8, temperature=0.0, ignore_eos=True)
-        engine.add(Request(str(i), [i + 1] * 8, sampling))
+        engine.add(EngineRequest(str(i), [i + 1] * 8, sampling))
     times: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline import catalog
+from ridgeline.jobs.job import ProbeOptions, Progress, RankContext
 from ridgeline.measure.environment import spare_core
 from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
@@ -41,14 +42,15 @@ SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
 
 
-def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any) -> dict[str, Any]:
+def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, Any]:
     """Measure everything on this rank while the other ranks do the same; returns plain data."""
-    budget = 0.04 if options.get("quick") else 0.08
+    budget = 0.04 if options.quick else 0.08
+    device, ranks, report = here.device, here.ranks, here.report
     timer = Timer(device, budget, ranks)
-    if options.get("serving"):
-        return {"serving": _serving(timer, device, bool(options.get("quick")), report)}
+    if options.serving:
+        return {"serving": _serving(timer, device, options.quick, report)}
     peaks: dict[str, float] = {}
-    inference = bool(options.get("inference", True))
+    inference = options.inference
     rates = _operators(timer, device, peaks, report, inference)
     report({"stage": "memory"})
     bandwidth = _bandwidth(timer, device)
@@ -57,7 +59,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     decoding = _reference_decode(device) if inference and ranks == 1 else 0.0
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
-        rows += operator_rows(device, lambda stage: report({"stage": stage}), bool(options.get("quick")))
+        rows += operator_rows(device, lambda stage: report({"stage": stage}), options.quick)
     if ranks > 1:
         report({"stage": "collectives"})
         rates.update(_collectives(timer, device, ranks))
@@ -77,7 +79,7 @@ def probe_rank(device: torch.device, rank: int, ranks: int, options: dict[str, A
     }
 
 
-def _serving(timer: Timer, device: torch.device, quick: bool, report: Any) -> dict[str, Any]:
+def _serving(timer: Timer, device: torch.device, quick: bool, report: Progress) -> dict[str, Any]:
     """What serving costs in a process that leaves a core to HTTP."""
     with spare_core():
         rates = _operators(timer, device, {}, report)
@@ -86,7 +88,7 @@ def _serving(timer: Timer, device: torch.device, quick: bool, report: Any) -> di
 
 
 def _operators(
-    timer: Timer, device: torch.device, peaks: dict[str, float], report: Any, inference: bool = True
+    timer: Timer, device: torch.device, peaks: dict[str, float], report: Progress, inference: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Rates of all operators, or of those of training; ``peaks`` gets the fastest product of each dtype."""
     rates: dict[str, dict[str, Any]] = {}

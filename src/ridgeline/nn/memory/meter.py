@@ -226,23 +226,6 @@ def process_memory() -> dict[str, int]:
     return found
 
 
-def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory instead of returning it to the kernel after every step.
-
-    PyTorch has no caching allocator on CPUs: large tensors are mapped and unmapped again and again, and every step pays
-    the page faults. Returns whether the setting took (Linux with glibc only).
-    """
-    import ctypes
-
-    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        ok = libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        return bool(ok and libc.mallopt(M_TOP_PAD, 64 * 2**20))
-    except (OSError, AttributeError):
-        return False
-
-
 def return_freed_memory() -> None:
     """Give memory that was freed back to the kernel (glibc; elsewhere nothing happens)."""
     import ctypes

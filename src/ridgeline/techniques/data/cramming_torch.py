@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgeline.runtime.train_build import Batch, Batches
+from ridgeline.data.batches import Batch
+from ridgeline.runtime.train_build import Batches
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from ridgeline.runtime.train_build import Batch
+from ridgeline.data.batches import Batch
 from ridgeline.spec.errors import UserError
 
 

@@ -1,0 +1,79 @@
+"""`ridgeline ablate`: every plan of a file, predicted and measured against the baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ridgeline.cli.base import Data, File, Json, Overrides, app, command_line, data_override, probed, say, store
+
+if TYPE_CHECKING:
+    from ridgeline.experiments import AblationSpec
+    from ridgeline.spec.result import Result
+
+
+@app.command()
+def ablate(
+    file: File,
+    overrides: Overrides = None,
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of cells and results (default runs/NAME-ID).")] = None,
+    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("report.html"),
+    fresh: Annotated[bool, typer.Option(help="Measure again what an earlier run already measured.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Show what would be measured, with predictions, and stop.")] = False,
+    json: Json = False,
+) -> None:
+    """Which techniques help, by how much, and why? Every plan predicted and measured, against the baseline.
+
+    An interrupted ablation goes on where it stopped when the same command is given again.
+    """
+    import shutil
+
+    from ridgeline import experiments
+    from ridgeline.measure.ablate import ablation_key, require_local, run_ablation
+    from ridgeline.report.console import AblationBar, print_ablation, print_plan_predictions
+    from ridgeline.report.html import ablation_html
+
+    spec = probed(lambda: experiments.load_ablation(file, [*(overrides or []), *data_override(data)]))
+    folder = out or Path("runs") / f"{spec.name}-{ablation_key(spec)}"
+    if dry_run:
+        _dry_run(spec, folder, json)
+        return
+    for e in spec.plans.values():
+        require_local(e)
+    if fresh:
+        shutil.rmtree(folder / "cells", ignore_errors=True)
+
+    def announce(predicted: dict[str, Result]) -> None:
+        if not json:
+            note = f"each is measured now, in {spec.measure.repeats} processes; finished ones are kept in {folder}"
+            print_plan_predictions(list(predicted.items()), "predicted", note)
+
+    try:
+        with AblationBar(spec) as bar:
+            outcome = run_ablation(spec, folder, command_line(), bar.watch, announce)
+    except KeyboardInterrupt:
+        say(f"\ninterrupted; finished cells are kept in {folder}: give the same command again to go on")
+        raise
+    ablation_html(outcome, report)
+    store_id = store().add_ablation(outcome)
+    print(outcome.to_json()) if json else print_ablation(outcome)
+    say(f"report: {report}   stored as {store_id}   cells in {folder}")
+    if all(o.verdict == "failed" for o in outcome.outcomes):
+        raise typer.Exit(1)
+
+
+def _dry_run(spec: AblationSpec, folder: Path, json: bool) -> None:
+    import json as js
+
+    from ridgeline.predict import predict as run
+    from ridgeline.report.console import print_plan_predictions
+
+    rows = [(name, run(e)) for name, e in spec.plans.items()]
+    if json:
+        print(js.dumps({name: js.loads(r.to_json()) for name, r in rows}))
+    else:
+        note = f"{len(rows)} plans × {spec.measure.repeats} processes; cells would go to {folder}"
+        print_plan_predictions(rows, "predicted (nothing was measured)", note)

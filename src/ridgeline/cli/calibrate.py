@@ -1,0 +1,49 @@
+"""`ridgeline calibrate`: a device fitted to measured operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ridgeline.cli.base import Json, app, say
+
+
+@app.command()
+def calibrate(
+    paths: Annotated[list[Path], typer.Argument(metavar="CSV_OR_DIR...", help="Measured operators (see validate).")],
+    device: Annotated[str, typer.Option(help="Whose rows to fit: a catalogue name, an alias, or a device TOML.")],
+    out: Annotated[Path | None, typer.Option(help="Write the profile there; default: under its name, for all.")] = None,
+    json: Json = False,
+) -> None:
+    """Fit a device's constants to measured operators, and keep them as its profile from now on."""
+    import json as js
+
+    from ridgeline import catalog
+    from ridgeline.predict.calibrate import calibrate as fit
+    from ridgeline.report import console
+    from ridgeline.report.files import write_atomic
+    from ridgeline.validate.samples import samples
+
+    known = catalog.device(device)
+    with console.Status(f"calibrating {known.name}") as status:
+        status.message("reading")
+        rows, skipped = samples(paths, known.name)
+        status.message(f"fitting {len(rows)} rows")
+        result = fit(rows, known)
+    profile = result.on(known).model_copy(update={"source": f"{known.source}\nCalibrated on {len(rows)} rows."})
+    where = write_atomic(out, catalog.device_toml(profile)) if out else catalog.save_device(profile)
+    if json:
+        fits = [{"family": f.family, "rows": f.rows, "before": f.before, "after": f.after} for f in result.fits]
+        print(js.dumps({"device": known.name, "profile": str(where), "fits": fits, "skipped": len(skipped)}))
+    else:
+        console.print_fits(known.name, result.fits)
+    for skip in skipped[:5]:
+        say(f"skipped line {skip.line}: {skip.reason}")
+    if len(skipped) > 5:
+        say(f"{len(skipped)} rows skipped in all")
+    say(f"profile kept in {where}")
+    if not result.fits:
+        say("too few rows of any family to fit: the constants are as they were")
+        raise typer.Exit(1)

@@ -1,0 +1,28 @@
+"""`ridgeline explain`: where a predicted number comes from."""
+
+from __future__ import annotations
+
+from ridgeline.cli.base import Json, On, PlanName, With, app
+from ridgeline.cli.workload_options import Given, Model, Task, asked_experiment, workload_options
+
+
+@app.command()
+@workload_options
+def explain(
+    model: Model,
+    on: On = "local",
+    task: Task = "pretrain",
+    with_: With = None,
+    *,
+    given: Given,
+    plan: PlanName = None,
+    json: Json = False,
+) -> None:
+    """Why this number? The predicted time as a tree with each part's bound, and what would have to change to gain."""
+    import json as js
+
+    from ridgeline.predict.explain import explain as run
+    from ridgeline.report.explanation import as_dict, print_explanation
+
+    found = run(asked_experiment(model, on, task, with_, plan, given))
+    print(js.dumps(as_dict(found))) if json else print_explanation(found)

@@ -1,0 +1,123 @@
+"""`ridgeline generate`: outputs for one prompt, or for a file of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ridgeline.cli.base import With, app, require_checkpoint, say
+from ridgeline.cli.engine_options import (
+    BatchedTokens,
+    ChatTemplate,
+    Checkpoint,
+    Length,
+    Pool,
+    Seqs,
+    Tokenizer,
+    make_engine,
+)
+
+if TYPE_CHECKING:
+    from ridgeline.serve.engine import Engine
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str | None, typer.Option(help="One prompt; its text goes to standard output.")] = None,
+    input_: Annotated[
+        Path | None,
+        typer.Option("--input", help='JSON lines of {"prompt": …} or {"messages": […]}, with id if wanted.'),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File of results (.jsonl); what it holds is not done again.")] = None,
+    with_: With = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: all.")] = 0,
+    n: Annotated[int, typer.Option(min=1, help="Outputs per prompt.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an output (repeatable).")] = None,
+    seed: Annotated[int, typer.Option(help="Of each prompt.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
+    tokenizer: Tokenizer = None,
+    chat_template: ChatTemplate = None,
+    max_model_len: Length = None,
+    max_num_seqs: Seqs = None,
+    max_num_batched_tokens: BatchedTokens = None,
+    kv_cache: Pool = None,
+) -> None:
+    """Generate for one prompt or a file of them. Ctrl-C keeps what is done, and the same command goes on."""
+    from ridgeline.data.batches import load_tokenizer
+    from ridgeline.data.examples import find_template
+    from ridgeline.serve import offline
+    from ridgeline.serve.detokenize import Vocabulary
+    from ridgeline.serve.request import Sampling
+    from ridgeline.spec.errors import UserError
+
+    if (prompt is None) == (input_ is None):
+        raise UserError("give --prompt TEXT, or --input FILE.jsonl", "one of the two")
+    if input_ is not None and out is None:
+        raise UserError("--input needs a file for the results", "give --out FILE.jsonl")
+    require_checkpoint(checkpoint)
+    if prompt is not None:
+        asked = [offline.Prompt("prompt", prompt)]
+    else:
+        asked = offline.read_prompts(input_ or Path(), find_template(chat_template, str(checkpoint)))
+    done = offline.done_ids(out) if out is not None else set()
+    left = [p for p in asked if p.id not in done]
+    if not left:
+        say(f"{len(asked)} of {len(asked)} prompts done already")
+        return
+    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache)
+    vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
+
+    def sampling(own: int | None) -> Sampling:
+        return Sampling(max_tokens=own or max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, n=n, seed=seed,
+                        ignore_eos=ignore_eos)  # fmt: skip
+
+    sampling(None).check(engine.spec.vocab_size)
+    try:
+        if out is None:
+            _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()))
+        else:
+            results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()))
+            _write(results, out, len(asked), len(asked) - len(left))
+    finally:
+        engine.close()
+
+
+def _print_one(engine: Engine, vocabulary: Any, prompt: Any, sampling: Any, stops: tuple[str, ...]) -> None:
+    """One prompt's outputs on standard output; a single one as it comes."""
+    from ridgeline.serve import offline
+    from ridgeline.spec.errors import UserError
+
+    def show(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    alone = sampling(None).n == 1
+    for result in offline.generate(engine, vocabulary, [prompt], sampling, stops, fresh=show if alone else None):
+        if "error" in result:
+            raise UserError(result["error"])
+        print("" if alone else "\n".join(o["text"] for o in result["outputs"]))
+
+
+def _write(results: Any, out: Path, total: int, before: int) -> None:
+    """Each result as a line of ``out`` as soon as it is there."""
+    import json
+
+    from ridgeline.report.console import CountBar
+
+    failed = tokens = 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file, CountBar("prompts", total, before) as bar:
+        for result in results:
+            file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            file.flush()
+            failed += "error" in result
+            tokens += sum(o["tokens"] for o in result.get("outputs", ()))
+            bar.advance(f"{tokens} tokens")
+    say(f"{total - before} prompts, {tokens} tokens, written to {out}" + (f"; {failed} failed" if failed else ""))

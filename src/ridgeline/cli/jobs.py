@@ -1,0 +1,40 @@
+"""What commands that run jobs share: training under a progress bar, and what is said of one that failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ridgeline.cli.base import say
+
+if TYPE_CHECKING:
+    from ridgeline.jobs.job import TrainOptions
+    from ridgeline.jobs.launch import JobFailed
+    from ridgeline.jobs.restart import Launch
+    from ridgeline.spec.experiment import Experiment
+
+
+def run_training(
+    e: Experiment, options: TrainOptions, title: str, start: Launch | None = None, restarts: int = 0
+) -> dict[str, Any]:
+    """The result of a training job in processes of its own, under a progress bar. ``start``: what launches them, None:
+    this machine."""
+    from ridgeline.jobs.job import train_job
+    from ridgeline.jobs.launch import JobFailed, run_job
+    from ridgeline.jobs.restart import run_with_restarts
+    from ridgeline.report.console import StepBar
+
+    with StepBar(title, e.training.steps) as bar:
+        try:
+            return run_with_restarts(start or run_job, train_job(e, options), bar.message, restarts)
+        except JobFailed as failure:
+            raise failed(failure) from None
+
+
+def failed(failure: JobFailed) -> Exception:
+    """What to raise for a job that failed, after its log and reason are said."""
+    if failure.log:
+        say(failure.log)
+    say(f"the run failed ({failure.status}): {failure.reason}")
+    return typer.Exit(1)

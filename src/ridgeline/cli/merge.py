@@ -1,0 +1,32 @@
+"""`ridgeline merge`: an adapter merged into its base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ridgeline.cli.base import app
+
+
+@app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter trained on it.")],
+    out: Annotated[Path, typer.Option(help="Directory of the merged model.")],
+) -> None:
+    """Merge an adapter into the weights of its base: a plain checkpoint that needs no adapter library."""
+    import shutil
+
+    from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+    from ridgeline.spec.errors import UserError
+    from ridgeline.train.adapter_folder import merged_model
+
+    if out.resolve() == checkpoint.resolve():
+        raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
+    save_checkpoint(merged_model(checkpoint, adapter), out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
+        if (checkpoint / name).is_file():
+            shutil.copy2(checkpoint / name, out / name)
+    print(f"written to {out}")

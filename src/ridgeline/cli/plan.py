@@ -1,0 +1,69 @@
+"""`ridgeline plan`: the best plan for a model, a cluster and a goal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ridgeline.cli.base import Json, On, app, say
+from ridgeline.cli.workload_options import Given, Task, workload_fields, workload_options
+
+
+@app.command()
+@workload_options
+def plan(
+    model: Annotated[str, typer.Argument(help="Model: catalogue name, config.json or checkpoint directory.")],
+    on: On = "local",
+    task: Task = "pretrain",
+    goal: Annotated[str, typer.Option(help="throughput, latency, cost or memory.")] = "throughput",
+    slo: Annotated[list[str] | None, typer.Option(help="A limit: METRIC=VALUE, e.g. tpot_s=50ms. Repeatable.")] = None,
+    allow: Annotated[list[str] | None, typer.Option(help="Only these techniques. Repeatable.")] = None,
+    forbid: Annotated[list[str] | None, typer.Option(help="Never this technique. Repeatable.")] = None,
+    *,
+    given: Given,
+    out: Annotated[Path | None, typer.Option(help="Directory for the plans as files (default runs/plan-…).")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that search.")] = 2,
+    json: Json = False,
+) -> None:
+    """Which plan is best for this model, cluster and goal, and what stops the others? Exit code 1 when none fits."""
+    import json as js
+
+    from ridgeline import catalog, experiments
+    from ridgeline.report import console, planning
+    from ridgeline.search import Question, search
+    from ridgeline.search.question import parse_slo
+    from ridgeline.search.why import closest_miss, relaxations, why_not
+
+    cluster = catalog.cluster(on)
+    fields = workload_fields(model, task, given)
+    if task in ("pretrain", "finetune"):  # throughput needs one batch size for all layouts
+        fields.setdefault("batch_size", 4 * cluster.size)
+    e = experiments.make(model, on, fields, [])
+    question = Question(
+        e.model, e.cluster, e.workload, goal, parse_slo(slo or []), frozenset(allow or ()), frozenset(forbid or ()),
+        free_batch=task == "generate" and "batch_size" not in fields, free_micro_batch="micro_batch_size" not in fields,
+    )  # fmt: skip
+    with console.StepBar(f"planning {e.model.name} on {cluster.label}", 0) as bar:
+        answer = search(question, workers, lambda at, of: bar.progress.update(bar.task, completed=at, total=of))
+    reasons, miss, ways = why_not(answer), None, []
+    if not answer.best:
+        miss, ways = closest_miss(answer), relaxations(answer)
+    folder = out or Path("runs") / f"plan-{e.model.name.replace('/', '-')}-{cluster.label}-{goal}"
+    files = planning.write_plans(answer, folder)
+    if json:
+        print(js.dumps(planning.as_dict(answer, reasons, ways, miss)))
+    elif answer.best:
+        console.print_tables(*planning.answer_tables(answer))
+        print("Why not the others\n" + "\n".join(f"  {w}" for w in reasons))
+        say(f"wrote {', '.join(map(str, files))}: each runs with `ridgeline predict FILE`")
+    else:
+        print(f"no feasible plan among {answer.found.counts['considered']} candidates")
+        print("\n".join(f"  {w}" for w in reasons))
+        if miss:
+            print(f"closest miss: {' '.join(miss[0].experiment.plan.strings())}: {miss[1]}")
+        print("smallest relaxations:" if ways else "no single relaxation was found")
+        print("\n".join(f"  {r.change}: {' '.join(r.plan) or '(no technique)'}" for r in ways))
+    if not answer.best:
+        raise typer.Exit(1)

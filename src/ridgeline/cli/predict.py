@@ -1,0 +1,40 @@
+"""`ridgeline predict`: what a plan gives, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ridgeline.cli.base import Json, On, PlanName, With, app, predicted_trace, say, store
+from ridgeline.cli.workload_options import Given, Model, Task, asked_experiment, workload_options
+
+
+@app.command()
+@workload_options
+def predict(
+    model: Model,
+    on: On = "local",
+    task: Task = "pretrain",
+    with_: With = None,
+    *,
+    given: Given,
+    plan: PlanName = None,
+    trace: Annotated[Path | None, typer.Option(help="Also write the predicted step as a Chrome trace.")] = None,
+    save: Annotated[bool, typer.Option(help="Keep the result in the store.")] = False,
+    json: Json = False,
+) -> None:
+    """What will this plan give on that hardware? Exit code 1 when it does not fit."""
+    from ridgeline.predict import predict as run
+    from ridgeline.report.console import print_result
+
+    e = asked_experiment(model, on, task, with_, plan, given)
+    result = run(e)
+    if trace:
+        predicted_trace(e, trace)
+    if save:
+        say(f"stored as {store().add_result(result)}")
+    print(result.to_json()) if json else print_result(result)
+    if result.status == "infeasible":
+        raise typer.Exit(1)

@@ -1,0 +1,115 @@
+"""`ridgeline train`: an experiment, trained for real."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ridgeline.cli.base import (
+    Backend,
+    Data,
+    File,
+    Json,
+    Overrides,
+    PlanName,
+    app,
+    data_override,
+    load,
+    number_of_bytes,
+    say,
+)
+from ridgeline.cli.jobs import run_training
+
+if TYPE_CHECKING:
+    from ridgeline.jobs.job import TrainOptions
+    from ridgeline.spec.experiment import Experiment
+
+
+@app.command()
+def train(
+    file: File,
+    overrides: Overrides = None,
+    plan: PlanName = None,
+    data: Data = None,
+    procs: Annotated[int | None, typer.Option(help="Processes on this machine.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the exported model.")] = None,
+    save_every: Annotated[int, typer.Option(help="Checkpoint every so many steps (with --out).")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = True,
+    export: Annotated[bool, typer.Option(help="Write a Hugging Face checkpoint at the end (with --out).")] = True,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Most memory that each rank's device may use: 600MB, 1.5GiB, …")
+    ] = None,
+    backend: Backend = "native",
+    launcher: Annotated[str, typer.Option(help="What starts the processes: local or ray.")] = "local",
+    timeout: Annotated[
+        float | None, typer.Option(min=1, help="Seconds that a rank waits for the others (default 300).")
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="Starts again from the last checkpoint when a rank is lost (default: 3 on Ray)."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
+    from ridgeline import catalog
+    from ridgeline.jobs.job import TrainOptions
+    from ridgeline.jobs.launchers import launched, launcher_of
+    from ridgeline.jobs.restart import restarts
+    from ridgeline.measure.ablate import require_local
+    from ridgeline.measure.backends import require
+
+    catalog.allow_unprobed()
+    extra = [f'on="{procs}xlocal"'] if procs else []
+    e = load(file, plan, [*(overrides or []), *extra, *data_override(data)])
+    start, default = launcher_of(launcher)
+    require_local(e, launched() or launcher != "local", backend)
+    options = TrainOptions(
+        out=str(out) if out else None, save_every=save_every, resume=resume,
+        export=str(out / "model") if out and export else None, timeout=timeout, backend=backend,
+        device_memory=number_of_bytes("--device-memory", device_memory),
+    )  # fmt: skip
+    require(backend, e, options)
+    most = restarts(max_restarts, options, default)
+    if launched():
+        _train_under_torchrun(e, options, json)
+        return
+    result = run_training(e, options, f"training {e.model.name}", start, most)
+    _print_training(result, json)
+    if result["stopped"]:
+        raise typer.Exit(130)
+
+
+def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> None:
+    import os
+
+    from ridgeline.jobs.launchers import run_launched_rank
+
+    def progress(message: dict[str, Any]) -> None:
+        if "loss" in message:
+            say(f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}")
+
+    result, code, said = run_launched_rank(e, options, progress)
+    if said:
+        say(said)
+    if result is not None:
+        _print_training(result, json)
+    sys.stdout.flush()
+    os._exit(code)  # a rank whose peers are gone may hang in library destructors
+
+
+def _print_training(result: dict[str, Any], json: bool) -> None:
+    import json as js
+
+    if json:
+        print(js.dumps(result))
+        return
+    losses = result["losses"]
+    line = f"{result['step']} steps, loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "nothing to do"
+    print(line + (f"; checkpoint {result['checkpoint']}" if result["checkpoint"] else ""))
+    if result["device_peak_bytes"]:
+        print(f"device memory: {result['device_peak_bytes'] / 1e6:.1f} MB at most")
+    for name, t in result["traffic"].items():
+        print(f"{name}: {t['bytes'] / 1e6:.1f} MB in {t['count']} moves at {t['bandwidth'] / 1e9:.2f} GB/s")

@@ -1,0 +1,55 @@
+"""What is asked of prompts beside a next token: embeddings, classes, and log-probabilities of the prompt itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ridgeline.serve.outputs import Outputs
+from ridgeline.serve.request import OutputEvent
+from ridgeline.serve.runner import Runner
+from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.sequence import Sequence
+
+
+def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
+    """Add the prompt tokens of this step, ``hidden`` [tokens, hidden], to an embedding's sum; a classifier reads the
+    first one."""
+    group = seq.group
+    if group.request.classify:
+        if seq.n_computed == 0:
+            group.hidden = runner.logits(hidden[:1])[0].tolist()
+    elif group.request.embed:
+        total = hidden.double().sum(0)
+        group.hidden = (total if group.hidden is None else total + torch.tensor(group.hidden)).tolist()
+
+
+def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Sampler, rows_at_once: int) -> None:
+    """Log-probabilities of prompt tokens from ``hidden`` [tokens, hidden] of this step, where they are asked for."""
+    group, prompt = seq.group, seq.group.request.prompt
+    start, known = seq.n_computed, len(group.prompt_logprobs)
+    tops = group.request.sampling.prompt_logprobs
+    if tops is None or known < start:  # the prompt of a preempted sequence is computed again
+        return
+    stop = min(start + len(hidden), len(prompt) - 1)
+    for at in range(known, stop, rows_at_once):
+        end = min(stop, at + rows_at_once)
+        logits = runner.logits(hidden[at - start : end - start])
+        tokens = [int(t) for t in prompt[at + 1 : end + 1]]
+        group.prompt_logprobs += sampler.logprobs(logits, tokens, [tops] * len(tokens))
+
+
+def end_pooled(seq: Sequence, outputs: Outputs) -> None:
+    """Tell the embedding (the mean) or the class logits of a prompt that is computed, and end its request."""
+    group = seq.group
+    assert group.hidden is not None
+    found = group.hidden if group.request.classify else [v / len(seq.tokens) for v in group.hidden]
+    if not all(map(math.isfinite, found)):
+        outputs.fail(seq, "the model's hidden states are not finite")
+        return
+    event = OutputEvent(group.request.id, 0, finish="stop", embedding=found, cached_tokens=group.cached_tokens)
+    outputs.events.append(event)
+    seq.finish = "stop"
+    outputs.end(seq)

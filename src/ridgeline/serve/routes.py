@@ -1,0 +1,193 @@
+"""The routes of the OpenAI-compatible server, in groups; each function adds one group to the app."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+
+from ridgeline.serve import replies
+from ridgeline.serve.engine_loop import EngineLoop, OutputStream
+from ridgeline.serve.http import ClientDisconnected, EventStream, Json, bearer, refusal, unless_gone
+from ridgeline.serve.openai import (
+    ChatCompletion,
+    Classification,
+    Completion,
+    Detokenize,
+    EmbeddingRequest,
+    LoadAdapter,
+    Sampled,
+    Tokenize,
+    UnloadAdapter,
+)
+from ridgeline.serve.request import Invalid
+from ridgeline.serve.service import Asked, Service
+
+T = TypeVar("T")
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
+    "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": what, **_ERROR}
+    for status, what in {
+        400: "The request is wrong", 401: "No valid key", 403: "Not allowed", 404: "No such model",
+        413: "Too large", 500: "The server failed", 503: "The server is busy",
+    }.items()
+}  # fmt: skip
+
+_GENERATED: dict[int | str, dict[str, Any]] = {
+    **_REFUSALS,
+    200: {
+        "description": "Whole, or with `stream` as events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+}
+
+
+async def answer(
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], Asked], body: T,
+    finish: Callable[[Asked, OutputStream], Any], stream: Callable[[Asked, OutputStream], Any] | None = None,
+) -> Response:  # fmt: skip
+    """Prepare beside the event loop, submit, and answer whole or as a stream; aborted when the client disconnects."""
+
+    async def work() -> tuple[Asked, OutputStream]:
+        asked = await asyncio.to_thread(prepare, body, bearer(request.scope))
+        return asked, await loop.submit(asked.jobs)
+
+    async def all_of_it() -> Response:
+        asked, found = await work()
+        try:
+            return Json(await finish(asked, found))
+        finally:
+            loop.cancel(found)
+
+    async def pieces(asked: Asked, found: OutputStream, made: Any) -> Any:
+        try:
+            async for piece in made(asked, found):
+                yield piece
+        finally:
+            loop.cancel(found)
+
+    try:
+        if stream is None:
+            return await unless_gone(request.receive, all_of_it())
+        asked, found = await unless_gone(request.receive, work())
+        return EventStream(pieces(asked, found, stream))
+    except ClientDisconnected:
+        return Response(status_code=499)
+    except Invalid as e:
+        if isinstance(body, Sampled) and (param := body.renamed(e.param)) != e.param:
+            raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
+        raise
+
+
+def generation_routes(app: FastAPI, service: Service) -> None:
+    """Completions, chat, embeddings and classification."""
+
+    @app.post("/v1/completions", responses=_GENERATED)
+    async def completions(body: Completion, request: Request) -> Response:
+        """Continue prompts."""
+        return await answer(
+            service.loop, request, service.completion, body, lambda a, s: replies.whole(a, s, chat=False),
+            (lambda a, s: replies.chunks(a, s, body, chat=False)) if body.stream else None,
+        )  # fmt: skip
+
+    @app.post("/v1/chat/completions", responses=_GENERATED)
+    async def chat(body: ChatCompletion, request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer(
+            service.loop, request, service.chat, body, lambda a, s: replies.whole(a, s, chat=True),
+            (lambda a, s: replies.chunks(a, s, body, chat=True)) if body.stream else None,
+        )  # fmt: skip
+
+    @app.post("/v1/embeddings", responses=_REFUSALS)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Vectors of texts."""
+        as_base64 = body.encoding_format == "base64"
+        return await answer(
+            service.loop, request, service.embedding, body, lambda a, s: replies.embeddings(a, s, as_base64)
+        )
+
+    @app.post("/classify", responses=_REFUSALS)
+    async def classify(body: Classification, request: Request) -> Response:
+        """Classes of texts, of a model for sequence classification."""
+        return await answer(
+            service.loop, request, service.classification, body, lambda a, s: replies.classes(a, s, service)
+        )
+
+
+def model_routes(app: FastAPI, service: Service) -> None:
+    """What is served: the model and its adapters."""
+
+    @app.get("/v1/models", responses=_REFUSALS)
+    async def models() -> Response:
+        """What is served: the model and its adapters."""
+        return Json({"object": "list", "data": service.models()})
+
+    @app.get("/v1/models/{name:path}", responses=_REFUSALS)
+    async def model(name: str) -> Response:
+        """One model."""
+        service.adapter(name)
+        return Json(next(m for m in service.models() if m["id"] == name))
+
+    @app.post(LOAD_ADAPTER, responses=_REFUSALS)
+    async def load_adapter(body: LoadAdapter, request: Request) -> Response:
+        """Serve an adapter from a folder of the server, under a name."""
+        await service.load(body.lora_name, body.lora_path)
+        return Json({"loaded": body.lora_name})
+
+    @app.post(UNLOAD_ADAPTER, responses=_REFUSALS)
+    async def unload_adapter(body: UnloadAdapter, request: Request) -> Response:
+        """Serve an adapter no more."""
+        await service.unload(body.lora_name)
+        return Json({"unloaded": body.lora_name})
+
+
+def text_routes(app: FastAPI, service: Service) -> None:
+    """The tokenizer."""
+
+    @app.post("/tokenize", responses=_REFUSALS)
+    async def tokenize(body: Tokenize, request: Request) -> Response:
+        """Token ids of a text or a conversation."""
+        service.adapter(body.model)
+        tokens = await asyncio.to_thread(service.tokens, body)
+        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
+
+    @app.post("/detokenize", responses=_REFUSALS)
+    async def detokenize(body: Detokenize, request: Request) -> Response:
+        """The text of token ids."""
+        service.adapter(body.model)
+        service.known(body.tokens, "tokens")
+        text = await asyncio.to_thread(service.vocabulary.decode, body.tokens, skip_special=False)
+        return Json({"prompt": text})
+
+    @app.get("/tokenizer_info", responses=_REFUSALS)
+    async def tokenizer_info() -> Response:
+        """Special tokens and the chat template, for clients without the tokenizer's files."""
+        return Json(service.tokenizer_info())
+
+
+def state_routes(app: FastAPI, service: Service) -> None:
+    """Health and metrics."""
+    loop, metrics = service.loop, service.loop.metrics
+
+    @app.get("/health", responses=_REFUSALS)
+    async def health() -> Response:
+        """Whether the engine works."""
+        if not loop.alive:
+            why = "failed" if loop.failure else f"has been in one step for {loop.step_age:.0f} s"
+            return refusal(503, f"the engine {why}")
+        return Json({"status": "ok"})
+
+    @app.get("/ready", responses=_REFUSALS)
+    async def ready() -> Response:
+        """Whether new requests are taken."""
+        return Json({"status": "ready"}) if loop.ready else refusal(503, "not taking requests", retry_after=5.0)
+
+    @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
+    async def prometheus() -> Response:
+        """For Prometheus."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
