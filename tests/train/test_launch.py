@@ -29,7 +29,7 @@ def _workers_find_the_package(monkeypatch):
 
 
 def workers():
-    return [p for p in psutil.Process().children(recursive=True) if "ridgeline.jobs.worker" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("rank ")]
 
 
 def test_a_job_gives_the_result_of_the_engine(corpus):
@@ -61,7 +61,7 @@ def test_the_reason_is_that_of_the_rank_that_failed(corpus, tmp_path, monkeypatc
 def test_a_killed_rank_is_out_of_memory(corpus):
     def kill_rank_1(message):
         if message.get("step") == 2:
-            rank = next(p for p in workers() if p.environ()["RANK"] == "1")
+            rank = next(p for p in workers() if p.name() == "rank 1")
             rank.send_signal(signal.SIGKILL)
 
     with pytest.raises(JobFailed, match="rank 1 was killed") as failure:
@@ -71,6 +71,27 @@ def test_a_killed_rank_is_out_of_memory(corpus):
         )
     assert failure.value.status == "oom"
     assert not workers()
+
+
+def test_ranks_start_from_one_process_and_end_with_the_one_that_asked(corpus, tmp_path):
+    job = train_job(experiment(corpus, ranks=2, steps=1_000_000), TrainOptions())
+    (tmp_path / "job.json").write_text(job.to_json())
+    script = """
+import os, sys
+from pathlib import Path
+from ridgeline.jobs.job import LaunchJob
+from ridgeline.jobs.launch import run_job
+job = LaunchJob.from_json(Path(sys.argv[1]).read_text())
+run_job(job, lambda message: message.get("step") == 2 and print("two steps", flush=True))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "job.json")], stdout=subprocess.PIPE)
+    assert parent.stdout.readline()
+    ranks = workers()
+    assert sorted(p.name() for p in ranks) == ["rank 0", "rank 1"]
+    assert len({p.ppid() for p in ranks}) == 1
+    parent.kill()
+    parent.wait()
+    assert not psutil.wait_procs(ranks, timeout=60)[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

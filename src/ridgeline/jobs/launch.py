@@ -18,11 +18,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ridgeline.jobs.job import LaunchJob, Progress
+from ridgeline.jobs.template import ForkedRank, start_rank
 from ridgeline.spec.errors import Incompatible, UserError
 
+Rank = ForkedRank | subprocess.Popen[str]
 LOG = "log.txt"
 _GRACE = 2.0
 """Seconds for the other ranks to say what they saw of a failure."""
@@ -77,14 +79,7 @@ def run_job(job: LaunchJob, progress: Progress | None = None, timeout: float | N
         rendezvous = {"RIDGELINE_RENDEZVOUS": str(Path(folder) / "rendezvous")}
         with (Path(folder) / LOG).open("w", encoding="utf-8") as sink:
             ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "ridgeline.jobs.worker", str(file)],
-                    env=rank_environment(rank, job.ranks, port) | rendezvous,
-                    stdout=subprocess.PIPE if rank == 0 else sink,
-                    stderr=sink,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C reaches us first; we pass it on once
-                )
+                _start(file, job.mode, rank_environment(rank, job.ranks, port) | rendezvous, sink, pipe=rank == 0)
                 for rank in range(job.ranks)
             ]
         try:
@@ -93,9 +88,18 @@ def run_job(job: LaunchJob, progress: Progress | None = None, timeout: float | N
             _stop(ranks)
 
 
-def _follow(
-    ranks: list[subprocess.Popen[str]], progress: Progress | None, timeout: float | None, folder: Path
-) -> dict[str, Any]:
+def _start(file: Path, mode: str, environment: dict[str, str], sink: IO[str], pipe: bool) -> Rank:
+    try:
+        return start_rank(file, mode, environment, sink, pipe)
+    except OSError:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ridgeline.jobs.worker", str(file)], env=environment, text=True,
+            stdout=subprocess.PIPE if pipe else sink, stderr=sink,
+            start_new_session=True,  # Ctrl-C reaches us first; we pass it on once
+        )  # fmt: skip
+
+
+def _follow(ranks: list[Rank], progress: Progress | None, timeout: float | None, folder: Path) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     broken: list[BaseException] = []  # what the caller's own callback raised
 
@@ -199,7 +203,7 @@ def _signal(number: int) -> str:
         return "unknown"
 
 
-def _grace(ranks: list[subprocess.Popen[str]]) -> list[int]:
+def _grace(ranks: list[Rank]) -> list[int]:
     """Wait a little for the ranks to end by themselves; those that did not."""
     end = time.monotonic() + _GRACE
     while time.monotonic() < end and any(r.poll() is None for r in ranks):
@@ -207,7 +211,7 @@ def _grace(ranks: list[subprocess.Popen[str]]) -> list[int]:
     return [i for i, r in enumerate(ranks) if r.poll() is None]
 
 
-def _failed(ranks: list[subprocess.Popen[str]]) -> tuple[int, int] | None:
+def _failed(ranks: list[Rank]) -> tuple[int, int] | None:
     """A rank that has failed and its exit code; one that a signal ended before one that noticed."""
     dead = [(i, r.returncode) for i, r in enumerate(ranks) if r.poll() not in (None, 0)]
     return min(dead, key=lambda d: (d[1] >= 0, d[0]), default=None)
@@ -223,7 +227,7 @@ def _first_error(folder: Path) -> dict[str, Any] | None:
     return min(errors, key=lambda e: (rest.get(e["kind"], 0), e["time"]), default=None)
 
 
-def _stop(ranks: list[subprocess.Popen[str]]) -> None:
+def _stop(ranks: list[Rank]) -> None:
     for r in ranks:
         if r.poll() is None:
             with contextlib.suppress(ProcessLookupError):

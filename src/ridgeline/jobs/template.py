@@ -1,0 +1,213 @@
+"""Ranks forked from one process that has imported PyTorch, so that each starts in milliseconds instead of seconds.
+
+``python -m ridgeline.jobs.template`` holds the imports and reads requests from a Unix socket on its standard input: a
+job's file, an environment, and two file descriptors. Linux without a GPU only: elsewhere ranks are started anew, as a
+process that has initialized CUDA cannot be forked. Nothing here imports torch but :func:`serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import IO, Any, TextIO
+
+from ridgeline.jobs.job import MODES
+
+_READ_AT_IMPORT = (
+    "ATEN_",
+    "DNNL_",
+    "GLIBC_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "ONEDNN_",
+    "PYTHON",
+    "TORCH",
+    "TRITON_",
+)
+"""Variables that libraries read when they are loaded: a template serves jobs that agree in these."""
+_LARGEST = 1 << 20
+"""Bytes of a request."""
+
+
+class ForkedRank:
+    """A running rank: the part of :class:`subprocess.Popen` that a launcher needs."""
+
+    def __init__(self, template: Template, pid: int, stdout: TextIO | None) -> None:
+        self.template, self.pid, self.stdout = template, pid, stdout
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, minus the signal's number for a killed rank; None while it runs."""
+        return self.template.codes.get(self.pid)
+
+    def poll(self) -> int | None:
+        """:attr:`returncode`, looked up now."""
+        self.template.update()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises :class:`subprocess.TimeoutExpired`."""
+        start = time.monotonic()
+        while (code := self.poll()) is None:
+            if timeout is not None and time.monotonic() - start >= timeout:
+                raise subprocess.TimeoutExpired(f"rank of process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Template:
+    """The process that ranks are forked from; it ends with this one, and its ranks with it."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.codes: dict[int, int] = {}
+        """Exit codes of the ranks that have ended, by process."""
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ridgeline.jobs.template"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def fork(self, file: Path, mode: str, environment: dict[str, str], stdout: int, stderr: int) -> int:
+        """Start a rank of the job in ``file`` → its process. Raises :class:`OSError` when the template has died."""
+        request = {"file": str(file), "mode": mode, "environment": environment, "cwd": os.getcwd()}
+        socket.send_fds(self.socket, [json.dumps(request).encode()], [stdout, stderr])
+        while "code" in (answer := self._receive()):
+            self.codes[answer["pid"]] = answer["code"]
+        pid: int = answer["pid"]
+        self.codes.pop(pid, None)  # an earlier rank's, whose number it has
+        return pid
+
+    def update(self) -> None:
+        """Take in which ranks have ended."""
+        with contextlib.suppress(OSError):
+            while select.select([self.socket], [], [], 0)[0]:
+                answer = self._receive()
+                self.codes[answer["pid"]] = answer["code"]
+
+    def _receive(self) -> dict[str, int]:
+        data = self.socket.recv(_LARGEST)
+        if not data:
+            raise OSError("the template process has ended")
+        answer: dict[str, int] = json.loads(data)
+        return answer
+
+
+_templates: dict[tuple[tuple[str, str], ...], Template] = {}
+
+
+def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str], pipe: bool) -> ForkedRank:
+    """A rank of the job in ``file``; its output goes to ``sink``, or its standard output to a pipe.
+
+    Raises :class:`OSError` where ranks cannot be forked.
+    """
+    if not sys.platform.startswith("linux") or Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+        raise OSError("ranks that may use a GPU are not forked")
+    key = tuple(sorted((k, v) for k, v in environment.items() if k.startswith(_READ_AT_IMPORT)))
+    template = _templates.get(key)
+    if template is None or template.process.poll() is not None:
+        template = _templates[key] = Template(environment)
+    read, write = os.pipe() if pipe else (-1, os.dup(sink.fileno()))
+    try:
+        pid = template.fork(file, mode, environment, write, sink.fileno())
+    except OSError:
+        del _templates[key]
+        if pipe:
+            os.close(read)
+        raise
+    finally:
+        os.close(write)
+    return ForkedRank(template, pid, os.fdopen(read, encoding="utf-8") if pipe else None)
+
+
+def serve() -> None:
+    """Fork a rank for each request on standard input, and say when it has ended, until nobody can ask any more."""
+    import torch.distributed.fsdp  # noqa: F401  # plans on several ranks import it when they are built
+
+    from ridgeline.jobs import worker
+
+    requests = socket.socket(fileno=os.dup(0))
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([requests, woken], [], [])
+        if woken in ready:
+            os.read(woken, 1024)
+            _tell_of_the_dead(requests)
+        if requests not in ready:
+            continue
+        data, descriptors, _, _ = socket.recv_fds(requests, _LARGEST, 2)
+        if not data:
+            return
+        request = json.loads(data)
+        with contextlib.suppress(Exception):  # the rank will say what is wrong
+            resolve_name(MODES[request["mode"]][1])
+        gc.freeze()
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            _become_rank(worker.main, request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        requests.send(json.dumps({"pid": pid}).encode())
+
+
+def _tell_of_the_dead(requests: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            requests.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _become_rank(main: Any, request: dict[str, Any], descriptors: list[int]) -> None:
+    """What a process started anew would find; never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for target, descriptor in enumerate(descriptors, 1):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        code = main(request["file"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
