@@ -106,7 +106,7 @@ class Parts:
         """Seconds of attention or of all else, in all blocks, in the head, or in all but the head."""
         total = 0.0
         for b in g.blocks:
-            if head is None or (b.name == "head") == head:
+            if head is None or b.is_head == head:
                 chosen = [o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention]
                 seconds = sum(self.seconds(o) for o in chosen)
                 more = 0.0 if attention else len(chosen) * self.cluster.device.in_step(g.tokens)
@@ -114,7 +114,7 @@ class Parts:
         return total
 
     def _links(self, g: Graph) -> float:
-        return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if b.name != "head")
+        return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if not b.is_head)
 
     def _expanded(self, g: Graph) -> float:
         return sum(

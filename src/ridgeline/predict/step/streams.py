@@ -183,7 +183,7 @@ def _inside(ops: list[Op], cluster: Cluster, pace: Pace) -> tuple[float, float, 
         else:
             took = seconds_of(o, cluster, pace)
             compute += took
-            if o.name.endswith((".dw", ".db")):
+            if o.role in ("weight_gradient", "bias_gradient"):
                 weight += took
     if alongside:
         for o in ops:

@@ -136,7 +136,7 @@ def _merge(ops: list[Op], names: list[str], new: str, side: int) -> list[Op]:
 def _fuse_elementwise(b: Block) -> None:
     def fuse(ops: list[Op]) -> list[Op]:
         # A sum that stays in registers for the norm after it is written, but not read again.
-        kept = [op for op in ops if not op.name.endswith(".db")]
+        kept = [op for op in ops if op.role != "bias_gradient"]
         return [changed(op, bytes=op.bytes * 2 / 3) if op.kind == "residual" else op for op in kept]
 
     b.forward, b.backward = fuse(b.forward), fuse(b.backward)

@@ -116,7 +116,7 @@ class ZeroInfinity(Technique):
                         each.insert(0, host_copy("offload.read", "disk_read", shard, "forward"))
                     ways += each * tiles if shard else []
                 b.gather_forward = ways + b.gather_forward
-                if b.name.startswith(("layers", "encoder")):
+                if b.is_layer:
                     b.gather_backward = ways + b.gather_backward
         return g
 

@@ -190,7 +190,7 @@ def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
     held = max(1, experts[op.param] // d)
     touched = held * (1 - (1 - 1 / held) ** rows)
     shape = op.shape
-    if op.name.endswith(".dw"):
+    if op.role == "weight_gradient":
         n, k = round(op.shape[0] / op.experts), op.shape[1]
         shape = (round(n * touched), k, max(1, round(rows / touched)))
     else:

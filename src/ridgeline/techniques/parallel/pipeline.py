@@ -163,7 +163,7 @@ class PipelineParallel(Technique):
         size = g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype]
         sends = [Op(f"send{i}", "communication", "p2p", bytes=size, link_bytes=size, ranks=2, axis="pp",
                     stride=e.stride("pp")) for i in range(self.degree)]  # fmt: skip
-        head = next(b for b in g.blocks if b.name == "head")
+        head = next(b for b in g.blocks if b.is_head)
         head.forward[:0] = sends
         return g
 

@@ -121,7 +121,7 @@ class Zero(Technique):
             for b in g.blocks:
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantize" in o.name]
         if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
-            layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+            layers = [b for b in g.blocks if b.is_layer]
             sizes = (sum(p.numel * p.working_bytes for p in b.params if p.spread == 1) for b in layers)
             g.buffers += max(sizes, default=0.0)
         return g
@@ -149,7 +149,7 @@ class Zero(Technique):
                 p.shards = p.state_shards = share
                 # Gradients that wait for the last micro-batch wait whole.
                 p.grad_shards = 1 if g.accumulation > 1 and not g.reduce_every_micro_batch else share
-        layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+        layers = [b for b in g.blocks if b.is_layer]
         ends = [b for b in g.blocks if b not in layers]
         units = [[b] for b in layers] + ([[b] for b in ends] if g.pipeline else [ends])
         for unit in units:
