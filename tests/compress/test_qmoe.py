@@ -173,10 +173,10 @@ def test_predicted_bytes_of_experts(source):
     """What ``rewrite`` expects of Gaussian rows is what the code takes."""
     from ridgeline import experiments
     from ridgeline.graph import decode_graph
-    from ridgeline.techniques.registry import techniques
+    from ridgeline.techniques.registry import techniques_of
 
     e = experiments.make(str(source), "a100", {"kind": "generate", "prompt_len": 8, "output_len": 4}, ["qmoe"])
-    (t,) = techniques(e.plan)
+    (t,) = techniques_of(e.plan)
     g = t.rewrite(decode_graph(e), e)
     p = next(p for p, _ in g.params if p.name.endswith("up_proj") and ".experts." in p.name)
     symbols = torch.rand(512, p.shape[-1], generator=torch.Generator().manual_seed(0))

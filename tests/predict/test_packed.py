@@ -11,7 +11,7 @@ from ridgeline.predict.serving.arrivals import Request
 from ridgeline.predict.serving.native_schedule import PackedSimulation
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import Limits, Scheduling
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 PLANS = [
     ["padding_free", *(p for p, on in zip(("paged_kv:block_size=8", "continuous_batching", "chunked_prefill"), mask,
@@ -63,7 +63,7 @@ def real(made, plan, asked, **work):
 
 def simulated(plan, blocks, longest, asked, **limits):
     s = Scheduling()
-    for t in techniques(Plan.parse(plan)):
+    for t in techniques_of(Plan.parse(plan)):
         t.scheduling(s)
     for name, value in limits.items():
         setattr(s.limits, name, value)

@@ -61,7 +61,7 @@ def finetune(
     from ridgeline.measure.ablate import require_local
     from ridgeline.spec.errors import UserError
     from ridgeline.techniques.adapters.adapted import Adapting
-    from ridgeline.techniques.registry import techniques
+    from ridgeline.techniques.registry import techniques_of
 
     catalog.allow_unprobed()
     if not checkpoint.is_dir():
@@ -75,11 +75,11 @@ def finetune(
     if adapter:
         from ridgeline.train.adapter_folder import call_text, load_adapter
 
-        if not any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan))):
+        if not any(isinstance(t, Adapting) for t in techniques_of(experiments.plan_of(plan))):
             plan.append(call_text(load_adapter(adapter, model).call))
-    adapts = any(isinstance(t, Adapting) for t in techniques(experiments.plan_of(plan)))
+    adapts = any(isinstance(t, Adapting) for t in techniques_of(experiments.plan_of(plan)))
     if merged:
-        for technique in techniques(experiments.plan_of(plan)):
+        for technique in techniques_of(experiments.plan_of(plan)):
             technique.plain({})  # what cannot be merged says so now, not after the training
     workload = {
         "kind": "finetune", "checkpoint": str(checkpoint.resolve()), "data": data, "steps": steps,

@@ -40,7 +40,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Compress
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 
 DENSE = "dense"
 """Format in which codes are expanded before they are written."""
@@ -54,8 +54,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     Options: ``out``, ``format`` (see :mod:`ridgeline.nn.checkpoint.formats`, or "dense", "gguf"; None:
     compressed-tensors, or our own where that cannot hold what the plan makes), ``resume``. Raises :class:`UserError`.
     """
-    e = normalize(e)
-    made = check(e)
+    e, techniques = resolve(e)
     started = time.perf_counter()
     w = e.workload
     assert isinstance(w, Compress)
@@ -63,7 +62,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
     require_twin(spec)
-    own = any(t.own_format for t in made)
+    own = any(t.own_format for t in techniques)
     name = options.get("format") or (Ridgeline.name if own else CompressedTensors.name)
     form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)
     if name == GGUF:
@@ -71,7 +70,7 @@ def compress(e: Experiment, device: torch.device, options: dict[str, Any], repor
     wide = dtype == torch.bfloat16 and name not in ("gptq", GGUF)
     scale_dtype = torch.bfloat16 if wide else torch.float16  # what the format stores, or the checkpoint
     run = CompressBuild(e, spec, device, scale_dtype)
-    for technique in made:
+    for technique in techniques:
         technique.compress(run)
     if not (run.whole or run.at_site or run.before_block or run.after_block):
         raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")

@@ -10,7 +10,7 @@ from ridgeline.measure.stats import bootstrap_ci, outliers, perplexity_ratio, ra
 from ridgeline.spec.ablation import Outcome
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result, Sample
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 
 def steady(samples: list[Sample]) -> list[list[Sample]]:
@@ -136,7 +136,7 @@ def sameness(e: Experiment, own: Result, base: Result) -> list[Check]:
     loss, reference = own.metric("final_loss"), base.metric("final_loss")
     if own.status != "ok" or loss is None or reference is None:
         return []
-    made = techniques(e.plan)
+    made = techniques_of(e.plan)
     if any(t.card.bound == "falls" for t in made):
         start, loss = own.metric("eval_loss_start"), own.metric("eval_loss")
         if start is None or loss is None:

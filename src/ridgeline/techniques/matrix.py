@@ -14,7 +14,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.registry import check, make, mesh_axes, normalize, registry, techniques
+from ridgeline.techniques.registry import check, make, mesh_axes, normalize, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 TINY = ModelSpec(
@@ -93,7 +93,7 @@ def judge(*names: str) -> Pair:
         check(e)
     except Incompatible as refusal:
         return Pair(a=first, b=last, status="refused", reason=f"{refusal.what}; {refusal.fix}")
-    runs = all(t.runs and (t.card.runs_in is None or e.task in t.card.runs_in) for t in techniques(e.plan))
+    runs = all(t.runs and (t.card.runs_in is None or e.task in t.card.runs_in) for t in techniques_of(e.plan))
     status: Literal["works", "predicted"] = "works" if runs else "predicted"
     return Pair(a=first, b=last, status=status, task=e.task, plan=e.plan.strings(), ranks=e.world)
 

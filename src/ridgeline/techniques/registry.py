@@ -15,8 +15,9 @@ from ridgeline import techniques as families
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve
-from ridgeline.techniques.technique import PHASES, Technique
+from ridgeline.techniques.technique import PHASES, Ask, Technique
 
 _made: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
@@ -69,7 +70,7 @@ def _valid(cls: type[Technique], call: Call) -> Technique:
         ) from None
 
 
-def techniques(plan: Plan) -> list[Technique]:
+def techniques_of(plan: Plan) -> list[Technique]:
     """The plan's technique objects in canonical (phase) order."""
     return in_order([make(call) for call in plan.calls])
 
@@ -94,7 +95,7 @@ def normalize(e: Experiment) -> Experiment:
 
     Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
     """
-    made = techniques(e.plan)
+    made = techniques_of(e.plan)
     axes = mesh_axes(e.task, made)
     split = e.model_copy(update={"parallel": axes})
     if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in made):
@@ -104,12 +105,34 @@ def normalize(e: Experiment) -> Experiment:
     return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
 
 
+def resolve(e: Experiment, ask: Ask | None = None) -> tuple[Experiment, list[Technique]]:
+    """The normalized experiment in which every technique has filled in what it left open, and its techniques in
+    canonical order, checked. Resolving again changes nothing.
+
+    Techniques settle in canonical order, so that each sees what those before it chose; one that is still open predicts
+    with its defaults. ``ask`` is the predictor; an engine has none, and takes experiments that are settled. Raises
+    :class:`Incompatible` for what no choice can satisfy, and for an open choice without a predictor.
+    """
+    e = normalize(e)
+    for t in techniques_of(e.plan):
+        chosen = t.settled(e, ask or _unsettled)
+        if chosen != t:
+            e = chosen.placed(e)
+    return e, check(e)
+
+
+def _unsettled(e: Experiment) -> Result:
+    raise Incompatible(
+        "the plan leaves a choice to the predictor", "make the experiment with ridgeline.experiments, which settles it"
+    )
+
+
 def check(e: Experiment) -> list[Technique]:
     """Check a normalized experiment; returns its techniques in canonical order.
 
     Raises :class:`Incompatible` with the reason and the mend.
     """
-    made = techniques(e.plan)
+    made = techniques_of(e.plan)
     check_made(e, made)
     return made
 
@@ -128,7 +151,7 @@ def check_made(e: Experiment, made: list[Technique]) -> None:
 
 def require_runnable(e: Experiment) -> None:
     """Raise :class:`Incompatible` when a technique of the plan has no real side yet."""
-    for t in techniques(e.plan):
+    for t in techniques_of(e.plan):
         here = t.card.runs_in is None or e.task in t.card.runs_in
         if not (t.runs and here):
             where = " with these options" if t.card.runs and here else "" if here else f" in task {e.task!r}"

@@ -20,7 +20,7 @@ from ridgeline.runtime.train_build import Build
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 from ridgeline.train.trainer import DTYPES
 
 ROUNDS = 3
@@ -31,7 +31,7 @@ def generation_cell(
     e: Experiment, device: torch.device, rank: int, ranks: int, options: dict[str, Any], report: Any
 ) -> dict[str, Any]:
     """Generate ``output_len`` tokens for the batch and return a measured Result (as plain data)."""
-    e = normalize(e)
+    e, techniques = resolve(e)
     w = e.workload
     assert isinstance(w, Generate)
     dtype = DTYPES[e.dtype]
@@ -42,7 +42,7 @@ def generation_cell(
     model.set_attention("naive")
     model.requires_grad_(False)
     run = Build(e, model, device)
-    for technique in check(e):
+    for technique in techniques:
         technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
     batch = e.micro_batch_size
     generator = torch.Generator().manual_seed(w.seed + rank)

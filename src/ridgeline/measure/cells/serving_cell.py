@@ -35,7 +35,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result, Sample, Traffic
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import normalize
+from ridgeline.techniques.registry import resolve
 
 NAME = "measured"
 """What the client calls the model."""
@@ -49,7 +49,7 @@ def serving_cell(
     Rank 0 is server and client; the other ranks do their part of its steps, and return nothing. Raises
     :class:`UserError` when the workload's requests cannot be served.
     """
-    e = normalize(e)
+    e, _ = resolve(e)
     if rank:
         make_follower(e, device).follow()
         return {}

@@ -41,9 +41,9 @@ class AlphaTuning(Technique):
 
     def check(self, e: Experiment) -> None:
         """Signs come in bytes, groups divide rows, and nothing else decides what trains."""
-        from ridgeline.techniques.registry import techniques
+        from ridgeline.techniques.registry import techniques_of
 
-        for other in techniques(e.plan):
+        for other in techniques_of(e.plan):
             name = other.card.name
             self.needs(other.phase != "adapt" or name == self.card.name,
                        f"{name} also decides how the weights are stored or which parameters train",

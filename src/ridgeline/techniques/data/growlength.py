@@ -85,10 +85,10 @@ class GrowLength(Technique):
             self.needs(not e.plan.has(other), f"{other} records a step whose shapes must stay", "keep one of the two")
         self.needs(not getattr(e.workload, "instructions", None), "conversations cannot be cut into shorter rows",
                    "drop growlength, or train on text")  # fmt: skip
-        from ridgeline.techniques.registry import techniques
+        from ridgeline.techniques.registry import techniques_of
 
         for n in lengths[:-1]:
-            for t in techniques(e.plan):
+            for t in techniques_of(e.plan):
                 if t.card.name != self.card.name:
                     try:
                         t.check(self.at_length(e, n))

@@ -54,9 +54,9 @@ class QFT(Technique):
 
     def check(self, e: Experiment) -> None:
         """One process that owns weights, gradients and optimizer."""
-        from ridgeline.techniques.registry import techniques
+        from ridgeline.techniques.registry import techniques_of
 
-        for other in techniques(e.plan):
+        for other in techniques_of(e.plan):
             name = other.card.name
             if name == self.card.name:
                 continue
