@@ -11,7 +11,7 @@ import torch
 from tests.world import world
 
 from ridgeline.data.batches import IGNORE
-from ridgeline.runtime.train_build import Batch, Batches
+from ridgeline.runtime.train_build import Batch, BatchSource
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -52,7 +52,7 @@ def experiment(data: Path | str, *plan: str, ranks: int = 1, model: ModelSpec = 
 class UnevenBatches:
     """Every row has another number of valid labels, so that means over parts are not the mean over all."""
 
-    inner: Batches
+    inner: BatchSource
 
     @property
     def tokenizer(self) -> Any:

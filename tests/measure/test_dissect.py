@@ -9,7 +9,7 @@ from tests.training import experiment
 from tests.world import world
 
 from ridgeline.graph import training_graph
-from ridgeline.measure.dissect import MODULE, PHASE, Node, attribute, dissect_cell, flops, label
+from ridgeline.measure.dissect import MODULE, PHASE, ProfilerNode, attribute, dissect_cell, flops, label
 from ridgeline.predict.common import rewritten
 from ridgeline.spec.result import PHASES, Result
 from ridgeline.techniques.registry import check
@@ -79,7 +79,7 @@ def test_rows_are_the_time_that_operators_do_not_spend_in_others():
     time that nobody accounts for."""
 
     def node(name, seconds, *children, sequence=-1):
-        return Node(name, 0.0, seconds, sequence, [], [], list(children))
+        return ProfilerNode(name, 0.0, seconds, sequence, [], [], list(children))
 
     def step(more):
         forward = node("aten::linear", 3.0, node("aten::mm", 2.0 + more), sequence=7)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.predict.test_scheduler import Toy
 
-from ridgeline.predict.serving.arrivals import Request
+from ridgeline.predict.serving.arrivals import Arrival
 from ridgeline.predict.serving.native_schedule import PackedSimulation
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import Limits, Scheduling
@@ -67,7 +67,7 @@ def simulated(plan, blocks, longest, asked, **limits):
         t.scheduling(s)
     for name, value in limits.items():
         setattr(s.limits, name, value)
-    sim = PackedSimulation(Toy(), s, blocks, longest, [Request(0.0, *a) for a in asked], record=True)
+    sim = PackedSimulation(Toy(), s, blocks, longest, [Arrival(0.0, *a) for a in asked], record=True)
     out = sim.run()
     assert sim.pool.free == blocks
     assert out.rejected == 0
@@ -107,7 +107,7 @@ CASES = st.fixed_dictionaries({
 @settings(max_examples=150, deadline=None)
 @given(CASES)
 def test_stretches_change_nothing_and_everybody_is_served(case):
-    asked = sorted(Request(*a) for a in case["asked"])
+    asked = sorted(Arrival(*a) for a in case["asked"])
 
     def play(whole):
         limits = Limits(case["seqs"], case["budget"], continuous=case["continuous"], chunked=case["chunked"],

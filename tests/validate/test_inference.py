@@ -6,7 +6,7 @@ from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import generation_rows as generation
 from ridgeline.validate import serving_rows as serving
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 
 GENERATION = {"model": "llama2-7b", "device": "a100-80g-sxm", "tp": "1", "prompt_len": "512", "batch": "4",
               "output_len": "128", "ttft_s": "0.1", "tpot_s": "0.02", "e2e_s": "", "source": "made up"}  # fmt: skip
@@ -16,7 +16,7 @@ SERVING = {"model": "Qwen/Qwen3-32B", "device": "h100-sxm", "backend": "trtllm",
 
 
 def row(cells, **changes):
-    return Row(2, {**cells, **{k: str(v) for k, v in changes.items()}})
+    return CsvRow(2, {**cells, **{k: str(v) for k, v in changes.items()}})
 
 
 def test_generation_cases_are_the_predictors():

@@ -11,7 +11,7 @@ from ridgeline import catalog, experiments
 from ridgeline.predict import predict
 from ridgeline.validate import memory_rows as memory
 from ridgeline.validate import training_rows as training
-from ridgeline.validate.csv_table import Row
+from ridgeline.validate.csv_table import CsvRow
 
 README = 0.049
 """README, "How good the predictions are": training runs on A100."""
@@ -43,7 +43,7 @@ LLAMA = [
 
 
 def row(**cells):
-    return Row(2, {k: str(v) for k, v in cells.items()})
+    return CsvRow(2, {k: str(v) for k, v in cells.items()})
 
 
 def test_recomputation_study_on_a100():

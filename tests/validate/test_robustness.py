@@ -15,7 +15,7 @@ from ridgeline.validate import memory_rows as memory
 from ridgeline.validate import nouns
 from ridgeline.validate import serving_rows as serving
 from ridgeline.validate import training_rows as training
-from ridgeline.validate.csv_table import BadCell, Row, read_table
+from ridgeline.validate.csv_table import BadCell, CsvRow, read_table
 from ridgeline.validate.run import run
 from ridgeline.validate.score import baseline
 
@@ -29,7 +29,7 @@ GOOD = "h100-sxm,bf16,16,4096,4096,2e-5,test\n"
 
 
 def row(**cells):
-    return Row(2, {k: str(v) for k, v in cells.items()})
+    return CsvRow(2, {k: str(v) for k, v in cells.items()})
 
 
 def run_of(**changes):

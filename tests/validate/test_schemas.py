@@ -12,11 +12,11 @@ from ridgeline.spec.errors import UserError
 from ridgeline.validate import attention_rows as attention
 from ridgeline.validate import collective_rows as collectives
 from ridgeline.validate import gemm_rows as gemm
-from ridgeline.validate.csv_table import BadCell, Row, read_table
+from ridgeline.validate.csv_table import BadCell, CsvRow, read_table
 
 
 def row(**cells):
-    return Row(2, {k: str(v) for k, v in cells.items()})
+    return CsvRow(2, {k: str(v) for k, v in cells.items()})
 
 
 def matmul(**cells):

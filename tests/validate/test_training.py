@@ -5,7 +5,7 @@ import pytest
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import memory_rows as memory
 from ridgeline.validate import training_rows as training
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 
 ROW = {
     "family": "gpt", "gated": "0", "layers": "24", "hidden": "2304", "heads": "24", "kv_heads": "24", "ffn": "9216",
@@ -19,7 +19,7 @@ ROW = {
 
 
 def row(**changes):
-    return Row(2, {**ROW, **{k: str(v) for k, v in changes.items()}})
+    return CsvRow(2, {**ROW, **{k: str(v) for k, v in changes.items()}})
 
 
 def test_a_row_as_an_experiment():
@@ -144,10 +144,10 @@ def test_activation_memory_of_the_paper(model, ranks, pp, chunks):
     whole = layers * s * micro * h * (10 + 24 / t + 5 * a * s / (h * t)) / 2**30
     cells = {**MEMORY, "model": model, "num_procs": str(ranks), "pipeline_par": str(pp), "microbatch_size": str(micro),
              "batch_size": str(max(4, ranks)), "pipeline_interleaving": str(chunks), "value": str(whole)}  # fmt: skip
-    (case,) = memory.cases(Row(2, cells))
+    (case,) = memory.cases(CsvRow(2, cells))
     assert case.error == pytest.approx(0, abs=0.01)
 
 
 def test_unknown_quantity():
     with pytest.raises(BadCell, match="'flops' is not known"):
-        memory.cases(Row(2, {**MEMORY, "quantity": "flops"}))
+        memory.cases(CsvRow(2, {**MEMORY, "quantity": "flops"}))

@@ -30,9 +30,9 @@ from ridgeline.nn.checkpoint.formats.gguf import require_gguf, write_gguf
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
 from ridgeline.nn.checkpoint.hf_names import links, require_twin
 from ridgeline.nn.model.init import assign
-from ridgeline.nn.model.transformer import Block, Transformer
+from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.nn.quant.activation_quant import InputCode
-from ridgeline.nn.quant.packed import Outliers, Packed, Stored
+from ridgeline.nn.quant.packed import Packed, PackedOutliers, Stored
 from ridgeline.nn.quant.sparse import Sparse
 from ridgeline.nn.quant.ternary import Ternary
 from ridgeline.runtime.compress_build import CompressBuild, ModelJob
@@ -159,7 +159,7 @@ def _stream(
         part = f"layers.{index}"
         report({"step": index, "steps": spec.num_layers, "stage": f"block {index + 1} of {spec.num_layers}"})
         block = blocks.pop(str(index))
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         if teacher is not None or not output.done(part):
             _load(block, part, reader)
         if teacher is not None:
@@ -272,7 +272,7 @@ def _meta(scheme: dict[str, Any]) -> Stored:
             return Ternary(torch.empty(0), torch.empty(out + 1), torch.empty(out), torch.empty(out), width)
         groups, count = width // scheme["group_size"], scheme["outliers"]
         zero = None if scheme["symmetric"] else torch.empty(out, groups, dtype=torch.uint8)
-        aside = Outliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
+        aside = PackedOutliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
         codes = torch.empty(out, width, dtype=torch.uint8)
         return Packed(codes, torch.empty(out, groups), zero, scheme["bits"], scheme["group_size"], aside)
 

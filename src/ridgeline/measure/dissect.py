@@ -51,7 +51,7 @@ _VIEWS = frozenset({
 
 
 @dataclass
-class Node:
+class ProfilerNode:
     """One interval of the profiler's tree."""
 
     name: str
@@ -60,7 +60,7 @@ class Node:
     sequence: int
     shapes: list[list[int]]
     widths: list[int]
-    children: list[Node] = field(default_factory=list)
+    children: list[ProfilerNode] = field(default_factory=list)
 
     @property
     def self_seconds(self) -> float:
@@ -81,7 +81,7 @@ def dissect_cell(
     report({"stage": "profiling"})
     count = int(options.get("profiled", 3))
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    roots: list[Node] = []
+    roots: list[ProfilerNode] = []
     for _ in range(count):
         # One step a session, bare steps between: the profiler's own records break up the freed memory that large
         # tensors would reuse, and a second step under it would pay page faults that no real step pays.
@@ -169,13 +169,13 @@ def _mark(module: nn.Module, name: str, stack: ExitStack) -> None:
 # ---- the profiler's events ----------------------------------------------------------------------------------------
 
 
-def tree(profiler: profile) -> list[Node]:
+def tree(profiler: profile) -> list[ProfilerNode]:
     """The profiler's event tree of all threads as plain nodes (seconds)."""
     results: Any = profiler.profiler and profiler.profiler.kineto_results
     return [_node(e) for e in results.experimental_event_tree()]
 
 
-def _node(event: Any) -> Node:
+def _node(event: Any) -> ProfilerNode:
     extra = event.extra_fields
     shapes: list[list[int]] = []
     widths: list[int] = []
@@ -184,7 +184,7 @@ def _node(event: Any) -> Node:
             if hasattr(meta, "sizes"):
                 shapes.append(list(meta.sizes))
                 widths.append(meta.dtype.itemsize if isinstance(meta.dtype, torch.dtype) else 4)
-    return Node(
+    return ProfilerNode(
         event.name,
         event.start_time_ns * 1e-9,
         max(0, event.duration_time_ns) * 1e-9,
@@ -195,7 +195,7 @@ def _node(event: Any) -> Node:
     )
 
 
-def attribute(roots: list[Node], steps: int) -> tuple[list[Row], float]:
+def attribute(roots: list[ProfilerNode], steps: int) -> tuple[list[Row], float]:
     """Rows per (phase, module, operator), each a mean over the profiled steps, and the mean step in seconds.
 
     Forward operators belong to the innermost open module. A backward operator belongs to the module whose forward made
@@ -224,13 +224,13 @@ def attribute(roots: list[Node], steps: int) -> tuple[list[Row], float]:
     return rows, total
 
 
-def _walk(nodes: list[Node]) -> Iterator[Node]:
+def _walk(nodes: list[ProfilerNode]) -> Iterator[ProfilerNode]:
     for n in nodes:
         yield n
         yield from _walk(n.children)
 
 
-def _own(node: Node, module: str, owners: dict[int, str]) -> None:
+def _own(node: ProfilerNode, module: str, owners: dict[int, str]) -> None:
     """Note which module made each autograd node, by sequence number (the last forward operator to show it)."""
     if node.name.startswith("autograd::engine"):
         return  # recomputed forwards inside backward make nodes of their own
@@ -243,7 +243,7 @@ def _own(node: Node, module: str, owners: dict[int, str]) -> None:
 
 
 def _collect(
-    node: Node, phase: str, module: str, owners: dict[int, str], table: dict[tuple[str, str, str, str], Row]
+    node: ProfilerNode, phase: str, module: str, owners: dict[int, str], table: dict[tuple[str, str, str, str], Row]
 ) -> None:
     name = node.name
     if name.startswith(MODULE):
@@ -272,7 +272,7 @@ def _collect(
         _collect(child, phase, module, owners, table)
 
 
-def _moves_data(node: Node) -> bool:
+def _moves_data(node: ProfilerNode) -> bool:
     """Whether the operator or one that it calls touches tensor data; views, allocations and wrappers do not."""
     if node.name.startswith("aten::") and node.name.removeprefix("aten::") not in _VIEWS:
         return True

@@ -11,7 +11,7 @@ from ridgeline.predict.serving.simulate import predict_serving
 from ridgeline.predict.serving.static_batch import predict_generation
 from ridgeline.predict.settle import ask
 from ridgeline.predict.step.peak_memory import resting
-from ridgeline.predict.step.streams import Event
+from ridgeline.predict.step.streams import StreamEvent
 from ridgeline.predict.step.training_step import predict_training, timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
@@ -33,7 +33,7 @@ def predict(e: Experiment) -> Result:
     return result
 
 
-def predict_trace(e: Experiment) -> list[Event]:
+def predict_trace(e: Experiment) -> list[StreamEvent]:
     """The events of one predicted training step, for a Chrome trace beside the measured one."""
     e, techniques = resolve(e, ask)
     g = rewritten(training_graph(e), e, techniques)

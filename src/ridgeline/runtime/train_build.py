@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.memory.tiered_store import Store
+from ridgeline.nn.memory.tiered_store import TieredStore
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.runtime.gradients import clear, clip, global_norm
 from ridgeline.runtime.mesh import Mesh
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch.distributed import ProcessGroup
 
-    from ridgeline.nn.model.attention import Backend
+    from ridgeline.nn.model.attention import AttentionBackend
     from ridgeline.nn.model.transformer import Transformer
     from ridgeline.nn.parallel.divide import Divider
     from ridgeline.runtime.reducer import Bucket, Waitable
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     documents: Tensor | None = None
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     """Where global batches come from. A technique may put another source, or a layer over this one, in its place."""
 
     @property
@@ -142,7 +142,7 @@ class Build:
     device: torch.device
     compute_dtype: torch.dtype | None = None
     """Autocast dtype of the forward pass; None: none."""
-    fused_attention: str | Backend = "flash"
+    fused_attention: str | AttentionBackend = "flash"
     """The attention backend that has no score matrix."""
     said: dict[str, Callable[[], float]] = field(default_factory=dict)
     """What techniques tell of a generation when it is over: shares, by the name of the metric."""
@@ -186,7 +186,7 @@ class TrainBuild(Build):
     """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
     after_evaluation: Callable[[], None] = lambda: None
     """What to undo after a forward pass that no backward follows."""
-    batches: Batches = field(init=False)
+    batches: BatchSource = field(init=False)
     """Where batches come from; set by the engine before it builds."""
     tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
     """Token ids (int32 [tokens]) of another source of text, of which so many bytes are read, by the run's tokenizer."""
@@ -219,7 +219,7 @@ class TrainBuild(Build):
     """What ``make_optimizer`` gave, once the engine has called it."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """After the optimizer's step, in order (new weights handed round)."""
-    store: Store | None = None
+    store: TieredStore | None = None
     """What rests in host memory or on disk, with its traffic."""
     scaler: Scaler | None = None
     """Dynamic loss scaling; None: the loss as it is."""

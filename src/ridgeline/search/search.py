@@ -234,7 +234,7 @@ def _bases(q: Question, cluster: Cluster) -> list[Experiment]:
 
 
 @dataclass(slots=True)
-class Node:
+class SearchNode:
     """A mesh, a shape and a micro-batch size, with the least (weighed) seconds that any plan with them takes."""
 
     base: int
@@ -245,7 +245,7 @@ class Node:
 
 def _nodes(
     q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], found: Found
-) -> Iterator[Node]:
+) -> Iterator[SearchNode]:
     """Every mesh × shape × micro-batch with its bound. What ``check`` refuses takes its whole subtree along."""
     for index, mesh, shape in shapes:
         base, space = bases[index], spaces[index]
@@ -262,7 +262,7 @@ def _nodes(
             sizes = sizes[:1]
         for micro in sizes:
             bound = computation(*candidate(base, chosen, micro)) * q.weight(base.cluster) if q.training else 0.0
-            yield Node(index, chosen, micro, bound)
+            yield SearchNode(index, chosen, micro, bound)
 
 
 def _refusal(point: tuple[Experiment, list[Technique]]) -> str:
@@ -295,7 +295,7 @@ def _walk(
     return found
 
 
-def _expand(q: Question, base: Experiment, space: Slots, node: Node, found: Found) -> None:
+def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found: Found) -> None:
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
     core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
     for chosen in space.combinations("split"):
@@ -313,7 +313,13 @@ def _expand(q: Question, base: Experiment, space: Slots, node: Node, found: Foun
 
 
 def _place(
-    q: Question, base: Experiment, node: Node, stages: Set, placements: list[Set], prepared: Graph | None, found: Found
+    q: Question,
+    base: Experiment,
+    node: SearchNode,
+    stages: Set,
+    placements: list[Set],
+    prepared: Graph | None,
+    found: Found,
 ) -> None:
     """The placements of one split into stages: those that offload come last."""
     everything = q.goal == "memory"

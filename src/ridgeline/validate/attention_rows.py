@@ -6,7 +6,7 @@ from ridgeline.graph.graph import Op
 from ridgeline.predict.operators.kernel import op_time, peak_flops
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import dtype_of
 from ridgeline.validate.nouns import device_of
 
@@ -14,7 +14,7 @@ NAME = "attention"
 REQUIRED = ("device", "phase", "batch", "q_len", "kv_len", "n_heads", "n_kv_heads", "head_dim", "seconds")
 
 
-def op_of(row: Row) -> Op:
+def op_of(row: CsvRow) -> Op:
     """The operator of one row; the kernel library is the one that its source names."""
     dtype = dtype_of(row, "dtype", "bf16")
     kv_dtype = dtype_of(row, "kv_dtype", dtype)
@@ -35,7 +35,7 @@ def op_of(row: Row) -> Op:
     )  # fmt: skip
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: CsvRow) -> list[Case]:
     """The row's prediction beside its measurement. Raises :class:`BadCell` or :class:`UserError`."""
     device = device_of(row)
     measured = row.number("seconds", above=0)

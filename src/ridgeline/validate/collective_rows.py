@@ -8,7 +8,7 @@ from ridgeline.graph.graph import Op
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.spec.device import Cluster
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import dtype_of
 from ridgeline.validate.nouns import device_of
 
@@ -29,7 +29,7 @@ _NODE = 8
 """Devices of a node, where the row says that the group spans nodes and not how many there are."""
 
 
-def op_of(row: Row) -> Op:
+def op_of(row: CsvRow) -> Op:
     """The collective of one row."""
     name = re.sub(r"[^a-z0-9]", "", row.text("op").lower())
     if name not in _NAMES:
@@ -41,7 +41,7 @@ def op_of(row: Row) -> Op:
     )  # fmt: skip
 
 
-def cluster_of(row: Row) -> Cluster:
+def cluster_of(row: CsvRow) -> Cluster:
     """One node of as many devices as ranks, or nodes of eight when the row's link is between nodes."""
     device, ranks, wire = device_of(row), row.count("ranks", least=2), row.text("link", "intra-node").lower()
     if wire.startswith(_ACROSS):
@@ -53,7 +53,7 @@ def cluster_of(row: Row) -> Cluster:
     return Cluster(device=device, devices_per_node=ranks)
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: CsvRow) -> list[Case]:
     """The row's prediction beside its measurement. Raises :class:`BadCell` or :class:`UserError`."""
     measured = row.number("seconds", above=0)
     cluster, op = cluster_of(row), op_of(row)

@@ -23,7 +23,7 @@ class BadCell(Exception):
 
 
 @dataclass(slots=True)
-class Row:
+class CsvRow:
     """One line of a CSV file, with typed access that names the column in its errors."""
 
     line: int
@@ -87,19 +87,19 @@ class Skip:
 
 
 @dataclass(slots=True)
-class Table:
+class CsvTable:
     """A CSV file: its columns and its rows."""
 
     path: Path
     columns: tuple[str, ...]
-    rows: list[Row]
+    rows: list[CsvRow]
     skipped: list[Skip] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[CsvRow]:
         return iter(self.rows)
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> CsvTable:
     """Read a CSV file, with or without a byte-order mark; letters that are no UTF-8 are replaced.
 
     Raises :class:`UserError` when it is no CSV; rows of another length are skipped and counted.
@@ -114,14 +114,14 @@ def read_table(path: Path) -> Table:
             twice = sorted({c for c in columns if c and columns.count(c) > 1})
             if twice:
                 raise UserError(f"{path}, line 1: column {twice[0]!r} is there twice", "give every column its own name")
-            table = Table(path, columns, [])
+            table = CsvTable(path, columns, [])
             for cells in reader:
                 if not cells or all(not c.strip() for c in cells):
                     continue
                 if len(cells) != len(columns):
                     table.skipped.append(Skip(reader.line_num, f"{len(cells)} cells for {len(columns)} columns"))
                 else:
-                    table.rows.append(Row(reader.line_num, dict(zip(columns, cells, strict=True))))
+                    table.rows.append(CsvRow(reader.line_num, dict(zip(columns, cells, strict=True))))
             return table
     except (OSError, csv.Error) as e:
         raise UserError(f"{path} cannot be read as CSV: {e}", "give a CSV file or a directory of them") from None

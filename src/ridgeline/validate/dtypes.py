@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ridgeline.spec.device import DTYPE_BYTES
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 
 _NAMES = {
     "half": "fp16", "float16": "fp16", "f16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32",
@@ -17,7 +17,7 @@ _WEIGHT_ONLY = {"int8_wo": "int8", "w8a16": "int8", "int4_wo": "int4", "w4a16": 
 """Formats of which only the weights are narrow: products run in bf16."""
 
 
-def dtype_of(row: Row, column: str, default: str | None = None) -> str:
+def dtype_of(row: CsvRow, column: str, default: str | None = None) -> str:
     """The number format of a cell. Raises :class:`BadCell` for one that is not known."""
     text = row.text(column, default).lower().replace("-", "_").removeprefix("torch.")
     name = "bf16" if text in _WEIGHT_ONLY else _NAMES.get(text, text)
@@ -26,7 +26,7 @@ def dtype_of(row: Row, column: str, default: str | None = None) -> str:
     return name
 
 
-def precision_of(row: Row, column: str, default: str) -> str:
+def precision_of(row: CsvRow, column: str, default: str) -> str:
     """The format a training run computes in: fp8, fp16, bf16, tf32 or fp32, out of names like ``bf16-mixed``.
 
     Raises :class:`BadCell` for a name without one.
@@ -40,6 +40,6 @@ def precision_of(row: Row, column: str, default: str) -> str:
     return {"tf32": "tf32", "half": "fp16", "16": "fp16"}.get(found[0], "bf16")
 
 
-def weight_dtype_of(row: Row, column: str) -> str:
+def weight_dtype_of(row: CsvRow, column: str) -> str:
     """The number format of the weights where it differs from the operands', else empty."""
     return _WEIGHT_ONLY.get(row.text(column, "").lower(), "")

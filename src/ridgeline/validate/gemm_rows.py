@@ -6,7 +6,7 @@ from ridgeline.graph.graph import Op
 from ridgeline.predict.operators.kernel import op_time, peak_flops
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import Row
+from ridgeline.validate.csv_table import CsvRow
 from ridgeline.validate.dtypes import dtype_of, weight_dtype_of
 from ridgeline.validate.nouns import device_of
 
@@ -14,7 +14,7 @@ NAME = "gemm"
 REQUIRED = ("device", "dtype", "m", "n", "k", "seconds")
 
 
-def ops(row: Row) -> list[Op]:
+def ops(row: CsvRow) -> list[Op]:
     """The operators of one row: the product, and before it the scaling of 8-bit activations."""
     dtype = dtype_of(row, "dtype")
     m, n, k = row.count("m"), row.count("n"), row.count("k")
@@ -28,7 +28,7 @@ def ops(row: Row) -> list[Op]:
     return [Op("quantize", "mlp", "quantize", bytes=3.0 * m * k, dtype="fp8"), product]
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: CsvRow) -> list[Case]:
     """The row's prediction beside its measurement. Raises :class:`BadCell` or :class:`UserError`."""
     device = device_of(row)
     measured = row.number("seconds", above=0)

@@ -15,7 +15,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.nouns import device_of, model_of
 
 NAME = "generation"
@@ -25,7 +25,7 @@ ENGINE = "vllm-2023"
 """What the rows were measured with, unless a column ``backend`` says otherwise."""
 
 
-def experiment(row: Row) -> Experiment:
+def experiment(row: CsvRow) -> Experiment:
     """The row as an experiment. Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted."""
     prompt, output = row.count("prompt_len"), row.count("output_len")
     tp = row.count("tp", 1)
@@ -55,7 +55,7 @@ def long_enough(model: ModelSpec, length: int) -> ModelSpec:
     return model if model.max_positions >= length else model.model_copy(update={"max_positions": length})
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: CsvRow) -> list[Case]:
     """Time to the first token and per further token of one row."""
     e = experiment(row)
     w = e.workload

@@ -14,7 +14,7 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 from ridgeline.validate.nouns import device_of, model_of
 
@@ -26,7 +26,7 @@ _DEVICE = "a100-80g-sxm"
 """The system of the study, Selene; a ``device`` column overrides it."""
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: CsvRow) -> list[Case]:
     """Predict one published quantity of one run. Raises :class:`BadCell` for an unknown quantity."""
     quantity, measured = row.text("quantity"), row.number("value", above=0.0)
     e = experiment(row)
@@ -50,7 +50,7 @@ def cases(row: Row) -> list[Case]:
     raise BadCell(f"column 'quantity': {quantity!r} is not known")
 
 
-def experiment(row: Row, baseline: bool = False) -> Experiment:
+def experiment(row: CsvRow, baseline: bool = False) -> Experiment:
     """The run of a row; ``baseline``: without recomputation and sequence parallelism."""
     tp, pp, ranks = row.count("tensor_par"), row.count("pipeline_par"), row.count("num_procs")
     spec = model_of(row).model_copy(update={"dropout": 0.1})
@@ -95,7 +95,7 @@ def _categories(result: Result, *names: str) -> float:
     return sum(m.bytes for m in result.memory if m.category in names) / _GIB
 
 
-def _case(row: Row, e: Experiment, quantity: str, measured: float, predicted: float, terms: tuple[float, ...],
+def _case(row: CsvRow, e: Experiment, quantity: str, measured: float, predicted: float, terms: tuple[float, ...],
           plan: str) -> Case:  # fmt: skip
     time = quantity == "iteration_time_s"
     return Case(

@@ -8,7 +8,7 @@ from ridgeline import catalog
 from ridgeline.spec.device import Device, Link
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 
 _BIASED = ("gpt", "gpt2", "gpt3", "megatron", "opt", "bloom", "gpt_neox", "gpt_neo", "gptj")
@@ -21,7 +21,7 @@ _EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8), "gpt_oss": (128, 4)}
 _HOST = Link(name="PCIe", bandwidth=25e9, latency=5e-6, source="assumption")
 
 
-def device_of(row: Row, default: str | None = None) -> Device:
+def device_of(row: CsvRow, default: str | None = None) -> Device:
     """The row's device by name; one that is not known is made from columns ``peak_flops``, ``memory_bandwidth`` and
     ``memory_bytes`` (and ``link_bandwidth``, ``sm_count``, ``watts``, ``architecture``) where the row has them.
 
@@ -49,7 +49,7 @@ def device_of(row: Row, default: str | None = None) -> Device:
     )
 
 
-def model_of(row: Row) -> ModelSpec:
+def model_of(row: CsvRow) -> ModelSpec:
     """The row's model by name, or from its architecture columns where the name is not known.
 
     Raises :class:`UserError` with the nearest names when there are no such columns.
@@ -62,7 +62,7 @@ def model_of(row: Row) -> ModelSpec:
     return architecture(row)
 
 
-def architecture(row: Row) -> ModelSpec:
+def architecture(row: CsvRow) -> ModelSpec:
     """The model of columns ``family,gated,layers,hidden,heads,kv_heads,ffn,vocab,seq_len,experts,experts_per_token``;
     what a family implies is filled in. Raises :class:`BadCell` for numbers that no model can have."""
     family = row.text("family", "llama").lower().replace("-", "_")

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from ridgeline import validate
 from ridgeline.spec.errors import UserError
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, Row, Skip, Table, read_table
-from ridgeline.validate.score import Choice, Score, choices, regret_summary, score
+from ridgeline.validate.csv_table import BadCell, CsvRow, CsvTable, Skip, read_table
+from ridgeline.validate.score import PlanChoice, Score, choices, regret_summary, score
 
 WORST = 5
 """Rows listed per file."""
@@ -29,7 +29,7 @@ class Schema(Protocol):
     REQUIRED: tuple[str, ...]
 
     @staticmethod
-    def cases(row: Row) -> list[Case]:
+    def cases(row: CsvRow) -> list[Case]:
         """The row's measured quantities, predicted."""
         ...
 
@@ -44,7 +44,7 @@ class FileReport:
     scores: list[Score]
     worst: list[Case]
     skipped: list[Skip]
-    choices: list[Choice]
+    choices: list[PlanChoice]
     cases: list[Case] = field(default_factory=list)
 
 
@@ -104,7 +104,7 @@ def schemas() -> list[Schema]:
     return sorted(found, key=lambda m: (-len(m.REQUIRED), m.NAME))
 
 
-def schema_of(table: Table) -> Schema:
+def schema_of(table: CsvTable) -> Schema:
     """The schema whose required columns the file has. Raises :class:`UserError` naming the nearest one's gaps."""
     known = schemas()
     for schema in known:
@@ -143,7 +143,7 @@ def run(path: Path, progress: Callable[[str, int, int], None] | None = None) -> 
     return report
 
 
-def _file(name: str, schema: Schema, table: Table, progress: Callable[[str, int, int], None] | None) -> FileReport:
+def _file(name: str, schema: Schema, table: CsvTable, progress: Callable[[str, int, int], None] | None) -> FileReport:
     cases: list[Case] = []
     skipped = list(table.skipped)
     for i, row in enumerate(table):

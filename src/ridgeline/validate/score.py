@@ -42,7 +42,7 @@ class Score:
 
 
 @dataclass(slots=True)
-class Choice:
+class PlanChoice:
     """Rows that differ only in their plan: what following the predictor's favorite costs."""
 
     file: str
@@ -149,7 +149,7 @@ def _ranks(values: list[float]) -> list[float]:
     return ranks
 
 
-def choices(file: str, cases: Iterable[Case]) -> list[Choice]:
+def choices(file: str, cases: Iterable[Case]) -> list[PlanChoice]:
     """The regret of every set of rivals with at least two different plans.
 
     Repeated measurements of one plan (equal predictions) count once, by their median.
@@ -170,11 +170,11 @@ def choices(file: str, cases: Iterable[Case]) -> list[Choice]:
         pick = max(real) if higher else min(real)
         best = max(real, key=real.__getitem__) if higher else min(real, key=real.__getitem__)
         regret = real[best] / real[pick] - 1 if higher else real[pick] / real[best] - 1
-        out.append(Choice(file, quantity, len(plans), plans[best][0].label, plans[pick][0].label, regret))
+        out.append(PlanChoice(file, quantity, len(plans), plans[best][0].label, plans[pick][0].label, regret))
     return out
 
 
-def regret_summary(found: list[Choice]) -> dict[str, Any] | None:
+def regret_summary(found: list[PlanChoice]) -> dict[str, Any] | None:
     """Median, mean and worst regret, and how often the best was picked; None without any choice."""
     if not found:
         return None

@@ -19,7 +19,7 @@ from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.generation_rows import cluster_of, long_enough
 from ridgeline.validate.nouns import device_of, model_of
 
@@ -72,7 +72,7 @@ def plan_of(model: ModelSpec, precision: str, backend: str) -> list[str]:
     raise UserError(f"precision {precision!r} is not known", "use bf16, fp16, fp8, int8 or fp4")
 
 
-def experiment(row: Row, inferred: bool = True) -> Experiment:
+def experiment(row: CsvRow, inferred: bool = True) -> Experiment:
     """The row as an experiment, of the load that :func:`harness` takes to be behind it, or as :func:`stated`.
 
     Raises :class:`BadCell` or :class:`UserError` for what cannot be read or predicted.
@@ -116,13 +116,13 @@ def steady(e: Experiment) -> tuple[float, float]:
     return ttft, tpot
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: CsvRow) -> list[Case]:
     """Mean time to the first token and per further token of one row, with what is taken of its load generator; and
     what the row's own fields alone give."""
     return [*_judged(row, True), *_judged(row, False)]
 
 
-def _judged(row: Row, inferred: bool) -> list[Case]:
+def _judged(row: CsvRow, inferred: bool) -> list[Case]:
     e = experiment(row, inferred)
     w = e.workload
     assert isinstance(w, Serve)

@@ -18,7 +18,7 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
 from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
-from ridgeline.validate.csv_table import BadCell, Row
+from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
 from ridgeline.validate.nouns import architecture, device_of
 
@@ -27,7 +27,7 @@ REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "micr
 _MEASURED = ("tokens_per_s_per_device", "step_s", "tflops_per_device", "mfu", "hfu")
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: CsvRow) -> list[Case]:
     """Predict one run. Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run."""
     e = experiment(row)
     result = predict(e)
@@ -40,7 +40,7 @@ def cases(row: Row) -> list[Case]:
 # ---- the row as an experiment ---------------------------------------------------------------------------------------
 
 
-def experiment(row: Row) -> Experiment:
+def experiment(row: CsvRow) -> Experiment:
     """The run as an Experiment: its cluster with the row's own network, its layout as a plan."""
     spec, cluster = architecture(row), _cluster(row)
     degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
@@ -63,7 +63,7 @@ def experiment(row: Row) -> Experiment:
     return plain if predict(plain).status == "ok" else made("full")
 
 
-def _cluster(row: Row) -> Cluster:
+def _cluster(row: CsvRow) -> Cluster:
     device, n = device_of(row), row.count("n_devices")
     each = math.gcd(n, row.count("nodes_of", 8))
     wire = network(row.text("inter_node", ""), device, each)
@@ -84,7 +84,7 @@ def network(text: str, device: Device, per_node: int) -> Link | None:
     return Link(name=text, bandwidth=total / per_node, latency=latency, source="the row's inter_node column")
 
 
-def _plan(row: Row, degrees: dict[str, int], device: Device, micros: int, policy: str) -> list[str]:
+def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, policy: str) -> list[str]:
     """The row's layout as technique calls; ``micros``: micro-batches per step; ``policy``: of recomputation."""
     precision = precision_of(row, "precision", "bf16" if "bf16" in device.peak_flops else "fp16")
     plan = [] if precision in ("fp32", "tf32") else [
@@ -152,7 +152,7 @@ def flops_per_token(m: ModelSpec, length: int, formula: str = "") -> float:
     return times * m.num_active_parameters + attention * times / 6.0
 
 
-def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
+def _speed(row: CsvRow, e: Experiment, result: Result) -> Case | None:
     name = next((c for c in _MEASURED if row.has(c)), None)
     if name is None:
         return None
@@ -190,7 +190,7 @@ def _speed(row: Row, e: Experiment, result: Result) -> Case | None:
     )
 
 
-def _memory(row: Row, e: Experiment, result: Result) -> Case | None:
+def _memory(row: CsvRow, e: Experiment, result: Result) -> Case | None:
     if not row.has("memory_bytes"):
         return None
     categories = {item.category: item.bytes for item in result.memory}
@@ -224,7 +224,7 @@ def _why(result: Result) -> str:
     return ", ".join(f"{name} {share / total:.0%}" for name, share in first)
 
 
-def _rivals(row: Row) -> Hashable:
+def _rivals(row: CsvRow) -> Hashable:
     """Runs of one model on one cluster over one batch differ only in their plan."""
     same = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "device", "n_devices")
     return tuple(row.text(c, "") for c in (*same, "global_batch"))

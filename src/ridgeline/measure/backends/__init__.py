@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.measure.backends.backend import Backend, Engine, always, only
+from ridgeline.measure.backends.backend import Backend, TrainingEngine, always, only
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import techniques_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ridgeline.techniques.technique import Technique
 
-__all__ = ["BACKENDS", "NATIVE", "Engine", "engine_versions", "make_engine", "require"]
+__all__ = ["BACKENDS", "NATIVE", "TrainingEngine", "engine_versions", "make_engine", "require"]
 
 NATIVE = "native"
 
@@ -158,10 +158,10 @@ def _say(backend: str, technique: str, said: str) -> None:
         raise Incompatible(f"backend {backend}: {technique + ': ' if technique else ''}{why}", mend)
 
 
-def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> Engine:
+def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> TrainingEngine:
     """One rank of the backend's engine, ready to train."""
     module, _, attribute = BACKENDS[name].engine.partition(":")
-    engine: Engine = getattr(importlib.import_module(module), attribute)(e, device, rank, world)
+    engine: TrainingEngine = getattr(importlib.import_module(module), attribute)(e, device, rank, world)
     return engine
 
 

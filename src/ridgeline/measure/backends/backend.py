@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ridgeline.train.trainer import StepStats
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """One rank's training state in any engine. Constructed from (experiment, device, rank, world)."""
 
     experiment: Experiment
@@ -31,7 +31,7 @@ class Engine(Protocol):
         """Steps to the end of the workload, each shown to ``watch``, which returns whether to stop."""
 
 
-class Foreign(Engine, Protocol):
+class Foreign(TrainingEngine, Protocol):
     """An engine of another project."""
 
     def export(self, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ridgeline.measure.backends import NATIVE, Engine, engine_versions, make_engine
+from ridgeline.measure.backends import NATIVE, TrainingEngine, engine_versions, make_engine
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.wire import Wire
 from ridgeline.nn.memory.meter import Meter, Usage, process_memory
@@ -37,7 +37,7 @@ def measure_cell(
     return result.model_dump(mode="json", by_alias=True)
 
 
-def timed(trainer: Engine, setup: float, options: dict[str, Any], report: Any) -> Result:
+def timed(trainer: TrainingEngine, setup: float, options: dict[str, Any], report: Any) -> Result:
     """Run the engine's steps bare; a measured Result with one sample per step. ``setup``: seconds before."""
     e, device, ranks = trainer.experiment, trainer.device, trainer.world
     if device.type == "cuda":

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ridgeline.measure.load.clock import run
 from ridgeline.measure.load.endpoint import Endpoint, refused
-from ridgeline.measure.load.http_client import Pool
+from ridgeline.measure.load.http_client import ConnectionPool
 from ridgeline.measure.load.prompts import Prompts
 from ridgeline.measure.load.record import Record
-from ridgeline.predict.serving.arrivals import Request
+from ridgeline.predict.serving.arrivals import Arrival
 from ridgeline.spec.errors import UserError
 
 Progress = Callable[[dict[str, object]], None]
@@ -37,7 +37,7 @@ class Drive:
 
 def drive(
     endpoint: Endpoint,
-    asked: Sequence[Request],
+    asked: Sequence[Arrival],
     prompts: Prompts,
     concurrency: int | None = None,
     warmup: int = 3,
@@ -56,7 +56,7 @@ def drive(
 
 
 class _Driver:
-    def __init__(self, endpoint: Endpoint, asked: Sequence[Request], prompts: Prompts, concurrency: int | None,
+    def __init__(self, endpoint: Endpoint, asked: Sequence[Arrival], prompts: Prompts, concurrency: int | None,
                  timeout: float, progress: Progress) -> None:  # fmt: skip
         self.endpoint, self.asked, self.prompts, self.concurrency = endpoint, asked, prompts, concurrency
         self.timeout, self.progress = timeout, progress
@@ -65,7 +65,7 @@ class _Driver:
 
     async def run(self, warmup: int) -> Drive:
         self.loop = asyncio.get_running_loop()
-        self.pool = Pool(self.endpoint.url, self.endpoint.headers, self.timeout)
+        self.pool = ConnectionPool(self.endpoint.url, self.endpoint.headers, self.timeout)
         self.stop, self.news = asyncio.Event(), asyncio.Event()
         with suppress(NotImplementedError, ValueError):  # only the main thread of a Unix process may listen
             self.loop.add_signal_handler(signal.SIGINT, self.stop.set)
@@ -120,7 +120,7 @@ class _Driver:
             self.news.clear()
             await self.news.wait()
 
-    def _prepare(self, index: int, r: Request) -> tuple[Record, bytes]:
+    def _prepare(self, index: int, r: Arrival) -> tuple[Record, bytes]:
         body = self.endpoint.body(self.prompts.make(index, r.prompt), r.output)
         return Record(index, 0.0, r.prompt, r.output), body
 

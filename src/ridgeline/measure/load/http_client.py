@@ -31,10 +31,10 @@ class Exchange:
         self.tries = 0
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection, kept alive between exchanges. Parses heads, chunked and plain bodies, and event streams."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.pool, self.loop = pool, asyncio.get_running_loop()
         self.exchange: Exchange | None = None
         self.transport: asyncio.Transport | None = None
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
         self.pool.settle(exchange)
 
 
-class Pool:
+class ConnectionPool:
     """Connections to one address. ``url``: where requests are posted; ``headers``: sent with each."""
 
     def __init__(self, url: str, headers: dict[str, str], timeout: float) -> None:
@@ -204,8 +204,8 @@ class Pool:
                  "content-type: application/json", "accept: text/event-stream",
                  *(f"{k}: {v}" for k, v in headers.items())]  # fmt: skip
         self.head = "\r\n".join(lines).replace("%", "%%").encode() + b"\r\ncontent-length: %d\r\n\r\n"
-        self.idle: list[Connection] = []
-        self.flying: dict[Exchange, Connection | None] = {}
+        self.idle: list[ClientConnection] = []
+        self.flying: dict[Exchange, ClientConnection | None] = {}
         self.opening = asyncio.Semaphore(_OPEN_AT_ONCE)
         self.tasks: set[asyncio.Task[None]] = set()
         self.context = ssl.create_default_context() if self.tls else None
@@ -233,7 +233,7 @@ class Pool:
         try:
             async with self.opening:
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self), self.host, self.port, ssl=self.context
+                    lambda: ClientConnection(self), self.host, self.port, ssl=self.context
                 )
         except ConnectionRefusedError as e:
             exchange.record.fail("connection refused", str(e))
@@ -256,7 +256,7 @@ class Pool:
             del self.flying[exchange]
             exchange.done(exchange.record)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         """A connection is closed."""
         if connection in self.idle:
             self.idle.remove(connection)

@@ -50,7 +50,7 @@ class Kept:
     prompts: list[int] = field(default_factory=list)
 
 
-class Connection(asyncio.Protocol):
+class MockConnection(asyncio.Protocol):
     """One client's connection, requests one after another."""
 
     def __init__(self, behavior: Behavior, kept: Kept) -> None:
@@ -176,7 +176,7 @@ async def serve(behavior: Behavior, port: int) -> None:
     """Serve until cancelled; the port that was taken goes to standard output."""
     kept = Kept()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(behavior, kept), "127.0.0.1", port, backlog=1024
+        lambda: MockConnection(behavior, kept), "127.0.0.1", port, backlog=1024
     )
     print(json.dumps({"port": server.sockets[0].getsockname()[1], "at": time.time()}), flush=True)
     await server.serve_forever()

@@ -17,7 +17,7 @@ from ridgeline.spec.result import Row
 
 
 @dataclass(slots=True)
-class Event:
+class StreamEvent:
     """One interval on one stream, in seconds from the start of the step."""
 
     name: str
@@ -28,11 +28,11 @@ class Event:
 
 
 @dataclass(slots=True)
-class Step:
+class TimedStep:
     """A timed step of the slowest rank."""
 
     seconds: float
-    events: list[Event]
+    events: list[StreamEvent]
     exposed: float
     """Seconds in which communication keeps compute waiting."""
     inline: float = 0.0
@@ -60,7 +60,7 @@ class Streams:
     share: float = 0.0
     """Share of compute's speed that a running collective takes."""
     record: bool = True
-    events: list[Event] = field(default_factory=list)
+    events: list[StreamEvent] = field(default_factory=list)
     clocks: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "link": 0.0, "out": 0.0, "in": 0.0})
     exposed: float = 0.0
     communication: float = 0.0
@@ -84,9 +84,9 @@ class Streams:
         self.slowed += beside
         end = start + seconds + beside + inline
         if self.record and seconds:
-            self.events.append(Event(name, "compute", start, seconds + beside, phase))
+            self.events.append(StreamEvent(name, "compute", start, seconds + beside, phase))
             if inline:
-                self.events.append(Event(name, "tensor", end - inline, inline, "communication"))
+                self.events.append(StreamEvent(name, "tensor", end - inline, inline, "communication"))
         self.clocks["compute"] = end
         return end
 
@@ -97,7 +97,7 @@ class Streams:
             start = max(start, self.clocks["compute"])
         if self.record and seconds:
             label = "communication" if stream == "link" else f"host {stream}"
-            self.events.append(Event(name, label, start, seconds, "communication"))
+            self.events.append(StreamEvent(name, label, start, seconds, "communication"))
         self.communication += seconds
         end = self.clocks[stream] = start + seconds
         if not self.overlap:
@@ -192,7 +192,7 @@ def _inside(ops: list[Op], cluster: Cluster, pace: Pace) -> tuple[float, float, 
     return compute, inline, weight
 
 
-def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, record: bool = False) -> Step:
+def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, record: bool = False) -> TimedStep:
     """Time one step: forward, backward (per micro-batch), then the update.
 
     Parameter gathers are prefetched one block ahead; reductions run behind the rest of backward; the update waits. With
@@ -210,7 +210,7 @@ def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, r
     waited = sum(t.dispatch * t.block.repeat for t in times) * runs
     end = max(s.clocks.values())
     s.exposed += end - s.compute
-    return Step(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited)
+    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited)
 
 
 def _streams(cluster: Cluster, record: bool) -> Streams:
@@ -295,7 +295,7 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], pace: Pace
         s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
 
 
-def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record: bool) -> Step:
+def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record: bool) -> TimedStep:
     """Every virtual stage timed by itself, then the schedule played; reductions follow the last backward."""
     pipe = g.pipeline
     assert pipe is not None
@@ -339,7 +339,7 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record:
             for action, start in plan:
                 took = {"F": forward, "B": backward, "W": weight}[action.kind][action.stage]
                 phase = "forward" if action.kind == "F" else "backward"
-                s.events.append(Event(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
+                s.events.append(StreamEvent(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
     for name in s.clocks:
         s.clocks[name] = end
     _finish(s, g, cluster, update, pace)
@@ -348,7 +348,7 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record:
     exposed = exposed * each + tails[slowest] + s.exposed
     communication = communication * each + sent + s.communication
     bubble = max(0.0, timeline.ends[slowest] - busy)
-    return Step(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
+    return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
 
 
 def _late(parts: list[tuple[str, float]], compute: float) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgeline.runtime.train_build import Batch, Batches
+from ridgeline.runtime.train_build import Batch, BatchSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -99,7 +99,7 @@ def triangle(share: float, top: float) -> float:
 class Ramp:
     """Rows of another source in batches that grow with the share of the budget that is spent."""
 
-    inner: Batches
+    inner: BatchSource
     whole: int
     """Rows of a batch of the source."""
     least: int

@@ -51,10 +51,10 @@ class ZeroOffload(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Hand gradients, norm, clipping and update to the host's side."""
-        from ridgeline.nn.memory.tiered_store import Store
+        from ridgeline.nn.memory.tiered_store import TieredStore
         from ridgeline.runtime.host_optimizer import HostStates
 
-        run.store = Store(run.device)
+        run.store = TieredStore(run.device)
         HostStates(run, run.store, delayed=self.delayed)
 
 
