@@ -292,8 +292,8 @@ class Graph:
     """Whether gradients are reduced while backward still runs."""
     fused: bool = False
     """Whether chains of elementwise operators run as one kernel each, as their bytes are counted."""
-    low_weights: bool = False
-    """Whether weights rest in the compute dtype beside a wide master copy among the optimizer's states."""
+    weights_16bit: bool = False
+    """Whether weights rest in 16 bits, with fp32 masters among the optimizer's states (as in Megatron-LM)."""
     pipeline: Pipeline | None = None
     """None: every rank runs all blocks."""
     before_update: list[Op] = field(default_factory=list)

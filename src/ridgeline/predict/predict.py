@@ -6,7 +6,7 @@ from ridgeline.catalog import NoProfile
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.interval import add_intervals
-from ridgeline.predict.moments import moments, over_moments
+from ridgeline.predict.segments import over_segments, segments
 from ridgeline.predict.serving.simulate import predict_serving
 from ridgeline.predict.serving.static_batch import predict_generation
 from ridgeline.predict.settle import ask
@@ -24,7 +24,7 @@ def predict(e: Experiment) -> Result:
     if not e.is_training and e.cluster.device.training_only:
         raise NoProfile(f"the profile of {e.cluster.device.name} has no rates for inference", "run `ridgeline probe`")
     task = predict_training if e.is_training else predict_serving if e.task == "serve" else predict_generation
-    result = over_moments([(share, task(part, techniques)) for share, part in moments(e, techniques)])
+    result = over_segments([(share, task(part, techniques)) for share, part in segments(e, techniques)])
     for t in techniques:
         t.note(e, result)
         if e.task in t.card.unpredicted:
@@ -45,7 +45,7 @@ def training_flops(e: Experiment) -> tuple[float, float, str]:
     e, techniques = resolve(e, ask)
     model = executed = 0.0
     dtype = ""
-    for share, part in moments(e, techniques):
+    for share, part in segments(e, techniques):
         g = rewritten(training_graph(part), part, techniques)
         each, dtype = share * g.accumulation / g.stages, g.dtype
         model += g.model_flops * each

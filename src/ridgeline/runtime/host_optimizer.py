@@ -130,7 +130,7 @@ class HostStates:
         """Whether gradients are complete only after backward, so that they leave then."""
         self.wide = dict(run.masters)
         """Masters of 16-bit weights, until there are optimizers over them."""
-        self.low = run.low_weights if self.wide else None
+        self.low = run.weights_16bit if self.wide else None
         """The dtype of those weights; None: the masters are the weights."""
         run.masters.clear()
         for part in self.parts:

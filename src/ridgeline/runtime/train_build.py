@@ -174,7 +174,7 @@ class TrainBuild(Build):
     """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
     send_bucket: Callable[[Bucket], Waitable] | None = None
     """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
-    low_weights: torch.dtype | None = None
+    weights_16bit: torch.dtype | None = None
     """16-bit dtype in which parameters rest beside the fp32 values that are updated; None: there is one copy."""
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """Those fp32 values, of this rank's part of each trained parameter, until what updates them takes them."""

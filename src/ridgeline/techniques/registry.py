@@ -75,17 +75,17 @@ def techniques_of(plan: Plan) -> list[Technique]:
     return in_order([make(call) for call in plan.calls])
 
 
-def in_order(made: list[Technique]) -> list[Technique]:
+def in_order(techniques: list[Technique]) -> list[Technique]:
     """Techniques in the one order in which they apply."""
-    return sorted(made, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    return sorted(techniques, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 
-def mesh_axes(task: str, made: Iterable[Technique]) -> dict[str, int]:
+def mesh_axes(task: str, techniques: Iterable[Technique]) -> dict[str, int]:
     """The model-parallel axes that techniques take together in a task, and their degrees."""
-    made = list(made)
-    names = {t.card.name for t in made}
+    techniques = list(techniques)
+    names = {t.card.name for t in techniques}
     axes: dict[str, int] = {}
-    for t in made:
+    for t in techniques:
         axes.update(t.serving_axes(names) if task == "serve" else t.axes())
     return axes
 
@@ -95,13 +95,13 @@ def normalize(e: Experiment) -> Experiment:
 
     Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
     """
-    made = techniques_of(e.plan)
-    axes = mesh_axes(e.task, made)
+    techniques = techniques_of(e.plan)
+    axes = mesh_axes(e.task, techniques)
     split = e.model_copy(update={"parallel": axes})
-    if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in made):
-        made.append(make(Call(name="data_parallel")))
-        made.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
-    calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in made)
+    if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in techniques):
+        techniques.append(make(Call(name="data_parallel")))
+        techniques.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in techniques)
     return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
 
 
@@ -132,15 +132,15 @@ def check(e: Experiment) -> list[Technique]:
 
     Raises :class:`Incompatible` with the reason and the mend.
     """
-    made = techniques_of(e.plan)
-    check_made(e, made)
-    return made
+    techniques = techniques_of(e.plan)
+    check_techniques(e, techniques)
+    return techniques
 
 
-def check_made(e: Experiment, made: list[Technique]) -> None:
+def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
     """:func:`check` for technique objects that are at hand."""
     _check_workload(e)
-    for t in made:
+    for t in techniques:
         if e.task not in t.card.tasks:
             tasks = ", ".join(sorted(t.card.tasks))
             raise Incompatible(

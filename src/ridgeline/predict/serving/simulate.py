@@ -26,7 +26,7 @@ from ridgeline.techniques.technique import Technique
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-def predict_serving(e: Experiment, made: list[Technique]) -> Result:
+def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     """The Result of a serving experiment, already normalized and checked.
 
     ``data_parallel`` replicas take turns with the requests; one of them is simulated with its share.
@@ -38,14 +38,16 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
     cluster = rank_cluster(e)
     engine = find_engine(w.engine, cluster.device)
     if engine.name == OWN:
-        weights = sum(p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, made).params)
+        weights = sum(
+            p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).params
+        )
         cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
     asked = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in asked]
-    surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
+    surface = Iterations(e, techniques, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
     clients = _clients(w, e.data_parallel)
     if engine.name == OWN:
-        sim, space = packed(surface, made, w, asked, clients)
+        sim, space = packed(surface, techniques, w, asked, clients)
         outcome = sim.run()
         if outcome.rejected == len(asked):
             return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
@@ -82,12 +84,12 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
 
 
 def packed(
-    surface: Iterations, made: Sequence[Technique], w: Serve, asked: Sequence[Arrival], clients: int | None = None
+    surface: Iterations, techniques: Sequence[Technique], w: Serve, asked: Sequence[Arrival], clients: int | None = None
 ) -> tuple[PackedSimulation, Room]:
     """Ridgeline's own engine as the plan sets it up, about to serve ``asked``, and the pool that it has."""
     engine, s = surface.engine, Scheduling()
     s.limits.max_num_seqs, s.limits.max_num_batched_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
-    for t in made:
+    for t in techniques:
         t.scheduling(s)
     s.asked(w)
     space, blocks, longest = pool_room(surface, s, w)

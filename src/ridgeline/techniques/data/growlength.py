@@ -62,7 +62,7 @@ class GrowLength(Technique):
         update: dict[str, Any] = {"seq_len": length, "batch_size": e.batch_size * times, "micro_batch_size": micro}
         return e.model_copy(update={"workload": w.model_copy(update=update)})
 
-    def moments(self, e: Experiment) -> list[tuple[float, Experiment]]:
+    def segments(self, e: Experiment) -> list[tuple[float, Experiment]]:
         """One for each stage."""
         return [(share, self.at_length(e, n) if n != e.training.seq_len else e) for n, share in self.stages(e)]
 

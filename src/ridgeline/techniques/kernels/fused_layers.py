@@ -81,7 +81,7 @@ class FusedLayers(Technique):
         if e.parallel.get("tp", 1) > 1:  # a divided vocabulary has its own loss
             return g
         if self.chunked:
-            low = g.low_weights or e.plan.has("zero")  # which gathers weights in the compute dtype
+            low = g.weights_16bit or e.plan.has("zero")  # which gathers weights in the compute dtype
             g.each_block(lambda b: _chunk_loss(b, _width(g), low))
         elif self.loss:
             g.each_block(lambda b: _fuse_loss(b, _width(g)))
