@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ridgeline.predict.serving.simulate import engine_costs as engine
+from ridgeline.predict.serving import engine_costs as engine
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import generation_rows as generation
 from ridgeline.validate import serving_rows as serving

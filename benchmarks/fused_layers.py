@@ -24,7 +24,7 @@ from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.kernels import functions, native
 from ridgeline.nn.model import fused
-from ridgeline.nn.model.attention import Backend, Mask, naive_attention
+from ridgeline.nn.model.attention import AttentionBackend, Mask, naive_attention
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.nn.model.mlp import gated
@@ -63,7 +63,7 @@ def variant(backend: str, *parts: str) -> Callable[[], None]:
     if "elementwise" in parts:
         fused.fuse_elementwise(model)
         if backend == "naive":
-            model.set_attention(Backend("naive", fused.fused_naive_attention, wants_bias=True))
+            model.set_attention(AttentionBackend("naive", fused.fused_naive_attention, wants_bias=True))
     loss = partial(fused.chunked_token_loss, rows=chunk_rows) if "loss" in parts else token_loss
     ids = torch.randint(MODEL.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)

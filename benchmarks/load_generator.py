@@ -33,7 +33,7 @@ from ridgeline.measure.load.drive import drive
 from ridgeline.measure.load.endpoint import find_endpoint
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.summary import gaps
-from ridgeline.predict.serving.arrivals import Request
+from ridgeline.predict.serving.arrivals import Arrival
 
 TTFT, GAP, TOKENS, PROMPT = 0.1, 0.02, 16, 128
 Times = list[tuple[float, list[float]]]
@@ -62,7 +62,7 @@ class Mock:
 
 def ours(url: str, rate: float, count: int) -> dict[str, Any]:
     """`ridgeline load`'s client, even arrivals."""
-    asked = [Request(i / rate, PROMPT, TOKENS) for i in range(count)]
+    asked = [Arrival(i / rate, PROMPT, TOKENS) for i in range(count)]
     endpoint = find_endpoint(url)
     cpu = time.process_time()
     d = drive(endpoint, asked, RandomIds())

@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ridgeline import catalog
-from ridgeline.predict.calibrate import Sample, calibrate, family_of
+from ridgeline.predict.calibrate import TimedSample, calibrate, family_of
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time, peak_flops
 from ridgeline.spec.device import Cluster, Device
@@ -41,26 +41,26 @@ HEADER = """# {name}: constants of operator and collective times (see ridgeline/
 """
 
 
-def half(s: Sample) -> int:
+def half(s: TimedSample) -> int:
     """0 or 1 by shape alone, so that all rows of one shape (whatever their source) fall on one side."""
     op = s.ops[-1]
     return zlib.crc32(repr((op.kind, op.shape, op.ranks, op.link_bytes)).encode()) & 1
 
 
-def predicted(s: Sample, device: Device) -> float:
+def predicted(s: TimedSample, device: Device) -> float:
     op = s.ops[-1]
     if op.axis:
         return collective_time(op, Cluster(device=device, devices_per_node=op.ranks)).seconds
     return sum(op_time(o, device).seconds for o in s.ops)
 
 
-def label(s: Sample) -> str:
+def label(s: TimedSample) -> str:
     kind, key = family_of(s.ops[-1])
     op = s.ops[-1]
     return f"{kind} {op.dtype if kind == 'gemm' else op.kind if kind == 'collective' else key}"
 
 
-def regime(s: Sample) -> str:
+def regime(s: TimedSample) -> str:
     """A coarse name of what bounds a row: its size against the machine."""
     op = s.ops[-1]
     if op.axis:
@@ -73,7 +73,7 @@ def regime(s: Sample) -> str:
     return "memory (few rows)" if m <= 128 else "compute (many rows)"
 
 
-def terms(s: Sample, device: Device) -> tuple[float, float, float]:
+def terms(s: TimedSample, device: Device) -> tuple[float, float, float]:
     op = s.ops[-1]
     if op.axis:
         rounds = 2 if op.kind == "all_reduce" else 1
@@ -83,7 +83,7 @@ def terms(s: Sample, device: Device) -> tuple[float, float, float]:
     return visible * op.flops / peak_flops(device, op.dtype), op.bytes / device.memory_bandwidth, 1e-6
 
 
-def roofline(train: list[Sample], test: list[Sample], device: Device) -> list[float]:
+def roofline(train: list[TimedSample], test: list[TimedSample], device: Device) -> list[float]:
     """Errors on ``test`` of the sum of three terms, each with one constant fitted on ``train`` (relative errors)."""
     a = np.array([[t / s.seconds for t in terms(s, device)] for s in train])
     c, _ = nnls(a, np.ones(len(train)))
@@ -98,18 +98,20 @@ def summary(errors: Iterable[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def grouped(samples: list[Sample], errors: list[float], key: Callable[[Sample], str]) -> dict[str, dict[str, float]]:
+def grouped(
+    samples: list[TimedSample], errors: list[float], key: Callable[[TimedSample], str]
+) -> dict[str, dict[str, float]]:
     groups: dict[str, list[float]] = defaultdict(list)
     for s, e in zip(samples, errors, strict=True):
         groups[key(s)].append(e)
     return {k: summary(v) for k, v in sorted(groups.items())}
 
 
-def errors(samples: list[Sample], device: Device) -> list[float]:
+def errors(samples: list[TimedSample], device: Device) -> list[float]:
     return [predicted(s, device) / s.seconds - 1 for s in samples]
 
 
-def kind(s: Sample) -> str:
+def kind(s: TimedSample) -> str:
     return family_of(s.ops[-1])[0]
 
 

@@ -3,7 +3,7 @@
     python benchmarks/predict_training.py DATA_DIR [--json benchmarks/results/predict_training.json]
 
 ``DATA_DIR`` holds ``training.csv`` and ``training_memory_selene.csv`` in the schemas of ``ridgeline validate``. Beside
-the shipped constants the script fits the paces of a training step anew (see ``predict/pace.py``), leaving out all
+the shipped constants the script fits the in-step factors anew (see ``predict/step/in_step.py``), leaving out all
 runs of one model size at a time, and prints the error on the runs left out. The baseline is one constant per group: the
 utilization that fits the group best.
 """
@@ -22,19 +22,19 @@ import numpy as np
 from scipy.optimize import minimize
 
 from ridgeline.predict.predict import predict
-from ridgeline.predict.step.streams import pace
+from ridgeline.predict.step import in_step
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import memory_rows as memory
 from ridgeline.validate import training_rows as training
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, read_table
 
-KINDS = pace.GROUPS
+KINDS = in_step.GROUPS
 
 
 @dataclass
 class Run:
-    """One measured run: its case, its size, and the predicted seconds by kind as the paces scale them."""
+    """One measured run: its case, its size, and the predicted seconds by kind as the in-step factors scale them."""
 
     case: Case
     size: str
@@ -42,9 +42,9 @@ class Run:
     parts: np.ndarray
     rest: float
 
-    def error(self, paces: np.ndarray) -> float:
-        """Signed relative error of the predicted quantity when the kinds' seconds are scaled by ``paces``."""
-        old, new = self.rest + self.parts.sum(), self.rest + float(self.parts @ paces)
+    def error(self, factors: np.ndarray) -> float:
+        """Signed relative error of the predicted quantity when the kinds' seconds are scaled by ``factors``."""
+        old, new = self.rest + self.parts.sum(), self.rest + float(self.parts @ factors)
         ratio = new / old if self.case.better == "lower" else old / new
         return self.case.predicted * ratio / self.case.measured - 1
 
@@ -64,7 +64,7 @@ def runs(path: Path) -> tuple[list[Run], list[str]]:
         fused = e.plan.option("fused_layers", "elementwise")
         for r in result.breakdown:
             if r.phase in ("forward", "backward"):
-                name = pace.group(r.kind)
+                name = in_step.group(r.kind)
                 if name:
                     parts["fused" if fused and name == "pointwise" else name] += r.seconds
         values = np.array([parts[k] for k in KINDS])
@@ -88,11 +88,11 @@ def fit(sample: list[Run], prior: float = 0.02) -> np.ndarray:
 
 
 def left_out(found: list[Run]) -> dict[str, list[float]]:
-    """Errors on each model size when the paces are fitted on the others."""
+    """Errors on each model size when the in-step factors are fitted on the others."""
     errors = {}
     for size in sorted({r.size for r in found}):
-        paces = fit([r for r in found if r.size != size])
-        errors[size] = [r.error(paces) for r in found if r.size == size]
+        factors = fit([r for r in found if r.size != size])
+        errors[size] = [r.error(factors) for r in found if r.size == size]
     return errors
 
 
@@ -163,8 +163,8 @@ def main() -> None:
     }
     for title, table in report.items():
         show(title, table)
-    report["paces"] = {"relative to shipped": dict(zip(KINDS, map(float, refitted), strict=True))}
-    print("\npaces relative to the shipped ones:", report["paces"]["relative to shipped"])
+    report["in-step factors"] = {"relative to shipped": dict(zip(KINDS, map(float, refitted), strict=True))}
+    print("\nin-step factors relative to the shipped ones:", report["in-step factors"]["relative to shipped"])
     print("skipped:", *skipped, sep="\n  ") if skipped else None
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

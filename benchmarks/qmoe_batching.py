@@ -22,7 +22,7 @@ import torch
 from ridgeline import experiments
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.quant.packed import Stored
-from ridgeline.runtime.compress_build import CompressBuild, Layer, Site, Together
+from ridgeline.runtime.compress_build import CompressBuild, LinearLayer, Site, Together
 from ridgeline.runtime.solve.statistics import Gram
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.quantization.qmoe import QMoE
@@ -54,7 +54,8 @@ def solve(run: CompressBuild, step: Together, size: int, layer: Any) -> tuple[fl
     """(seconds of the step on all sites of the layer, ``size`` experts at a time; what is stored)."""
     found, seconds = [], 0.0
     for kind, experts in layer.items():
-        sites = [Site(f"layers.0.mlp.experts.{e}.{kind}", [Layer(str(i), w, w) for i, w in enumerate(weights)], gram,
+        sites = [Site(f"layers.0.mlp.experts.{e}.{kind}",
+                      [LinearLayer(str(i), w, w) for i, w in enumerate(weights)], gram,
                       2 * len(gram), None) for e, (weights, gram) in enumerate(experts)]  # fmt: skip
         start = time.perf_counter()
         for at in range(0, len(sites), size):

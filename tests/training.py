@@ -11,7 +11,7 @@ import torch
 from tests.world import world
 
 from ridgeline.data.batches import IGNORE, Batch
-from ridgeline.runtime.train_build import Batches
+from ridgeline.runtime.train_build import BatchSource
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -62,7 +62,7 @@ def small_domains(plan: Plan, corpus: Path) -> Plan:
 class UnevenBatches:
     """Every row has another number of valid labels, so that means over parts are not the mean over all."""
 
-    inner: Batches
+    inner: BatchSource
 
     @property
     def tokenizer(self) -> Any:

@@ -30,14 +30,14 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline import catalog
-from ridgeline.predict.settle import settle
+from ridgeline.predict.settle import settled
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan, scalar
 from ridgeline.spec.system import merged
 from ridgeline.spec.workload import WORKLOADS
-from ridgeline.techniques.registry import check, registry, techniques
+from ridgeline.techniques.registry import registry, techniques_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,14 +96,17 @@ def make(
     name: str = "",
     where: str = "command line",
 ) -> Experiment:
-    """Resolve names and build a normalized, checked experiment. Raises :class:`UserError` naming what is wrong."""
+    """Resolve names and build a normalized, settled and checked experiment.
+
+    Raises :class:`UserError` naming what is wrong.
+    """
     for key, value in (("on", on), ("name", name)):
         if not isinstance(value, str):
             raise UserError(f"{where}: {key} = {value!r} is not a string", f'put it in quotes: {key} = "{value}"')
     if not isinstance(plan, (list, tuple)):
         raise UserError(f"{where}: plan = {plan!r} is not a list of techniques", f'write plan = ["{plan}"]')
     parsed = plan_of(plan, where)
-    techniques(parsed)  # misspelt names come before anything that depends on the machine
+    techniques_of(parsed)  # misspelt names come before anything that depends on the machine
     spec = _model(model, where)
     if spec.num_experts:
         parsed = plan_of(plan, where, mixture=True)
@@ -114,9 +117,7 @@ def make(
         plan=parsed,
         name=name,
     )
-    e = settle(e)
-    check(e)
-    return e
+    return settled(e)
 
 
 def plan_of(items: list[Any] | tuple[Any, ...], where: str = "plan", mixture: bool = False) -> Plan:

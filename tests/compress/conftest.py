@@ -24,7 +24,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Compress
 from ridgeline.techniques.matrix import CPU
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 LLAMA = ModelSpec(
     name="llama", family="llama", vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -83,7 +83,7 @@ class Bench:
         walker, the compressed model): the driver's walk without files. Dense models only."""
         e = self.experiment(checkpoint, *plan, **workload)
         run = CompressBuild(e, e.model, torch.device("cpu"))
-        for technique in techniques(e.plan):
+        for technique in techniques_of(e.plan):
             technique.compress(run)
         model = load_checkpoint(checkpoint, dtype=torch.float32).requires_grad_(False)
         tokens = load_tokens(self.text, e.model.vocab_size, str(checkpoint))

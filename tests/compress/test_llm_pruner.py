@@ -14,7 +14,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.pruning.llm_pruner import LLMPruner, _in_blocks
 from ridgeline.techniques.pruning.llm_pruner_torch import saliency
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 BIG = {**LLAMA, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 96}
 
@@ -72,7 +72,7 @@ def test_result_is_a_plain_smaller_checkpoint(source, tmp_path, calls):
     report = squeeze(source, out, calls, form="dense")
     ours = load_checkpoint(out)
     e = experiments.make(str(source), "a100", {"kind": "generate", "prompt_len": 8, "output_len": 4}, [calls])
-    (t,) = techniques(e.plan)
+    (t,) = techniques_of(e.plan)
     assert ours.spec.num_parameters == t.resized(e.model).num_parameters == report["parameters"]
     for graph in (prefill_graph(e), decode_graph(e)):
         small = t.rewrite(graph.copy(), e)

@@ -14,7 +14,7 @@ from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.nn.quant.ternary import Ternary as Code
 from ridgeline.nn.quant.ternary import TernaryLinear
 from ridgeline.runtime.compress_build import Together
-from ridgeline.runtime.solve.grid import Ternary, nearest
+from ridgeline.runtime.solve.grid import TernaryGrid, nearest
 from ridgeline.runtime.solve.sweep import relative_error, sweep
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.model import ModelSpec
@@ -38,7 +38,7 @@ def correlated(out, width, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_sweep_on_the_ternary_grid_beats_rounding(seed):
     weight, gram = correlated(48, 96, seed)
-    fitted = Ternary().fit(weight)
+    fitted = TernaryGrid().fit(weight)
     plain = nearest(weight, fitted)
     solved = sweep(weight, gram, fitted, act_order=True, damp=0.1).weight
     assert relative_error(weight, solved, gram) < relative_error(weight, plain, gram)
@@ -51,14 +51,14 @@ def test_wide_rows_take_less_than_a_bit():
     """Making up for errors costs zeros, so rows must be wider than for the code alone."""
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
     x = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(1))
-    fitted = Ternary().fit(weight)
+    fitted = TernaryGrid().fit(weight)
     solved = sweep(weight, x.t() @ x / 1024, fitted, act_order=True, damp=0.1).weight
     assert fitted.pack(nearest(weight, fitted)).bits_per_weight < fitted.pack(solved).bits_per_weight < 1
 
 
 def test_thresholds_lie_at_half_of_each_extreme():
     weight = torch.tensor([[-4.0, -2.1, -1.9, 0.0, 0.9, 1.1, 2.0], [0.0, 1.0, 0.4, 0.6, 0.5, 0.2, 0.0]])
-    found = nearest(weight, Ternary(torch.float32).fit(weight))
+    found = nearest(weight, TernaryGrid(torch.float32).fit(weight))
     assert found.tolist() == [[-4, -4, 0, 0, 0, 2, 2], [0, 1, 0, 1, 0, 0, 0]]
 
 
@@ -173,10 +173,10 @@ def test_predicted_bytes_of_experts(source):
     """What ``rewrite`` expects of Gaussian rows is what the code takes."""
     from ridgeline import experiments
     from ridgeline.graph import decode_graph
-    from ridgeline.techniques.registry import techniques
+    from ridgeline.techniques.registry import techniques_of
 
     e = experiments.make(str(source), "a100", {"kind": "generate", "prompt_len": 8, "output_len": 4}, ["qmoe"])
-    (t,) = techniques(e.plan)
+    (t,) = techniques_of(e.plan)
     g = t.rewrite(decode_graph(e), e)
     p = next(p for p, _ in g.params if p.name.endswith("up_proj") and ".experts." in p.name)
     symbols = torch.rand(512, p.shape[-1], generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ import torch
 from tests.compress.test_sweep import error, layer
 
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint
-from ridgeline.runtime.compress_build import CompressBuild, Layer, Site
+from ridgeline.runtime.compress_build import CompressBuild, LinearLayer, Site
 from ridgeline.runtime.solve.fold import readers
 from ridgeline.runtime.solve.grid import Affine
 from ridgeline.spec.plan import Call
@@ -23,7 +23,7 @@ PRUNERS = ["magnitude", "magnitude:pattern=2:4", "wanda:sparsity=0.6", "wanda:pa
 
 
 def site(weight, gram=None):
-    return Site("s", [Layer("s.a", weight, weight)], gram, 100, None)
+    return Site("s", [LinearLayer("s.a", weight, weight)], gram, 100, None)
 
 
 def solved(plan, weight, gram=None):

@@ -15,7 +15,7 @@ from ridgeline.runtime.structure import smaller
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.pruning.sheared_llama_torch import BETA, HIGH, LOW, Gates, Shearing, _finished, masked, shear
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 DEEP = {**LLAMA, "num_layers": 3}
 
@@ -131,7 +131,7 @@ def test_through_the_driver(tmp_path):
     assert (s.num_layers, s.num_heads, s.num_kv_heads, s.hidden_size, s.intermediate_size) == (2, 2, 1, 24, 16)
     assert any("step 4 of 4" in m.get("stage", "") for m in stages)
     e = experiments.make(str(source), "a100", {"kind": "generate", "prompt_len": 8, "output_len": 4}, [call])
-    (t,) = techniques(e.plan)
+    (t,) = techniques_of(e.plan)
     assert sum(p.numel * n for p, n in t.rewrite(decode_graph(e), e).params) == s.num_parameters
     assert report["parameters"] == s.num_parameters
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

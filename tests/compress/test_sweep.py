@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ridgeline.runtime.solve.grid import Affine, Ternary, nearest
+from ridgeline.runtime.solve.grid import Affine, TernaryGrid, nearest
 from ridgeline.runtime.solve.support import NM, Given, Unstructured
 from ridgeline.runtime.solve.sweep import relative_error, sweep, sweep_stack
 from ridgeline.techniques.quantization.quantease_torch import descend
@@ -188,7 +188,7 @@ def test_a_grid_keeps_a_given_support():
 
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize(
-    ("grid", "pruned"), [(Affine(2, symmetric=False), True), (Ternary(), False), (Ternary(), True)]
+    ("grid", "pruned"), [(Affine(2, symmetric=False), True), (TernaryGrid(), False), (TernaryGrid(), True)]
 )
 def test_problems_side_by_side_are_solved_as_one_by_one(grid, pruned, order):
     """One has no use for its inputs' moments, one's H cannot be factored: that stays theirs. Products are summed in

@@ -19,7 +19,7 @@ from ridgeline.measure.load.drive import drive
 from ridgeline.measure.load.endpoint import Endpoint, find_endpoint
 from ridgeline.measure.load.prompts import RandomIds
 from ridgeline.measure.load.run_load import measure_load
-from ridgeline.predict.serving.arrivals import Request, requests
+from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Serve
@@ -55,7 +55,7 @@ def load(address, w, **how):
 
 
 def even(n, rate, prompt=16, output=8):
-    return [Request(i / rate, prompt, output) for i in range(n)]
+    return [Arrival(i / rate, prompt, output) for i in range(n)]
 
 
 def stats(address):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tests.nn.conftest import randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, load_into, save_checkpoint
-from ridgeline.nn.checkpoint.checkpoint import checkpoint as module
+from ridgeline.nn.checkpoint import checkpoint as module
 from ridgeline.spec.errors import UserError
 
 Q = "model.layers.0.self_attn.q_proj.weight"

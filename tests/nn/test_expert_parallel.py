@@ -11,7 +11,7 @@ from tests.world import world
 from torch import nn
 
 from ridgeline.nn.model.moe import MoE
-from ridgeline.techniques.parallel.expert_parallel_torch import Exchange
+from ridgeline.techniques.parallel.expert_parallel_torch import TokenExchange
 
 TOKENS = 24
 
@@ -59,7 +59,7 @@ def divided(rank: int, capacity: float | None) -> tuple[torch.Tensor, dict[str, 
     moe, x = layer(), tokens(rank).requires_grad_()
     for name, p in list(moe.experts.named_parameters()):
         moe.experts.register_parameter(name, nn.Parameter(p.detach().chunk(2)[rank].clone()))
-    moe.run = Exchange(dist.group.WORLD, capacity)
+    moe.run = TokenExchange(dist.group.WORLD, capacity)
     out = moe(x)
     out.square().sum().backward()
     grads = {name: p.grad for name, p in moe.experts.named_parameters()}

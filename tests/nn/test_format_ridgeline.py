@@ -6,7 +6,7 @@ import torch
 from ridgeline.nn.checkpoint.formats import formats, reader, writer
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
 from ridgeline.nn.quant.activation_quant import InputCode
-from ridgeline.nn.quant.packed import Outliers, Packed
+from ridgeline.nn.quant.packed import Packed, PackedOutliers
 from ridgeline.nn.quant.ternary import Ternary
 from ridgeline.spec.errors import UserError
 
@@ -20,7 +20,7 @@ def packed(out, width, bits, group, symmetric, outliers):
     aside = None
     if outliers:
         index = torch.randperm(out * width, generator=g)[:outliers].sort().values.to(torch.int32)
-        aside = Outliers(index, torch.randn(outliers, generator=g).to(torch.bfloat16))
+        aside = PackedOutliers(index, torch.randn(outliers, generator=g).to(torch.bfloat16))
     scale = torch.rand(out, width // group, generator=g).to(torch.float16)
     return Packed(draw(out, width), scale, None if symmetric else draw(out, width // group), bits, group, aside)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ridgeline.nn.kernels import functions, native
 from ridgeline.nn.model import fused
-from ridgeline.nn.model.attention import Backend, naive_attention
+from ridgeline.nn.model.attention import AttentionBackend, naive_attention
 from ridgeline.nn.model.init import build
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.spec.model import ModelSpec
@@ -53,7 +53,7 @@ def pair(family, dtype, backend="naive", device="cpu"):
     merged = fused.merge_projections(other)
     fused.fuse_elementwise(other)
     if backend == "naive":
-        other.set_attention(Backend("naive", fused.fused_naive_attention, wants_bias=True))
+        other.set_attention(AttentionBackend("naive", fused.fused_naive_attention, wants_bias=True))
     return plain, other, merged
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from ridgeline.nn.quant import packed_linear
 from ridgeline.nn.quant.activation_quant import InputCode, code_input
-from ridgeline.nn.quant.packed import Outliers, Packed
+from ridgeline.nn.quant.packed import Packed, PackedOutliers
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.lowbit import FEW_NIBBLES, held, held_bytes
@@ -24,7 +24,7 @@ def record(out, width, bits, group, symmetric, seed=0, outliers=0):
     aside = None
     if outliers:
         index = torch.randperm(out * width, generator=g)[:outliers].sort().values.int()
-        aside = Outliers(index, torch.randn(outliers, generator=g).half())
+        aside = PackedOutliers(index, torch.randn(outliers, generator=g).half())
     return Packed(codes, scale, zero, bits, group, aside)
 
 

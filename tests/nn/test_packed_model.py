@@ -13,7 +13,7 @@ from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import PackedExperts, holds_codes, load_packed
-from ridgeline.runtime.compress_build import Layer
+from ridgeline.runtime.compress_build import LinearLayer
 from ridgeline.runtime.solve.grid import Affine
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
@@ -37,7 +37,7 @@ def write(path, spec, bits=4, group=32, symmetric=True, leave=(), inputs=None, f
         elif name.endswith("_proj.weight"):
             pieces = {name.removesuffix(".weight"): weight}
         for at, w in pieces.items():
-            layers[at] = Layer(at, w, w)
+            layers[at] = LinearLayer(at, w, w)
             if not any(part in at for part in leave):
                 layers[at].store(grid.fit(w).pack(w))
     for part in ("embed", *(f"layers.{i}" for i in range(spec.num_layers)), "norm", "head"):

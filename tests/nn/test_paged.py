@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.nn.memory import kv_pool as paged
-from ridgeline.nn.memory.kv_pool import Layout, PagedCache, Piece
+from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece
 from ridgeline.nn.model.attention import BACKENDS, Mask
 
 EXTENTS = [(40, 30), (3, 5), (100, 9), (80, 12), (10, 2)]
@@ -18,7 +18,7 @@ EXTENTS = [(40, 30), (3, 5), (100, 9), (80, 12), (10, 2)]
 def test_extents_are_one_sequence(monkeypatch, gathered, new, kind):
     monkeypatch.setattr(paged, "GATHERED", gathered)
     generator = torch.Generator().manual_seed(0)
-    layout = Layout()
+    layout = BatchLayout()
     cache = PagedCache(layout, (1, 2, 128, 16), torch.float32, torch.device("cpu"), kind)
     k, v = (torch.randn(1, 2, 128, 16, generator=generator) for _ in range(2))
     for store, rows in zip(cache.stores, (k, v), strict=True):

@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.nn.memory import tiered_store as module
 from ridgeline.nn.memory.meter import Meter
-from ridgeline.nn.memory.tiered_store import Store, check_folder, is_host, making, mark_host, on_host
+from ridgeline.nn.memory.tiered_store import TieredStore, check_folder, is_host, making, mark_host, on_host
 from ridgeline.spec.errors import UserError
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def disk(request, tmp_path, monkeypatch):
             return whole(path, flags, *more)
 
         monkeypatch.setattr(module.os, "open", refuse)
-    made = Store(CPU, tmp_path / "made for it", 10**6)
+    made = TieredStore(CPU, tmp_path / "made for it", 10**6)
     assert made.direct == (request.param == "direct") or request.param == "direct"
     return made
 
@@ -134,7 +134,7 @@ def test_the_file_is_gone_whatever_happens(disk):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/x cannot be written \(Not a directory\)") as error:
-        Store(CPU, tmp_path / "file" / "x", 5_000_000_000)
+        TieredStore(CPU, tmp_path / "file" / "x", 5_000_000_000)
     assert "5.00 GB (5000000000 bytes)" in error.value.what
     assert "path=" in error.value.fix
 
@@ -154,7 +154,7 @@ def test_space_that_goes_before_it_is_reserved(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     with pytest.raises(UserError, match="are needed"):
-        Store(CPU, tmp_path, 4096)
+        TieredStore(CPU, tmp_path, 4096)
 
 
 def test_host_memory_is_not_the_devices():

@@ -7,7 +7,7 @@ import pytest
 
 from ridgeline import catalog
 from ridgeline.graph import Op
-from ridgeline.predict.calibrate import Sample, calibrate
+from ridgeline.predict.calibrate import TimedSample, calibrate
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time
 from ridgeline.spec.device import Cluster
@@ -37,12 +37,12 @@ def truth(device, noise=0.02):
     """Rows as ``device`` would give them, with two per cent of noise."""
     rng = random.Random(2)
     for op in gemms():
-        yield Sample((op,), op_time(op, device).seconds * rng.gauss(1, noise))
+        yield TimedSample((op,), op_time(op, device).seconds * rng.gauss(1, noise))
     for op in decodes():
-        yield Sample((op,), op_time(op, device).seconds * rng.gauss(1, noise))
+        yield TimedSample((op,), op_time(op, device).seconds * rng.gauss(1, noise))
     for op in collectives():
         cluster = Cluster(device=device, devices_per_node=op.ranks)
-        yield Sample((op,), collective_time(op, cluster).seconds * rng.gauss(1, noise))
+        yield TimedSample((op,), collective_time(op, cluster).seconds * rng.gauss(1, noise))
 
 
 @pytest.fixture(scope="module")

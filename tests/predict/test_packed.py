@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.crossings import crossing
 from tests.predict.test_scheduler import Toy
 
-from ridgeline.predict.serving.arrivals import Request
+from ridgeline.predict.serving.arrivals import Arrival
 from ridgeline.predict.serving.native_schedule import PackedSimulation
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import Limits, Scheduling
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 PLANS = [
     ["padding_free", *(p for p, on in zip(("paged_kv:block_size=8", "continuous_batching", "chunked_prefill"), mask,
@@ -64,11 +64,11 @@ def real(made, plan, asked, **work):
 
 def simulated(plan, blocks, longest, asked, **limits):
     s = Scheduling()
-    for t in techniques(Plan.parse(plan)):
+    for t in techniques_of(Plan.parse(plan)):
         t.scheduling(s)
     for name, value in limits.items():
         setattr(s.limits, name, value)
-    sim = PackedSimulation(Toy(), s, blocks, longest, [Request(0.0, *a) for a in asked], record=True)
+    sim = PackedSimulation(Toy(), s, blocks, longest, [Arrival(0.0, *a) for a in asked], record=True)
     out = sim.run()
     assert sim.pool.free == blocks
     assert out.rejected == 0
@@ -111,7 +111,7 @@ CASES = st.fixed_dictionaries({
 @settings(max_examples=150, deadline=None)
 @given(CASES)
 def test_stretches_change_nothing_and_everybody_is_served(case):
-    asked = sorted(Request(*a) for a in case["asked"])
+    asked = sorted(Arrival(*a) for a in case["asked"])
 
     def play(whole):
         limits = Limits(case["seqs"], case["budget"], continuous=case["continuous"], chunked=case["chunked"],

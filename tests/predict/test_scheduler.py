@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.predict.serving.arrivals import Request
-from ridgeline.predict.serving.discrete_events import Limits, Simulation
+from ridgeline.predict.serving.arrivals import Arrival
+from ridgeline.predict.serving.discrete_events import EngineLimits, Simulation
 
 
 class Toy:
@@ -143,7 +143,7 @@ def requests(rng, n, rate, prompt, output):
     now, out = 0.0, []
     for _ in range(n):
         now += rng.expovariate(rate)
-        out.append(Request(now, rng.randint(1, prompt), rng.randint(1, output)))
+        out.append(Arrival(now, rng.randint(1, prompt), rng.randint(1, output)))
     return out
 
 
@@ -165,7 +165,7 @@ CASES = st.fixed_dictionaries(
 
 def limits(case):
     mode = case["mode"]
-    return Limits(
+    return EngineLimits(
         max_num_seqs=case["seqs"],
         max_num_batched_tokens=case["tokens"],
         cache_tokens=case["cache"],
@@ -215,7 +215,7 @@ def test_no_request_is_lost(case):
 def test_littles_law():
     """Mean requests in the system = arrival rate × mean time in it."""
     asked = requests(random.Random(3), 400, 20.0, 100, 60)
-    out = Simulation(Toy(), Limits(32, 256, 10**6), asked).run()
+    out = Simulation(Toy(), EngineLimits(32, 256, 10**6), asked).run()
     events = sorted([(t, 1) for t in out.arrival] + [(t, -1) for t in out.finish])
     area, inside, last = 0.0, 0, 0.0
     for t, change in events:
@@ -228,23 +228,23 @@ def test_littles_law():
 
 def test_chunks_bound_the_gap_between_tokens():
     """With a small token budget a long prompt cannot hold up the others (Sarathi-Serve, arXiv:2403.02310)."""
-    asked = [Request(0.0, 10, 200), Request(0.1, 4000, 10)]
-    whole = Simulation(Toy(), Limits(8, 8192, 10**6, chunked=False), asked).run()
-    parts = Simulation(Toy(), Limits(8, 256, 10**6), asked).run()
+    asked = [Arrival(0.0, 10, 200), Arrival(0.1, 4000, 10)]
+    whole = Simulation(Toy(), EngineLimits(8, 8192, 10**6, chunked=False), asked).run()
+    parts = Simulation(Toy(), EngineLimits(8, 256, 10**6), asked).run()
     assert max(g for g, _ in parts.gaps) < max(g for g, _ in whole.gaps) / 5
     assert parts.first[1] > whole.first[1], "the long prompt itself pays for it"
 
 
 def test_same_input_same_output():
     asked = requests(random.Random(1), 200, 30.0, 200, 50)
-    runs = [Simulation(Toy(), Limits(16, 128, 900), asked).run() for _ in range(2)]
+    runs = [Simulation(Toy(), EngineLimits(16, 128, 900), asked).run() for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0].preemptions > 0
 
 
 def test_a_closed_loop_keeps_its_clients_busy():
-    asked = [Request(0.0, 20, 10)] * 60
-    out = Simulation(Toy(), Limits(16, 128, 10**6), asked, concurrency=6).run()
+    asked = [Arrival(0.0, 20, 10)] * 60
+    out = Simulation(Toy(), EngineLimits(16, 128, 10**6), asked, concurrency=6).run()
     events = sorted([(t, 1) for t in out.arrival] + [(t, -1) for t in out.finish])
     inside = most = 0
     for _, change in events:

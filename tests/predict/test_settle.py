@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline import experiments
 from ridgeline.predict import predict
-from ridgeline.predict.settle import ask, settle
+from ridgeline.predict.settle import ask, settled
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.sizes import parse_size, say_size
 
@@ -35,7 +35,7 @@ def plan(*calls, on="a100", **workload):
 
 def test_settling_a_concrete_plan_changes_nothing():
     e = plan("recompute:every=2", "mixed_precision")
-    assert settle(e) == e
+    assert settled(e) == e
 
 
 def test_asking_gives_what_predicting_gives():
@@ -75,6 +75,6 @@ def test_balanced_stages_are_the_best_cut_there_is(vocab, layers, degree, schedu
     chosen = auto.plan.option("pipeline", "layers")
     assert sum(chosen) == layers
     assert seconds(auto) == pytest.approx(best, rel=1e-6)
-    assert settle(auto) == auto
+    assert settled(auto) == auto
     if vocab > 100_000:
         assert seconds(auto) < 0.95 * seconds(made("balance=even")), "the head's stage takes fewer layers"

@@ -21,7 +21,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.matrix import CPU, TINY
-from ridgeline.techniques.registry import check, mesh_axes, normalize, techniques
+from ridgeline.techniques.registry import check, mesh_axes, normalize, techniques_of
 
 TP, EP, PP = "tensor_parallel:degree=2", "expert_parallel:degree=2", "pipeline:degree=2"
 MIXTURE = {"num_experts": 4, "experts_per_token": 2}
@@ -33,7 +33,7 @@ def experiment(*plan, model=None, **workload):
     """A small mixture served on as many ranks as the plan takes."""
     calls = Plan.parse(list(plan))
     ranks = 1
-    for degree in mesh_axes("serve", techniques(calls)).values():
+    for degree in mesh_axes("serve", techniques_of(calls)).values():
         ranks *= degree
     w = Serve(**{"prompt_len": 8, "output_len": 4, "kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 12, **workload})
     m = TINY.model_copy(update=MIXTURE if model is None else model)

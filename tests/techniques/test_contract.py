@@ -13,7 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.cards import card, card_table, cards
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
-from ridgeline.techniques.registry import check, make, normalize, registry, techniques
+from ridgeline.techniques.registry import check, make, normalize, registry, techniques_of
 from ridgeline.techniques.technique import PHASES, Technique
 
 NAMES = list(registry())
@@ -178,7 +178,7 @@ def test_unknown_names_and_bad_values(call, says):
 def test_techniques_apply_in_phase_order_whatever_the_plan_says():
     calls = ["zero", "flash_attention", "mixed_precision", "recompute", "rtn", "lora"]
     for given in (calls, calls[::-1]):
-        got = [t.card.name for t in techniques(plan(*given).plan)]
+        got = [t.card.name for t in techniques_of(plan(*given).plan)]
         assert got == ["rtn", "lora", "recompute", "flash_attention", "mixed_precision", "zero"]
 
 

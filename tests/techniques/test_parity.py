@@ -21,13 +21,14 @@ from tests.world import world
 
 from ridgeline.nn.model.generate import make_cache
 from ridgeline.nn.model.init import build
+from ridgeline.predict.settle import settled
 from ridgeline.runtime.train_build import Build
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
 from ridgeline.techniques.optimizers.replaced_optimizer import NAMES as OPTIMIZERS
-from ridgeline.techniques.registry import check, normalize, registry, techniques
+from ridgeline.techniques.registry import check, normalize, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 MATRIX = support_matrix()
@@ -68,12 +69,12 @@ def without(e: Experiment, gone: list[Technique]) -> Experiment:
     names = {t.card.name for t in gone}
     plan = Plan(calls=tuple(c for c in e.plan.calls if c.name not in names))
     cluster = e.cluster.model_copy(update={"devices_per_node": 1})
-    return normalize(e.model_copy(update={"plan": plan, "cluster": cluster, "parallel": {}}))
+    return settled(e.model_copy(update={"plan": plan, "cluster": cluster, "parallel": {}}))
 
 
 def comparison(e: Experiment) -> Comparison:
     """Drop every lossless technique; if there is none, the first one that promises the same loss."""
-    made = techniques(e.plan)
+    made = techniques_of(e.plan)
     lossless = [t for t in made if t.card.lossless]
     same = [t for t in made if t.card.bound == "same"]
     gone = lossless or same[:1]
@@ -91,9 +92,7 @@ def prepared(names: tuple[str, ...], corpus) -> Experiment:
     assert e.training.optimizer == "sgd"
     clip, lr = next((CLIPPED[n] for n in names if n in CLIPPED), (0.05, 10.0))
     workload = e.workload.model_copy(update={"data": str(corpus), "grad_clip": clip, "lr": lr})
-    e = normalize(e.model_copy(update={"workload": workload, "plan": small_domains(e.plan, corpus)}))
-    check(e)
-    return e
+    return settled(e.model_copy(update={"workload": workload, "plan": small_domains(e.plan, corpus)}))
 
 
 _REFERENCES: dict[str, Curve] = {}
@@ -185,7 +184,7 @@ def test_every_pair_that_works_has_a_parity_test():
 def test_logits_parity(names):
     """What runs in generation too: logits with and without, through the model alone."""
     e = pair_experiment(*names)
-    made = [t for t in techniques(e.plan) if t.card.name in names]
+    made = [t for t in techniques_of(e.plan) if t.card.name in names]
     ids = torch.randint(e.model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
 
     def logits(use: list[Technique]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from tests.training import MODEL, experiment, make_trainer, train
 from ridgeline import experiments
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.predict import predict
-from ridgeline.predict.settle import ask, settle
+from ridgeline.predict.settle import ask, settled
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.memory.recompute import Recompute
 from ridgeline.techniques.registry import make, normalize
@@ -39,7 +39,7 @@ def test_the_choice_is_that_of_brute_force(others, share, corpus):
     budget = int(min(peaks) + share * (max(peaks) - min(peaks)))
     (chosen,) = [
         c
-        for c in settle(small(corpus, f"recompute:policy=budget,budget={budget}", *others)).plan.calls
+        for c in settled(small(corpus, f"recompute:policy=budget,budget={budget}", *others)).plan.calls
         if c.name == "recompute"
     ]
     peak, seconds = all_of_them[chosen.options["full_blocks"], chosen.options["selective_blocks"]]
@@ -51,12 +51,12 @@ def test_the_choice_is_that_of_brute_force(others, share, corpus):
 
 def test_an_unreachable_budget_names_what_can_be_reached(corpus):
     with pytest.raises(Incompatible, match="smallest reachable peak is") as caught:
-        settle(small(corpus, "recompute:policy=budget,budget=1MB"))
+        settled(small(corpus, "recompute:policy=budget,budget=1MB"))
     assert "flash_attention" in caught.value.fix
     reachable = caught.value.what.split("peak is ")[1]
     number, unit = reachable.split()
     enough = f"{float(number) * 1.01}{unit}"
-    assert settle(small(corpus, f"recompute:policy=budget,budget={enough}")).plan.option("recompute", "full_blocks")
+    assert settled(small(corpus, f"recompute:policy=budget,budget={enough}")).plan.option("recompute", "full_blocks")
 
 
 @pytest.mark.parametrize("share", [0.35, 0.7])
@@ -64,7 +64,7 @@ def test_the_real_step_keeps_the_budget(share, corpus):
     plain = peak_and_time(small(corpus, "recompute"), Recompute(policy="budget", full_blocks=0))[0]
     full = peak_and_time(small(corpus, "recompute"), Recompute())[0]
     budget = int(full + share * (plain - full))
-    e = settle(small(corpus, f"recompute:policy=budget,budget={budget}", steps=2))
+    e = settled(small(corpus, f"recompute:policy=budget,budget={budget}", steps=2))
     trainer = make_trainer(e, uneven=False)
     trainer.step(), trainer.step()
     usage = metered_step(trainer)
@@ -93,7 +93,7 @@ def test_settled_plans_are_concrete_canonical_and_stay_as_they_are():
     assert call.options["budget"] == 70_000_000_000
     assert 0 < call.options["full_blocks"] + call.options["selective_blocks"] <= 40
     assert predict(e).metrics["peak_bytes"].value <= 70e9
-    assert settle(e) == e
+    assert settled(e) == e
     again = experiments.make("llama2-13b", "8xa800-80g", workload, e.plan.strings())
     assert again.id == e.id
     assert make(call) == Recompute(**call.options)

@@ -7,7 +7,7 @@ from tests.world import world
 from ridgeline import experiments
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.predict import predict
-from ridgeline.predict.settle import settle
+from ridgeline.predict.settle import settled
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.registry import check
 
@@ -17,7 +17,7 @@ WIDER = MODEL.model_copy(
 
 
 def wider(corpus, *plan, **workload):
-    return settle(experiment(corpus, *plan, model=WIDER, **{"seq_len": 128, "batch_size": 4, "steps": 3, **workload}))
+    return settled(experiment(corpus, *plan, model=WIDER, **{"seq_len": 128, "batch_size": 4, "steps": 3, **workload}))
 
 
 def stepped(rank, e):
@@ -108,7 +108,7 @@ def test_a_big_model_settles_in_a_moment():
     share = e.plan.option("swap_advisor", "share")
     assert 0 < share < 1
     assert 39.5e9 < peak(e) <= 40e9
-    assert settle(e) == e
+    assert settled(e) == e
     free = experiments.make("llama2-13b", "8xa800-80g", workload, plan[:-1])
     assert predict(e).metrics["step_time_s"].value >= predict(free).metrics["step_time_s"].value
 

@@ -6,7 +6,7 @@ from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.cells.generation_cell import generation_cell
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.matrix import CPU, TINY
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 OPT = TINY.changed(activation="relu", gated=False)
 
@@ -37,7 +37,7 @@ def test_share_of_flops_is_reported():
 
 def test_prediction_shrinks_decoding_only():
     e = plan("zero_skipping:zeros=0.75")
-    (t,) = techniques(e.plan)
+    (t,) = techniques_of(e.plan)
     for build, changes in ((prefill_graph, False), (decode_graph, True)):
         before = build(e)
         after = t.rewrite(build(e), e)
@@ -53,7 +53,7 @@ def test_prediction_shrinks_decoding_only():
 def test_nothing_shrinks_where_skipping_does_not_pay():
     for call, size in (("zero_skipping:zeros=0.5", 1), ("zero_skipping:rows=2", 3)):
         e = plan(call, batch_size=size)
-        (t,) = techniques(e.plan)
+        (t,) = techniques_of(e.plan)
         assert t.rewrite(decode_graph(e), e).flops == decode_graph(e).flops
 
 

@@ -13,7 +13,7 @@ from ridgeline.nn.adapters.adapter import merge
 from ridgeline.predict import predict
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.adapters.adapted import Adapting
-from ridgeline.techniques.registry import check, registry, techniques
+from ridgeline.techniques.registry import check, registry, techniques_of
 from ridgeline.train.adapter_folder import adapters, adapting, attach, go_on, load_adapter, merged_model, save_adapter
 from ridgeline.train.training_loop import plain_state
 
@@ -267,7 +267,7 @@ def test_every_adapter_is_one_kind_among_the_techniques():
 
 
 def test_the_scale_of_rank_stabilised_adapters(corpus):
-    (t,) = techniques(experiment(corpus, "lora:rank=16,alpha=32,rslora=true,targets=o_proj").plan)
+    (t,) = techniques_of(experiment(corpus, "lora:rank=16,alpha=32,rslora=true,targets=o_proj").plan)
     assert t.scale == 8.0
     assert adapters(build(experiment(corpus).model), load_one(t, corpus))["layers.0.attention.o_proj"].scale == 8.0
 

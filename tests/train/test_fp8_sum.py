@@ -11,7 +11,7 @@ from tests.world import world
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rewritten
 from ridgeline.techniques.precision.fp8_torch import sum_fp8
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 SIZES = [60, 7, 200, 1, 33]  # 301 elements: shares are padded, and tensors lie across them
 
@@ -95,7 +95,7 @@ def counted(rank, e):
 def test_bytes_on_the_wire_are_those_predicted(ranks, corpus):
     """With one bucket per step; the prediction has one per block, so sums are compared kind by kind."""
     e = experiment(corpus, "mixed_precision", "fp8:gradients=true", ranks=ranks)
-    g = rewritten(training_graph(e), e, techniques(e.plan))
+    g = rewritten(training_graph(e), e, techniques_of(e.plan))
     predicted: dict[str, float] = {}
     for b in g.blocks:
         for op in b.reduce:

@@ -12,7 +12,7 @@ from tests.world import world
 from ridgeline.measure.cells.training_cell import metered_step
 from ridgeline.nn.quant.codec import decode_blockwise8, encode_blockwise8
 from ridgeline.predict import predict
-from ridgeline.runtime.optimizers import AdaLomo, AdamW8bit, Lion
+from ridgeline.runtime.optimizers import AdaLomoOptimizer, AdamW8bitOptimizer, LionOptimizer
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.registry import check
 from ridgeline.train.checkpoint import resume, save
@@ -54,9 +54,12 @@ def adamw(p, g, s, t):
 
 
 MADE = {
-    "lion": (lambda groups: Lion(groups, LR, (0.9, 0.99)), lion),
-    "adalomo": (lambda groups: AdaLomo(groups, LR, 0.8, 1e-3), adalomo),
-    "adamw8bit": (lambda groups: AdamW8bit(groups, LR, (0.9, 0.95), 256, set()), adamw),  # too small to be coded
+    "lion": (lambda groups: LionOptimizer(groups, LR, (0.9, 0.99)), lion),
+    "adalomo": (lambda groups: AdaLomoOptimizer(groups, LR, 0.8, 1e-3), adalomo),
+    "adamw8bit": (
+        lambda groups: AdamW8bitOptimizer(groups, LR, (0.9, 0.95), 256, set()),
+        adamw,
+    ),  # too small to be coded
 }
 
 
@@ -80,7 +83,7 @@ def test_coded_moments_equal_coding_by_hand():
     g = torch.Generator().manual_seed(1)
     p = torch.nn.Parameter(torch.randn(64, 96, generator=g))
     want, m, v = p.detach().clone(), torch.zeros(64, 96), torch.zeros(64, 96)
-    optimizer = AdamW8bit([{"params": [p], "weight_decay": DECAY}], LR, (0.9, 0.95), 64, set())
+    optimizer = AdamW8bitOptimizer([{"params": [p], "weight_decay": DECAY}], LR, (0.9, 0.95), 64, set())
     for t in range(1, 21):
         p.grad = torch.randn(p.shape, generator=g)
         s = {"m": m, "v": v}

@@ -156,7 +156,7 @@ def test_masters_keep_what_16_bits_lose(corpus):
 
 
 @pytest.mark.parametrize("plan", [LOW, f"{LOW},dtype=fp16", f"{LOW}|fp8:states=true", f"{LOW}|fused_layers"])
-def test_low_weights_follow_the_wide_run(plan, corpus):
+def test_weights_16bit_follow_the_wide_run(plan, corpus):
     wide = train(experiment(corpus, optimizer="adamw", lr=3e-3))
     low = train(experiment(corpus, *plan.split("|"), optimizer="adamw", lr=3e-3))
     print(f"signal {wide.signal:.3g}")
@@ -179,7 +179,7 @@ def ranks_agree(rank, e):
     return [trainer.step().loss for _ in range(3)], [p.grad.dtype for p in trainer.parameters]
 
 
-def test_low_weights_in_data_parallel(corpus):
+def test_weights_16bit_in_data_parallel(corpus):
     (a, dtypes), (b, _) = world(2).run(ranks_agree, experiment(corpus, LOW, ranks=2))
     alone = train(experiment(corpus, LOW))
     assert a == b

@@ -9,10 +9,11 @@ import torch
 
 from ridgeline import catalog, experiments
 from ridgeline.predict.predict import resting_bytes
+from ridgeline.predict.settle import settled
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.matrix import pair_experiment
-from ridgeline.techniques.registry import normalize, registry
+from ridgeline.techniques.registry import registry
 
 ONE = {"kind": "pretrain", "seq_len": 2048, "batch_size": 64, "micro_batch_size": 1}
 LLAMA = ("llama2-70b", "8x8xa100")
@@ -111,7 +112,7 @@ def test_shapes_by_hand(elsewhere):
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_every_technique_builds_without_memory(name, elsewhere):
-    e = normalize(pair_experiment(name))
+    e = settled(pair_experiment(name))
     ((place, real, _),) = elsewhere(build_ranks, e, (e.world - 1,))
     assert real == resting_bytes(e, place)["parameters"]
 

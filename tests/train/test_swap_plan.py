@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.techniques.memory.swap_plan import Choice, Gap, Problem, deadlines, exact, genetic, greedy, lru, simulate
+from ridgeline.techniques.memory.swap_plan import (
+    Gap,
+    Problem,
+    SwapChoice,
+    deadlines,
+    exact,
+    genetic,
+    greedy,
+    lru,
+    simulate,
+)
 
 
 def layered(seed: int, layers: int = 5, share: float = 0.6, speed: float = 1.0) -> Problem:
@@ -40,7 +50,7 @@ def problems(draw):
     return Problem(tuple(seconds), tuple(map(int, live)), tuple(gaps), budget, draw(st.floats(0.5, 20.0)))
 
 
-def replay(p: Problem, choice: Choice) -> None:
+def replay(p: Problem, choice: SwapChoice) -> None:
     """Independent of the simulator's bookkeeping: bytes and presence at each operator, from the copies' times alone."""
     s = simulate(p, choice)
     for op, start in enumerate(s.starts):
@@ -94,7 +104,7 @@ def test_ilp_genetic_greedy_lru_in_this_order(seed, share):
 def test_the_genetic_search_finds_the_optimum_of_a_problem_that_can_be_searched_whole(seed):
     p = layered(seed, layers=5, share=0.4, speed=0.7)
     backs = [(0, *range(g.last + 2, g.next + 1)) for g in p.gaps]
-    best = min(simulate(p, Choice(back)).cost[:2] for back in product(*backs))
+    best = min(simulate(p, SwapChoice(back)).cost[:2] for back in product(*backs))
     assert simulate(p, genetic(p)).cost[:2] == pytest.approx(best, rel=1e-12)
     assert exact(p) <= best[1] + 1e-6, "the integer program bounds it from below"
 
@@ -113,7 +123,7 @@ def test_no_swap_where_none_is_needed_and_a_bound_where_none_helps():
 def test_a_plan_by_hand():
     """Three operators of one second; the tensor of 2 bytes must be away in the middle; one byte per second."""
     p = Problem((1.0, 1.0, 1.0), (2, 4, 2), (Gap(2, 0, 2),), 2, 1.0)
-    s = simulate(p, Choice((2,)))
+    s = simulate(p, SwapChoice((2,)))
     assert s.out[0] == (1.0, 3.0)
     assert s.starts == [0.0, 3.0, 6.0]
     assert (s.stall, s.peak, s.overflow) == (4.0, 2, 0)

@@ -7,7 +7,7 @@ from tests.training import MODEL, experiment, train
 from ridgeline import catalog, experiments
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
-from ridgeline.techniques.registry import check, require_runnable, techniques
+from ridgeline.techniques.registry import check, require_runnable, techniques_of
 
 TRAINING = [n for n in catalog.systems() if catalog.system(n).reported.workload.get("kind", "pretrain") != "serve"]
 DEEP = MODEL.model_copy(update={"num_layers": 4})
@@ -95,6 +95,6 @@ def test_four_ranks_train_as_one(name, other, corpus):
 
 def test_systems_cover_triples(corpus):
     """What makes this more than the pairs' test: three techniques and more, over two axes."""
-    plans = {n: {t.card.name for t in techniques(shrunk(n, corpus).plan)} for n in TRAINING}
+    plans = {n: {t.card.name for t in techniques_of(shrunk(n, corpus).plan)} for n in TRAINING}
     assert sum(len(names) >= 3 for names in plans.values()) >= 7
     assert sum(len(shrunk(n, corpus).parallel) >= 2 for n in plans) >= 2

@@ -107,10 +107,10 @@ def _plan(asked: list[str], adapter: Path | None, model: ModelSpec, merged: bool
     """
     from ridgeline.experiments import plan_of
     from ridgeline.techniques.adapters.adapted import Adapting
-    from ridgeline.techniques.registry import techniques
+    from ridgeline.techniques.registry import techniques_of
 
     def adapts() -> bool:
-        return any(isinstance(t, Adapting) for t in techniques(plan_of(asked)))
+        return any(isinstance(t, Adapting) for t in techniques_of(plan_of(asked)))
 
     if adapter:
         from ridgeline.train.adapter_folder import call_text, load_adapter
@@ -118,7 +118,7 @@ def _plan(asked: list[str], adapter: Path | None, model: ModelSpec, merged: bool
         if not adapts():
             asked = [*asked, call_text(load_adapter(adapter, model).call)]
     if merged:
-        for technique in techniques(plan_of(asked)):
+        for technique in techniques_of(plan_of(asked)):
             technique.plain({})
     return asked, adapts()
 

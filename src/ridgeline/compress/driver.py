@@ -34,7 +34,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Compress
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 
 DENSE = "dense"
 """Format in which codes are expanded before they are written."""
@@ -47,8 +47,7 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
 
     Raises :class:`UserError`.
     """
-    e = normalize(e)
-    made = check(e)
+    e, techniques = resolve(e)
     started = time.perf_counter()
     w = e.workload
     assert isinstance(w, Compress)
@@ -56,7 +55,7 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
     source, dtype = Path(w.checkpoint), config_dtype(Path(w.checkpoint))
     spec = ModelSpec.from_path(source)
     require_twin(spec)
-    own = any(t.own_format for t in made)
+    own = any(t.own_format for t in techniques)
     name = options.format or (Ridgeline.name if own else CompressedTensors.name)
     form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)
     if name == GGUF:
@@ -64,7 +63,7 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
     wide = dtype == torch.bfloat16 and name not in ("gptq", GGUF)
     scale_dtype = torch.bfloat16 if wide else torch.float16  # what the format stores, or the checkpoint
     run = CompressBuild(e, spec, here.device, scale_dtype)
-    for technique in made:
+    for technique in techniques:
         technique.compress(run)
     if not (run.whole or run.at_site or run.before_block or run.after_block):
         raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")

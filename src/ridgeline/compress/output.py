@@ -19,10 +19,10 @@ from torch import Tensor
 from ridgeline.nn.checkpoint.checkpoint import INDEX, SINGLE
 from ridgeline.nn.checkpoint.formats import Format
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
-from ridgeline.nn.checkpoint.hf_names import Link, links
+from ridgeline.nn.checkpoint.hf_names import NamePair, links
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Packed
-from ridgeline.runtime.compress_build import Layer
+from ridgeline.runtime.compress_build import LinearLayer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec
@@ -164,7 +164,7 @@ def their_tensors(
     spec: ModelSpec,
     block: str,
     ours: Mapping[str, Tensor],
-    layers: Mapping[str, Layer],
+    layers: Mapping[str, LinearLayer],
     form: Format | None,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -173,7 +173,7 @@ def their_tensors(
     ``ours``: parameters by our names; an expert's are under ``….experts.<e>.<projection>``. ``form`` None: all dense.
     Raises :class:`UserError` for layers that the format cannot hold.
     """
-    pieces: dict[str, list[Link]] = defaultdict(list)
+    pieces: dict[str, list[NamePair]] = defaultdict(list)
     for link in links(spec):
         name = link.ours
         if (".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]) == block:
@@ -209,7 +209,7 @@ def their_tensors(
     return tensors, stored
 
 
-def layer_of(link: Link) -> str:
+def layer_of(link: NamePair) -> str:
     """The name under which the driver keeps a link's linear layer."""
     if link.expert is not None:
         stem, _, kind = link.ours.rpartition(".")

@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.compress.output import Output
 from ridgeline.nn.quant.activation_quant import InputCode
-from ridgeline.nn.quant.packed import Outliers, Packed, Stored
+from ridgeline.nn.quant.packed import Packed, PackedOutliers, Stored
 from ridgeline.nn.quant.sparse import Sparse
 from ridgeline.nn.quant.ternary import Ternary
 
@@ -24,7 +24,7 @@ def _restore_packed(scheme: dict[str, Any]) -> Packed:
     out, width = scheme["shape"]
     groups, count = width // scheme["group_size"], scheme["outliers"]
     zero = None if scheme["symmetric"] else torch.empty(out, groups, dtype=torch.uint8)
-    aside = Outliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
+    aside = PackedOutliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
     codes = torch.empty(out, width, dtype=torch.uint8)
     return Packed(codes, torch.empty(out, groups), zero, scheme["bits"], scheme["group_size"], aside)
 

@@ -19,7 +19,7 @@ from ridgeline.nn.checkpoint.formats import Format
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
 from ridgeline.nn.checkpoint.hf_names import links
 from ridgeline.nn.model.init import assign
-from ridgeline.nn.model.transformer import Block, Transformer
+from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.runtime.compress_build import CompressBuild
 from ridgeline.spec.errors import UserError
@@ -83,7 +83,7 @@ class ModelStream:
     def _block(self, index: int) -> None:
         part = f"layers.{index}"
         block = self.blocks.pop(str(index))
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         done = self.output.done(part)
         if self.teacher is not None or not done:
             _load(block, part, self.reader)
@@ -106,7 +106,7 @@ class ModelStream:
             inputs={names[n]: asdict(la.input) for n, la in kept.items() if la.input is not None},
         )  # fmt: skip
 
-    def _pass_written(self, index: int, block: Block) -> None:
+    def _pass_written(self, index: int, block: TransformerBlock) -> None:
         """Move the hidden states through a block that an earlier run has written."""
         part = f"layers.{index}"
         written = Reader(self.output.partial, self.spec, [self.output.file(part)], self.form)

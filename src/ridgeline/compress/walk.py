@@ -16,11 +16,11 @@ from ridgeline.jobs.job import Progress
 from ridgeline.nn.model.attention import make_mask
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP, gated
 from ridgeline.nn.model.moe import MoE
-from ridgeline.nn.model.transformer import Block, Transformer
+from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.nn.quant.activation_quant import InputCode, fake_quantize
 from ridgeline.nn.quant.sparse import Sparse
-from ridgeline.runtime.compress_build import BlockJob, CompressBuild, Layer, Site, Together
-from ridgeline.runtime.solve.statistics import Gram, Peak
+from ridgeline.runtime.compress_build import BlockJob, CompressBuild, LinearLayer, Site, Together
+from ridgeline.runtime.solve.statistics import Gram, InputPeak
 
 ReadExpert = Callable[[str, int], Tensor]
 """One expert's slice of a parameter of the block: (name in the block, expert) → [out, in] fp32."""
@@ -67,7 +67,7 @@ class Walker:
         self.run, self.skeleton, self.dtype, self.report = run, skeleton, dtype, report
         self.folder, self.expands, self.archives = folder, expands, archives
         self.records: list[dict[str, Any]] = []
-        self.kept: dict[str, Layer] = {}
+        self.kept: dict[str, LinearLayer] = {}
         """Layers of the block under way, by name."""
         self.said: dict[str, Any] = {}
         """What steps told of that block."""
@@ -97,14 +97,14 @@ class Walker:
         rotary = self.skeleton.rotary
         return mask, None if rotary is None else rotary.tables(None, 0, length, x.device, x.dtype)
 
-    def forward(self, block: Block, x: Tensor) -> Tensor:
+    def forward(self, block: TransformerBlock, x: Tensor) -> Tensor:
         """A whole block on a chunk."""
         mask, rope = self.surroundings(x)
         out: Tensor = block(x, mask, rope)
         return out
 
     @torch.no_grad()
-    def pass_through(self, block: Block, hidden: Hidden, into: Hidden | None = None) -> None:
+    def pass_through(self, block: TransformerBlock, hidden: Hidden, into: Hidden | None = None) -> None:
         """Replace (or fill ``into`` with) what the block gives."""
         for x, y in zip(hidden.chunks(), (into or hidden).chunks(), strict=True):
             y.copy_(self.forward(block, x))
@@ -112,8 +112,8 @@ class Walker:
     # ---- the stages of a block ---------------------------------------------------------------------------------------
 
     def block(
-        self, index: int, block: Block, hidden: Hidden, target: Hidden | None, expert: ReadExpert | None
-    ) -> dict[str, Layer]:
+        self, index: int, block: TransformerBlock, hidden: Hidden, target: Hidden | None, expert: ReadExpert | None
+    ) -> dict[str, LinearLayer]:
         """Compress ``block`` in place and move ``hidden`` behind it; returns its layers by name.
 
         ``target``: what the original block gives on the original model's hidden states. ``expert`` reads experts of a
@@ -150,7 +150,7 @@ class Walker:
         return self.kept
 
     @torch.no_grad()
-    def _round(self, block: Block) -> None:
+    def _round(self, block: TransformerBlock) -> None:
         """Norms, biases and routers as the file will have them."""
         for name, p in block.named_parameters():
             if p.is_meta or name.endswith("_proj.weight"):
@@ -158,7 +158,7 @@ class Walker:
             p.copy_(p.to(self.dtype))
 
     @torch.no_grad()
-    def observe(self, block: Block, hidden: Hidden, visit: Callable[[str, Tensor], None]) -> None:
+    def observe(self, block: TransformerBlock, hidden: Hidden, visit: Callable[[str, Tensor], None]) -> None:
         """Show what each site of the block reads to ``visit``, chunk by chunk. A mixture's experts are not seen."""
         sites: dict[str, nn.Module] = {"attention.qkv": block.attention.q_proj, "attention.o": block.attention.o_proj}
         if isinstance(block.mlp, MLP):
@@ -174,19 +174,19 @@ class Walker:
             for hook in hooks:
                 hook.remove()
 
-    def _peaks(self, block: Block, hidden: Hidden) -> dict[str, Tensor]:
+    def _peaks(self, block: TransformerBlock, hidden: Hidden) -> dict[str, Tensor]:
         """max |x| at every site, before anything changes. A mixture's experts have none."""
-        found: dict[str, Peak] = {}
+        found: dict[str, InputPeak] = {}
 
         def visit(site: str, x: Tensor) -> None:
             if site not in found:
-                found[site] = Peak(x.shape[-1])
+                found[site] = InputPeak(x.shape[-1])
             found[site].add(x)
 
         self.observe(block, hidden, visit)
         return {name: peak.value for name, peak in found.items()}
 
-    def _attention(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
+    def _attention(self, prefix: str, block: TransformerBlock, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
         attention = block.attention
         read = _same if block.post_norm else block.attention_norm
         self._site(f"{prefix}.attention.qkv", attention, ("q_proj", "k_proj", "v_proj"), peaks,
@@ -203,7 +203,7 @@ class Walker:
                 x.copy_(block.attention_norm(x))
         mixed.close()
 
-    def _mlp(self, prefix: str, block: Block, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
+    def _mlp(self, prefix: str, block: TransformerBlock, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
         read = _same if block.post_norm else block.mlp_norm
@@ -216,7 +216,7 @@ class Walker:
             if block.post_norm:
                 x.copy_(block.mlp_norm(x))
 
-    def _experts(self, prefix: str, block: Block, hidden: Hidden, expert: ReadExpert) -> None:
+    def _experts(self, prefix: str, block: TransformerBlock, hidden: Hidden, expert: ReadExpert) -> None:
         """Each expert sees only the tokens that the router sends it. In memory are the weights of one, or of as many as
         the plan's steps take at once."""
         moe = block.mlp
@@ -292,7 +292,7 @@ class Walker:
             gram, tokens = moments.value, moments.rows
             if tokens == 0:
                 gram = torch.eye(len(gram))
-        layers = [Layer(visit.prefix + n, weight, weight, input=self.inputs.get(visit.prefix + n))
+        layers = [LinearLayer(visit.prefix + n, weight, weight, input=self.inputs.get(visit.prefix + n))
                   for n, weight in zip(visit.names, weights, strict=True)]  # fmt: skip
         return Site(visit.name, layers, gram, tokens, visit.peak)
 

@@ -119,7 +119,17 @@ def _embed(b: Builder) -> Block:
         if b.training:  # a dense gradient: zero the table, then add one row per token
             moved = (rows * h + 3.0 * t * h) * w
             b.block.backward.append(
-                Op(f"{name}.dw", "embed", "embedding", "backward", 0, moved, b.dtype, param=f"{name}.weight")
+                Op(
+                    f"{name}.dw",
+                    "embed",
+                    "embedding",
+                    "backward",
+                    0,
+                    moved,
+                    b.dtype,
+                    param=f"{name}.weight",
+                    role="weight_gradient",
+                )
             )
     if s.embedding_norm:
         b.norm("embed.norm", "embed.sum", h)

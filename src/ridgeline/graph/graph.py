@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 Direction = str  # "forward" | "backward" | "update"
+Role = Literal["", "weight_gradient", "bias_gradient", "regather"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +68,8 @@ class Op:
     """attention: storage of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
     """attention: library of the fused kernel, flash (default) or trtllm."""
+    role: Role = ""
+    """What it computes in backward, where that matters: gradients of parameters, or a divided input made whole."""
 
     @property
     def phase(self) -> str:
@@ -178,9 +181,24 @@ class Block:
     """Collectives after the update of its parameters (new weights handed round)."""
 
     @property
+    def is_layer(self) -> bool:
+        """Whether it stands for transformer layers, of the decoder or of the encoder."""
+        return self.name.startswith(("layers", "encoder"))
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is the language-model head (or the classifier)."""
+        return self.name == "head"
+
+    @property
     def saved_bytes(self) -> float:
         """Activation bytes kept until backward, for one repeat."""
         return sum(s.bytes for s in self.saved.values())
+
+    @property
+    def saved_by_mlp(self) -> float:
+        """Those of them that only the MLP's backward reads."""
+        return sum(s.bytes for s in self.saved.values() if all(user.startswith("mlp") for user in s.users))
 
     def copy(self) -> Block:
         """A block of its own lists and parameters; operators are immutable and shared."""
@@ -274,8 +292,8 @@ class Graph:
     """Whether gradients are reduced while backward still runs."""
     fused: bool = False
     """Whether chains of elementwise operators run as one kernel each, as their bytes are counted."""
-    low_weights: bool = False
-    """Whether weights rest in the compute dtype beside a wide master copy among the optimizer's states."""
+    weights_16bit: bool = False
+    """Whether weights rest in 16 bits, with fp32 masters among the optimizer's states (as in Megatron-LM)."""
     pipeline: Pipeline | None = None
     """None: every rank runs all blocks."""
     before_update: list[Op] = field(default_factory=list)
@@ -319,7 +337,7 @@ class Graph:
     def each_block(self, fn: Callable[[Block], None], layers_only: bool = False) -> Graph:
         """Apply ``fn`` to every block (or to the transformer layers only); returns the graph."""
         for block in self.blocks:
-            if not layers_only or block.name.startswith(("layers", "encoder")):
+            if not layers_only or block.is_layer:
                 fn(block)
         return self
 
@@ -338,7 +356,7 @@ class Graph:
 
         Blocks of one name (dense and expert layers, layers with and without recomputation) alternate evenly.
         """
-        layers = [b for b in self.blocks if b.name.startswith(("layers", "encoder"))]
+        layers = [b for b in self.blocks if b.is_layer]
         order = [i for i, n in alternate(layers) for _ in range(n)]
         found: list[list[Block]] = []
         counts = self.pipeline.layers if self.pipeline else ()
@@ -346,9 +364,9 @@ class Graph:
         for start, end in zip([0, *ends], ends, strict=False):
             mine = order[start:end]
             found.append([replace(layers[i], repeat=n) for i, n in Counter(mine).items()])
-        others = [b for b in self.blocks if not b.name.startswith(("layers", "encoder"))]
-        found[0] = [b for b in others if b.name != "head"] + found[0]
-        found[-1] += [b for b in others if b.name == "head"]
+        others = [b for b in self.blocks if not b.is_layer]
+        found[0] = [b for b in others if not b.is_head] + found[0]
+        found[-1] += [b for b in others if b.is_head]
         return found
 
     @property

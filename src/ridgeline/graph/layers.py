@@ -106,7 +106,19 @@ class Builder:
                 weight,
                 experts=touched,
             ),
-            Op(f"{name}.dw", module, "gemm", "backward", flops, traffic, self.dtype, deep, weight, experts=touched),
+            Op(
+                f"{name}.dw",
+                module,
+                "gemm",
+                "backward",
+                flops,
+                traffic,
+                self.dtype,
+                deep,
+                weight,
+                experts=touched,
+                role="weight_gradient",
+            ),
         ]
         earlier = self.block.saved.get(source)
         if earlier and any(user.endswith(".dw") for user in earlier.users):
@@ -115,7 +127,19 @@ class Builder:
             grads.append(Op(f"{name}.accumulate", module, "residual", "backward", 0, add, self.dtype))
         if bias:
             size = rows * n * self.width
-            grads.append(Op(f"{name}.db", module, "reduce", "backward", 0, size, self.dtype, param=f"{name}.bias"))
+            grads.append(
+                Op(
+                    f"{name}.db",
+                    module,
+                    "reduce",
+                    "backward",
+                    0,
+                    size,
+                    self.dtype,
+                    param=f"{name}.bias",
+                    role="bias_gradient",
+                )
+            )
         self.block.backward.extend(grads)
         self.save(source, rows * k, [f"{name}.dw"])
 

@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class Timeline:
+class ScheduleTimes:
     """What a schedule takes."""
 
     seconds: float
@@ -124,7 +124,7 @@ def run(
     send: float = 0.0,
     chunks: int = 1,
     exact: bool = False,
-) -> Timeline:
+) -> ScheduleTimes:
     """Time a schedule from each virtual stage's seconds of forward, backward and (zero_bubble) weight gradients.
 
     ``send`` seconds pass between neighboring ranks. Many micro-batches are not played one by one: once the pipeline is
@@ -140,7 +140,7 @@ def run(
         b = _play(schedule, ranks, first + ranks, forward, backward, weight, send, chunks, False)
         each = max(b.seconds - a.seconds, max(b.busy) - max(a.busy)) / ranks
     more = (micros - first) * each
-    return Timeline(a.seconds + more, tuple(x + more for x in a.ends), tuple(x * micros / first for x in a.busy))
+    return ScheduleTimes(a.seconds + more, tuple(x + more for x in a.ends), tuple(x * micros / first for x in a.busy))
 
 
 class _Step(NamedTuple):
@@ -198,7 +198,7 @@ def _play(
     send: float,
     chunks: int,
     record: bool,
-) -> Timeline:
+) -> ScheduleTimes:
     order = _order.__wrapped__ if record else _order
     durations = (*forward, *backward, *(weight or (0.0,) * len(forward)))
     clock = [0.0] * ranks
@@ -220,4 +220,4 @@ def _play(
         busy[stage % ranks] += micros * (
             forward[stage] + backward[stage] + (weight[stage] if schedule == "zero_bubble" else 0.0)
         )
-    return Timeline(max(clock), tuple(clock), tuple(busy), tuple(tuple(s) for s in starts) if record else ())
+    return ScheduleTimes(max(clock), tuple(clock), tuple(busy), tuple(tuple(s) for s in starts) if record else ())

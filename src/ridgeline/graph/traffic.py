@@ -34,7 +34,7 @@ def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
         once = b.repeat * g.passes / g.stages
         gathers = n
         if g.layer_gathers is not None:
-            gathers = once * (g.layer_gathers if b.name.startswith(("layers", "encoder")) else 1.0)
+            gathers = once * (g.layer_gathers if b.is_layer else 1.0)
         for group, times in ((b.gather_forward, gathers), (b.forward, n), (b.store, n), (b.gather_backward, gathers),
                              (b.backward, n), (b.reduce, n if g.reduce_every_micro_batch else once),
                              (b.after_update, b.repeat / g.stages)):  # fmt: skip

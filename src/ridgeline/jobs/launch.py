@@ -213,7 +213,7 @@ def _grace(ranks: list[Rank]) -> list[int]:
 
 def _failed(ranks: list[Rank]) -> tuple[int, int] | None:
     """A rank that has failed and its exit code; one that a signal ended before one that noticed."""
-    dead = [(i, r.returncode) for i, r in enumerate(ranks) if r.poll() not in (None, 0)]
+    dead = [(i, code) for i, r in enumerate(ranks) if (code := r.poll())]
     return min(dead, key=lambda d: (d[1] >= 0, d[0]), default=None)
 
 

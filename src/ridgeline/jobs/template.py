@@ -158,7 +158,7 @@ def serve() -> None:
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        ready, _, _ = select.select([requests, woken], [], [])
+        ready: list[Any] = select.select([requests, woken], [], [])[0]
         if woken in ready:
             os.read(woken, 1024)
             _tell_of_the_dead(requests)

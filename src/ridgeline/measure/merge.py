@@ -10,7 +10,7 @@ from ridgeline.measure.stats import bootstrap_ci, outliers, perplexity_ratio, ra
 from ridgeline.spec.ablation import Outcome
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Metric, Result, Sample
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 
 def steady(samples: list[Sample]) -> list[list[Sample]]:
@@ -136,15 +136,15 @@ def sameness(e: Experiment, own: Result, base: Result) -> list[Check]:
     loss, reference = own.metric("final_loss"), base.metric("final_loss")
     if own.status != "ok" or loss is None or reference is None:
         return []
-    made = techniques(e.plan)
-    if any(t.card.bound == "falls" for t in made):
+    techniques = techniques_of(e.plan)
+    if any(t.card.bound == "falls" for t in techniques):
         start, loss = own.metric("eval_loss_start"), own.metric("eval_loss")
         if start is None or loss is None:
             return []
-        names = ", ".join(t.card.name for t in made if t.card.bound == "falls")
+        names = ", ".join(t.card.name for t in techniques if t.card.bound == "falls")
         what = f"held-out loss falls ({names} trains other parameters)"
         return [Check(name=what, passed=loss < start, expected=start, got=loss)]
-    tolerance = max((t.card.tolerance for t in made), default=1e-5)
+    tolerance = max((t.card.tolerance for t in techniques), default=1e-5)
     # Rounding differs between kernels and grows with the steps; the card's bound is per comparison of whole runs.
     tolerance = max(tolerance, 1e-4)
     return [

@@ -1,19 +1,19 @@
 """The torch twin: one real transformer for every family, its loss, its generation and its checkpoints."""
 
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into, save_checkpoint
-from ridgeline.nn.model.attention import BACKENDS, Backend, LayerCache, Mask
+from ridgeline.nn.model.attention import BACKENDS, AttentionBackend, LayerCache, Mask
 from ridgeline.nn.model.generate import decode, generate, make_cache, prefill
 from ridgeline.nn.model.init import build, init_weights, materialize
 from ridgeline.nn.model.loss import token_loss
-from ridgeline.nn.model.transformer import Block, Transformer
+from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 
 __all__ = [
     "BACKENDS",
-    "Backend",
-    "Block",
+    "AttentionBackend",
     "LayerCache",
     "Mask",
     "Transformer",
+    "TransformerBlock",
     "build",
     "decode",
     "generate",

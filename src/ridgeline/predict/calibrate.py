@@ -32,7 +32,7 @@ _MOST_ROWS = 1500
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimedSample:
     """One measured row: the operators that ran, in order, and their seconds together."""
 
     ops: tuple[Op, ...]
@@ -62,7 +62,7 @@ class Calibrated:
 
 
 def calibrate(
-    samples: Iterable[Sample], device: Device, start: Efficiency | None = None, source: str = "measured profile"
+    samples: Iterable[TimedSample], device: Device, start: Efficiency | None = None, source: str = "measured profile"
 ) -> Calibrated:
     """Fit the constants of ``device`` to ``samples``; families without enough rows keep those of ``start``.
 
@@ -72,7 +72,7 @@ def calibrate(
     if device.clock:
         base = _at_clock(base, device.clock)
     m = Machine(device, base)
-    families: dict[tuple[str, str], list[Sample]] = {}
+    families: dict[tuple[str, str], list[TimedSample]] = {}
     for sample in samples:
         families.setdefault(family_of(sample.ops[-1]), []).append(sample)
     out = Calibrated(base)
@@ -133,31 +133,31 @@ def _fallback(key: str) -> str:
 # ---- prediction with given constants ------------------------------------------------------------------------------
 
 
-def _gemm(m: Machine, c: Any, s: Sample) -> float:
+def _gemm(m: Machine, c: Any, s: TimedSample) -> float:
     op = s.ops[-1]
     rows, n, k = op.shape
     t = tiled(m, c, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0)).seconds
     return t + sum(quantize_time(m, c, q.bytes / 3.0) for q in s.ops[:-1])
 
 
-def _prefill(m: Machine, c: Any, s: Sample) -> float:
+def _prefill(m: Machine, c: Any, s: TimedSample) -> float:
     op = s.ops[-1]
     return prefill(m, c, op.shape, op.causal, op.dtype).seconds
 
 
-def _decode(m: Machine, c: Any, s: Sample) -> float:
+def _decode(m: Machine, c: Any, s: TimedSample) -> float:
     op = s.ops[-1]
     apart = decode_kernel(op.kernel, op.shape[1], op.shape[2]) == "mmha"
     return decode(m, c, op.shape, DTYPE_BYTES[op.kv_dtype or op.dtype], apart, op.dtype).seconds
 
 
-def _collective(m: Machine, c: Any, s: Sample) -> float:
+def _collective(m: Machine, c: Any, s: TimedSample) -> float:
     op = s.ops[-1]
     cluster = Cluster.model_construct(device=m.device, devices_per_node=op.ranks, nodes=1)
     return algorithm_time(m, c, op.kind, op.ranks, op.link_bytes, path(c, cluster, op.ranks), op.dtype)
 
 
-_PREDICT: dict[str, Callable[[Machine, Any, Sample], float]] = {
+_PREDICT: dict[str, Callable[[Machine, Any, TimedSample], float]] = {
     "gemm": _gemm, "prefill": _prefill, "decode": _decode, "collective": _collective,
 }  # fmt: skip
 
@@ -176,7 +176,9 @@ def _free(c: BaseModel) -> list[str]:
     return [k for k, v in c if isinstance(v, float) and v > 0 and k not in _STILL]
 
 
-def _fit(start: C, samples: Sequence[Sample], m: Machine, predict: Callable[[Machine, Any, Sample], float]) -> C:
+def _fit(
+    start: C, samples: Sequence[TimedSample], m: Machine, predict: Callable[[Machine, Any, TimedSample], float]
+) -> C:
     import numpy as np
     from scipy.optimize import least_squares
 
@@ -214,7 +216,7 @@ def _bounds(name: str, x: float) -> tuple[float, float]:
 
 
 def _errors(
-    c: Any, samples: Sequence[Sample], m: Machine, predict: Callable[[Machine, Any, Sample], float]
+    c: Any, samples: Sequence[TimedSample], m: Machine, predict: Callable[[Machine, Any, TimedSample], float]
 ) -> list[float]:
     return [abs(predict(m, c, s) / s.seconds - 1.0) for s in samples]
 

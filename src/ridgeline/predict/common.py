@@ -17,9 +17,9 @@ from ridgeline.techniques.technique import Technique
 GIB = 2**30
 
 
-def rewritten(g: Graph, e: Experiment, made: list[Technique]) -> Graph:
+def rewritten(g: Graph, e: Experiment, techniques: list[Technique]) -> Graph:
     """The graph after every technique's pass, in canonical order."""
-    for t in made:
+    for t in techniques:
         g = t.rewrite(g, e)
     return g.close()
 

@@ -36,7 +36,7 @@ _LARGEST = 64.0
 
 
 @dataclass(slots=True)
-class Node:
+class TimePart:
     """A part of the time: its seconds, its share of the whole, and what bounds it, by share of its seconds."""
 
     name: str
@@ -44,7 +44,7 @@ class Node:
     share: float
     bounds: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    children: list[Node] = field(default_factory=list)
+    children: list[TimePart] = field(default_factory=list)
 
     @property
     def bound(self) -> str:
@@ -82,7 +82,7 @@ class Explanation:
 
     result: Result
     metric: str
-    tree: Node
+    tree: TimePart
     levers: list[Lever]
     moves: list[Move]
 
@@ -106,43 +106,43 @@ def headline(r: Result) -> str:
     raise UserError("this prediction has no time to explain")
 
 
-def tree(r: Result, name: str) -> Node:
+def tree(r: Result, name: str) -> TimePart:
     """Whole → phase → module → operator. What no row accounts for is shown as such."""
     total = r.metrics[name].value
     phases: dict[str, list[Row]] = defaultdict(list)
     for row in r.breakdown:
         phases[row.phase].append(row)
-    root = Node(name, total, 1.0)
+    root = TimePart(name, total, 1.0)
     for phase, rows in phases.items():
         node = _phase(phase, rows, total)
         if node.seconds > 0 or node.note:
             root.children.append(node)
     left = total - sum(c.seconds for c in root.children)
     if left > 0.005 * total:
-        root.children.append(Node("waiting", left, left / total, {"latency": 1.0}, "time no operator accounts for"))
+        root.children.append(TimePart("waiting", left, left / total, {"latency": 1.0}, "time no operator accounts for"))
     root.children.sort(key=lambda c: -c.seconds)
     root.bounds = _merge(root.children)
     return root
 
 
-def _phase(phase: str, rows: list[Row], total: float) -> Node:
+def _phase(phase: str, rows: list[Row], total: float) -> TimePart:
     def own(row: Row) -> float:
         return row.seconds if row.exposed_seconds is None else row.exposed_seconds
 
     modules: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         modules[row.module].append(row)
-    node = Node(phase, sum(map(own, rows)), sum(map(own, rows)) / total)
+    node = TimePart(phase, sum(map(own, rows)), sum(map(own, rows)) / total)
     hidden = sum(row.seconds - own(row) for row in rows)
     if hidden > 0:
         node.note = f"another {hidden:.3g} s hides behind computation"
     for module, inside in modules.items():
         seconds = sum(map(own, inside))
         leaves = [
-            Node(row.operator, own(row), own(row) / total, {row.bound or "unknown": 1.0}, _leaf_note(row))
+            TimePart(row.operator, own(row), own(row) / total, {row.bound or "unknown": 1.0}, _leaf_note(row))
             for row in sorted(inside, key=lambda x: -own(x))
         ]
-        child = Node(module, seconds, seconds / total, _merge(leaves), children=leaves)
+        child = TimePart(module, seconds, seconds / total, _merge(leaves), children=leaves)
         if len(leaves) == 1 and module == phase:
             child = leaves[0]
         node.children.append(child)
@@ -158,7 +158,7 @@ def _leaf_note(row: Row) -> str:
     return ", ".join(said)
 
 
-def _merge(nodes: Iterable[Node]) -> dict[str, float]:
+def _merge(nodes: Iterable[TimePart]) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     whole = 0.0
     for n in nodes:

@@ -6,27 +6,26 @@ from ridgeline.catalog import NoProfile
 from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.interval import add_intervals
-from ridgeline.predict.moments import moments, over_moments
+from ridgeline.predict.segments import over_segments, segments
 from ridgeline.predict.serving.simulate import predict_serving
 from ridgeline.predict.serving.static_batch import predict_generation
-from ridgeline.predict.settle import settle
+from ridgeline.predict.settle import ask
 from ridgeline.predict.step.peak_memory import resting
-from ridgeline.predict.step.streams import Event
+from ridgeline.predict.step.streams import StreamEvent
 from ridgeline.predict.step.training_step import predict_training, timed, update_ops
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import resolve
 
 
 def predict(e: Experiment) -> Result:
     """The predicted Result of an experiment. Raises :class:`Incompatible` for a plan that cannot work."""
-    e = settle(e)
-    made = check(e)
+    e, techniques = resolve(e, ask)
     if not e.is_training and e.cluster.device.training_only:
         raise NoProfile(f"the profile of {e.cluster.device.name} has no rates for inference", "run `ridgeline probe`")
     task = predict_training if e.is_training else predict_serving if e.task == "serve" else predict_generation
-    result = over_moments([(share, task(part, made)) for share, part in moments(e, made)])
-    for t in made:
+    result = over_segments([(share, task(part, techniques)) for share, part in segments(e, techniques)])
+    for t in techniques:
         t.note(e, result)
         if e.task in t.card.unpredicted:
             result.notes.append(f"predicted as without {t.card.name}: {t.card.unpredicted[e.task]}")
@@ -34,21 +33,20 @@ def predict(e: Experiment) -> Result:
     return result
 
 
-def predict_trace(e: Experiment) -> list[Event]:
+def predict_trace(e: Experiment) -> list[StreamEvent]:
     """The events of one predicted training step, for a Chrome trace beside the measured one."""
-    e = settle(e)
-    g = rewritten(training_graph(e), e, check(e))
+    e, techniques = resolve(e, ask)
+    g = rewritten(training_graph(e), e, techniques)
     return timed(g, update_ops(g, e), rank_cluster(e), record=True)[0].events
 
 
 def training_flops(e: Experiment) -> tuple[float, float, str]:
     """Matrix-multiply FLOPs of one step on one rank: (without recomputation, executed, compute dtype)."""
-    e = settle(e)
-    made = check(e)
+    e, techniques = resolve(e, ask)
     model = executed = 0.0
     dtype = ""
-    for share, part in moments(e, made):
-        g = rewritten(training_graph(part), part, made)
+    for share, part in segments(e, techniques):
+        g = rewritten(training_graph(part), part, techniques)
         each, dtype = share * g.accumulation / g.stages, g.dtype
         model += g.model_flops * each
         executed += g.flops * g.passes * each
@@ -58,5 +56,5 @@ def training_flops(e: Experiment) -> tuple[float, float, str]:
 def resting_bytes(e: Experiment, place: int | None = None) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer states of a training rank: on a place of the pipeline, or the
     mean."""
-    e = settle(e)
-    return resting(rewritten(training_graph(e), e, check(e)), place)
+    e, techniques = resolve(e, ask)
+    return resting(rewritten(training_graph(e), e, techniques), place)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ridgeline.graph import Graph, training_graph
 from ridgeline.predict.common import cost_of, rank_cluster, rewritten
-from ridgeline.predict.moments import moments
 from ridgeline.predict.predict import predict
-from ridgeline.predict.step.pace import training_pace
+from ridgeline.predict.segments import segments
+from ridgeline.predict.step.in_step import training_factors
 from ridgeline.predict.step.peak_memory import training_peak
 from ridgeline.predict.step.streams import block_times
 from ridgeline.predict.step.training_step import timed, update_ops, with_overheads
@@ -37,25 +37,25 @@ class Quick:
         return self.metrics["peak_bytes"] <= self.limit and not self.blocked
 
 
-def prepare(e: Experiment, made: list[Technique]) -> Graph:
+def prepare(e: Experiment, techniques: list[Technique]) -> Graph:
     """The training graph after the techniques of all phases before ``shard``: what placements have in common."""
     g = training_graph(e)
-    for t in made:
+    for t in techniques:
         if not _places(t):
             g = t.rewrite(g, e)
     return g
 
 
-def split(core: Graph, e: Experiment, made: list[Technique]) -> Graph:
+def split(core: Graph, e: Experiment, techniques: list[Technique]) -> Graph:
     """What :func:`prepare` gives for an experiment that differs from ``core``'s only by techniques of phase ``split``.
 
     They do not touch operators, so they may come last; but for a tied head, which takes a copy of the embedding.
     """
-    if e.model.tie_embeddings and any(t.phase == "split" for t in made):
-        return prepare(e, made)
+    if e.model.tie_embeddings and any(t.phase == "split" for t in techniques):
+        return prepare(e, techniques)
     g = core.copy()
     g.accumulation = e.accumulation
-    for t in made:
+    for t in techniques:
         if t.phase == "split":
             g = t.rewrite(g, e)
     return g
@@ -65,7 +65,7 @@ def _places(t: Technique) -> bool:
     return PHASES.index(t.phase) >= PHASES.index("shard")
 
 
-def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: Graph | None = None) -> Quick:
+def quick(e: Experiment, techniques: list[Technique], always: bool = False, prepared: Graph | None = None) -> Quick:
     """Predict a normalized, checked experiment. Times are left out when it does not fit, unless ``always``.
 
     ``prepared`` is the graph that :func:`prepare` made for it; it is not changed.
@@ -75,14 +75,14 @@ def quick(e: Experiment, made: list[Technique], always: bool = False, prepared: 
         values = {k: m.value for k, m in r.metrics.items()}
         blocked = r.reason if r.status != "ok" else ""
         return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes, blocked)
-    parts = moments(e, made)
+    parts = segments(e, techniques)
     if len(parts) > 1:
-        return _mean([(share, _quick(part, made, always, None)) for share, part in parts])
-    return _quick(e, made, always, prepared)
+        return _mean([(share, _quick(part, techniques, always, None)) for share, part in parts])
+    return _quick(e, techniques, always, prepared)
 
 
 def _mean(found: list[tuple[float, Quick]]) -> Quick:
-    """Over the moments of a run: mean times, rates as means over time, the largest peak."""
+    """Over the segments of a run: mean times, rates as means over time, the largest peak."""
     out = max((one for _, one in found), key=lambda one: one.metrics["peak_bytes"])
     if any("step_time_s" not in one.metrics for _, one in found):
         return out
@@ -96,10 +96,10 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
     return Quick(metrics, out.peak, out.limit, out.blocked, sum(share * one.floor for share, one in found))
 
 
-def _quick(e: Experiment, made: list[Technique], always: bool, prepared: Graph | None) -> Quick:
+def _quick(e: Experiment, techniques: list[Technique], always: bool, prepared: Graph | None) -> Quick:
     cluster = rank_cluster(e)
-    g = prepared.copy() if prepared else prepare(e, made)
-    for t in made:
+    g = prepared.copy() if prepared else prepare(e, techniques)
+    for t in techniques:
         if _places(t):
             g = t.rewrite(g, e)
     g.close()
@@ -125,16 +125,16 @@ def _quick(e: Experiment, made: list[Technique], always: bool, prepared: Graph |
     return out
 
 
-def computation(e: Experiment, made: list[Technique]) -> float:
+def computation(e: Experiment, techniques: list[Technique]) -> float:
     """Least seconds of a training step: its computation alone, spread over all ranks without bubbles.
 
-    ``made`` may leave out what splits and places; the experiment need not be feasible.
+    ``techniques`` may leave out what splits and places; the experiment need not be feasible.
     """
     cluster = rank_cluster(e)
-    g = rewritten(training_graph(e), e, made)
-    pace = training_pace(cluster, g.fused)
+    g = rewritten(training_graph(e), e, techniques)
+    factors = training_factors(cluster, g.fused)
     once = 0.0
     for b in g.blocks:
-        t = block_times(b, cluster, pace._replace(dispatch=0.0))
+        t = block_times(b, cluster, factors._replace(dispatch=0.0))
         once += b.repeat * (t.forward + t.backward)
     return once * e.batch_size / (e.data_parallel * e.micro_batch_size)

@@ -1,24 +1,18 @@
-"""Options that the predictor settles: a technique may leave a choice open until the experiment is known."""
+"""The predictor as techniques see it, when they settle the options that were left open."""
 
 from __future__ import annotations
 
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result
-from ridgeline.techniques.registry import check, normalize, techniques
+from ridgeline.techniques.registry import check, normalize, resolve
 
 
-def settle(e: Experiment) -> Experiment:
-    """The normalized experiment in which every technique has filled in what it left to the predictor.
+def settled(e: Experiment) -> Experiment:
+    """The normalized, checked experiment in which the predictor has settled what techniques left open.
 
-    Techniques settle in canonical order, so that each sees what those before it chose; one that is still open predicts
-    with its defaults. Settling again changes nothing. Raises :class:`Incompatible` for what no choice can satisfy.
+    Settling again changes nothing. Raises :class:`Incompatible` for what no choice can satisfy.
     """
-    e = normalize(e)
-    for t in techniques(e.plan):
-        chosen = t.settled(e, ask)
-        if chosen != t:
-            e = chosen.placed(e)
-    return e
+    return resolve(e, ask)[0]
 
 
 def ask(e: Experiment) -> Result:

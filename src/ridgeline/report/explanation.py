@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.text import Text
 from rich.tree import Tree
 
-from ridgeline.predict.explain import GAIN, Explanation, Node
+from ridgeline.predict.explain import GAIN, Explanation, TimePart
 from ridgeline.report.units import percent, seconds
 
 SMALLEST = 0.004
@@ -57,14 +57,14 @@ def as_dict(x: Explanation) -> dict[str, Any]:
     }
 
 
-def _node(n: Node) -> dict[str, Any]:
+def _node(n: TimePart) -> dict[str, Any]:
     return {
         "name": n.name, "seconds": n.seconds, "share": n.share, "bound": n.bound, "bounds": n.bounds, "note": n.note,
         "children": [_node(c) for c in n.children],
     }  # fmt: skip
 
 
-def _grow(n: Node, into: Tree | None = None) -> Tree:
+def _grow(n: TimePart, into: Tree | None = None) -> Tree:
     tree = Tree(_line(n)) if into is None else into.add(_line(n))
     small = [c for c in n.children if abs(c.share) < SMALLEST]
     for child in n.children:
@@ -76,7 +76,7 @@ def _grow(n: Node, into: Tree | None = None) -> Tree:
     return tree
 
 
-def _line(n: Node) -> Text:
+def _line(n: TimePart) -> Text:
     text = Text(f"{n.name}  ", style="bold" if n.children else "")
     text.append(f"{seconds(n.seconds)}  {percent(n.share)}", style="")
     if n.bounds:

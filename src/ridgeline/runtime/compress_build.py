@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ridgeline.nn.model.transformer import Block, Transformer
+from ridgeline.nn.model.transformer import Transformer, TransformerBlock
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Stored
 from ridgeline.runtime.solve.grid import Affine
@@ -25,7 +25,7 @@ from ridgeline.spec.model import ModelSpec
 
 
 @dataclass
-class Layer:
+class LinearLayer:
     """One linear layer (or one projection of one expert)."""
 
     name: str
@@ -53,7 +53,7 @@ class Site:
 
     name: str
     """``layers.3.attention.qkv``, ``.attention.o``, ``.mlp.up``, ``.mlp.down``; experts: ``.mlp.experts.5.up``."""
-    layers: list[Layer]
+    layers: list[LinearLayer]
     gram: Tensor | None
     """H [in, in] fp32 of the site's inputs (``wants`` has "gram"); the identity for an expert that no token reached."""
     tokens: int
@@ -61,7 +61,7 @@ class Site:
     peak: Tensor | None
     """max |x| [in] of the site's input in the block as it was before anything in it changed (``wants`` has "peak")."""
 
-    def error(self, layer: Layer) -> float | None:
+    def error(self, layer: LinearLayer) -> float | None:
         """Relative layer error under the site's H."""
         return None if self.gram is None else relative_error(layer.original, layer.weight, self.gram)
 
@@ -98,7 +98,7 @@ class Together:
         return min(self.experts, self.elements // each)
 
 
-class Stream(Protocol):
+class HiddenStates(Protocol):
     """Hidden states of all calibration windows, in chunks [windows, seq, hidden] fp32."""
 
     def chunks(self) -> Iterator[Tensor]:
@@ -110,11 +110,11 @@ class BlockJob:
     """One decoder block before, or after, its sites are visited."""
 
     index: int
-    block: Block
+    block: TransformerBlock
     """Its weights in fp32, as they stand. A mixture's experts are not in it: they are read when they are visited."""
-    inputs: Stream
+    inputs: HiddenStates
     """What the block reads in the compressed model."""
-    target: Stream | None
+    target: HiddenStates | None
     """What the original block gives in the original model (``wants`` has "teacher")."""
     peaks: dict[str, Tensor]
     """Site name (without the block's own) → max |x| [in] (``wants`` has "peak")."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ridgeline.nn.memory.tiered_store import Store, Tier, mark_host, on_host
+from ridgeline.nn.memory.tiered_store import Tier, TieredStore, mark_host, on_host
 from ridgeline.nn.parallel.collectives import local, placed
 from ridgeline.runtime.gradients import clear, clip_factor
 from ridgeline.runtime.optimizer import make_optimizer
@@ -39,7 +39,7 @@ def part_name(parameter: str) -> str:
 
 
 @dataclass
-class Part:
+class ParameterGroup:
     """Parameters that move and are updated together."""
 
     name: str
@@ -71,16 +71,16 @@ class Part:
         return f"{self.name}.gradients{turn or ''}"
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[ParameterGroup]:
     """The model's parts, in forward order; shared parameters belong to the first that has them."""
-    found: dict[str, Part] = {}
+    found: dict[str, ParameterGroup] = {}
     for name, p in model.named_parameters():
-        part = found.setdefault(part_name(name), Part(part_name(name)))
+        part = found.setdefault(part_name(name), ParameterGroup(part_name(name)))
         (part.trained if p.requires_grad else part.frozen).append(p)
     return list(found.values())
 
 
-def disk_bytes(parts: list[Part], weights: Tier, states: Tier, optimizer: str, masters: bool) -> int:
+def disk_bytes(parts: list[ParameterGroup], weights: Tier, states: Tier, optimizer: str, masters: bool) -> int:
     """Bytes that this rank may put on disk: weights, and gradients with moments (and ``masters`` apart from the
     weights), page by page."""
     held = (2 if optimizer == "adamw" else 0) + masters
@@ -108,17 +108,17 @@ class HostStates:
     """
 
     run: TrainBuild
-    store: Store
+    store: TieredStore
     states: Tier = "cpu"
     weights: Tier = "cpu"
     rest: bool = False
     delayed: bool = False
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ParameterGroup] = field(default_factory=list)
     factor: Tensor | None = None
     """What clipping multiplies the gradients by; None: nothing."""
-    left: Callable[[Part], None] = lambda part: None
+    left: Callable[[ParameterGroup], None] = lambda part: None
     """Called when a part's gradients have left in backward: nothing there needs its weights any more."""
-    _of: dict[nn.Parameter, Part] = field(default_factory=dict)
+    _of: dict[nn.Parameter, ParameterGroup] = field(default_factory=dict)
     _turn: int = 0
     _thread: threading.Thread | None = None
     _failure: BaseException | None = None
@@ -130,7 +130,7 @@ class HostStates:
         """Whether gradients are complete only after backward, so that they leave then."""
         self.wide = dict(run.masters)
         """Masters of 16-bit weights, until there are optimizers over them."""
-        self.low = run.low_weights if self.wide else None
+        self.low = run.weights_16bit if self.wide else None
         """The dtype of those weights; None: the masters are the weights."""
         run.masters.clear()
         for part in self.parts:
@@ -174,7 +174,7 @@ class HostStates:
                 self._leave(part)
 
     @torch.no_grad()
-    def _leave(self, part: Part) -> None:
+    def _leave(self, part: ParameterGroup) -> None:
         """Add the part's gradients to those in the store, and drop them from the device."""
         came = [p for p in part.trained if p.grad is not None]
         grads = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in part.trained]
@@ -239,13 +239,13 @@ class HostStates:
             if part.weights in self.store:
                 self.store.close(part.weights, changed=False)
 
-    def _first_masters(self, part: Part) -> list[Tensor]:
+    def _first_masters(self, part: ParameterGroup) -> list[Tensor]:
         if not self.low:
             return self.store.open(part.weights)[: len(part.trained)]
         wide = [self.wide.pop(p) for p in part.trained]
         return [t if t.is_meta else mark_host(t.cpu().clone()) for t in wide]
 
-    def _first_states(self, part: Part) -> None:
+    def _first_states(self, part: ParameterGroup) -> None:
         """Make the optimizer's states now, as zeros, by a step of length 0."""
         assert part.inner is not None
         lengths = [g["lr"] for g in part.inner.param_groups]
@@ -305,7 +305,7 @@ class HostStates:
             raise failure
 
     @torch.no_grad()
-    def _apply(self, todo: list[tuple[Part, set[nn.Parameter]]], factor: Tensor | None, lengths: list[float],
+    def _apply(self, todo: list[tuple[ParameterGroup, set[nn.Parameter]]], factor: Tensor | None, lengths: list[float],
                turn: int) -> None:  # fmt: skip
         for at, (part, arrived) in enumerate(todo, 1):
             if at < len(todo):
@@ -332,11 +332,11 @@ class HostStates:
             for key in keys:
                 self.store.close(key, changed=key != keys[0])
 
-    def _keys(self, part: Part, turn: int) -> list[str]:
+    def _keys(self, part: ParameterGroup, turn: int) -> list[str]:
         keys = [part.gradients(turn), part.weights, part.states]
         return [k for k in keys if k in self.store]
 
-    def _back(self, part: Part) -> None:
+    def _back(self, part: ParameterGroup) -> None:
         """New weights to the device."""
         into = [local(p.detach()) for p in part.trained]
         if not self.low:

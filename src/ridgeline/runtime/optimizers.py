@@ -63,7 +63,7 @@ class SGD(Optimizer):
         local(p.detach()).add_(local(p.grad), alpha=-group["lr"])  # type: ignore[arg-type]
 
 
-class Lion(Optimizer):
+class LionOptimizer(Optimizer):
     """p ← p - η (sign(β₁ m + (1 - β₁) g) + λ p);  m ← β₂ m + (1 - β₂) g  (arXiv:2302.06675, Program 1).
 
     The sign is not linear: gradients must be complete sums.
@@ -85,7 +85,7 @@ class Lion(Optimizer):
         m.lerp_(grad, 1 - beta2)
 
 
-class AdaLomo(Optimizer):
+class AdaLomoOptimizer(Optimizer):
     """Factored second moments and updates of normalized size (arXiv:2310.10195, Algorithm 1).
 
     For a matrix θ [m, n] with gradient g, and means instead of sums:
@@ -162,7 +162,7 @@ class AdaLomo(Optimizer):
             state[name] = factor(p, gone)
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bitOptimizer(Optimizer):
     """AdamW whose moments rest as codes of one byte, with the largest magnitude of each block (arXiv:2110.02861).
 
     Blocks lie within rows, so that they are the same however a matrix is divided by rows. ``wide``: what keeps fp32

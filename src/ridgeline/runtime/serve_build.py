@@ -8,7 +8,7 @@ from subprocess import Popen
 
 import torch
 
-from ridgeline.nn.memory.kv_pool import Layout
+from ridgeline.nn.memory.kv_pool import BatchLayout
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.mesh import Mesh
@@ -51,7 +51,7 @@ class ServeBuild(Scheduling, Build):
     """Whether adapters can be loaded."""
     drafts: Drafts | None = None
     """Guesses at the next tokens; None: none."""
-    memory: Callable[[Forward, Layout, torch.device], Forward] | None = None
+    memory: Callable[[Forward, BatchLayout, torch.device], Forward] | None = None
     """Puts a memory of its own around the forward pass; None: results are allocated one by one."""
     cut: Cut | None = None
     """Which waiting sequences are served together; None: first come, first served."""

@@ -35,7 +35,7 @@ _COLUMNS: dict[str, Kind] = {"q_proj": "hidden", "k_proj": "hidden", "v_proj": "
                              "up_proj": "hidden", "o_proj": "heads", "down_proj": "inner"}  # fmt: skip
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """A dimension of a parameter that belongs to a group."""
 
     parameter: str
@@ -47,26 +47,26 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class PrunedGroup:
     """What stands and falls together."""
 
     place: Place
     size: int
     """Units."""
-    parts: tuple[Part, ...]
+    parts: tuple[GroupPart, ...]
 
 
-def groups(spec: ModelSpec) -> dict[Place, Group]:
+def groups(spec: ModelSpec) -> dict[Place, PrunedGroup]:
     """Every group of the model, found from its list of parameters."""
     sizes: dict[Kind, int] = {"hidden": spec.hidden_size, "heads": spec.num_kv_heads, "inner": spec.intermediate_size}
-    parts: dict[Place, list[Part]] = {}
+    parts: dict[Place, list[GroupPart]] = {}
     for name, shape, block in spec.parameters():
         layer = int(block.rpartition(".")[2]) if block.startswith("layers.") else -1
         for dim, kind in _dimensions(name, len(shape)):
             carries = kind == _COLUMNS.get(_leaf(name)) if kind != "hidden" else _writes(name)
-            part = Part(name, dim, shape[dim] // sizes[kind], carries)
+            part = GroupPart(name, dim, shape[dim] // sizes[kind], carries)
             parts.setdefault((kind, -1 if kind == "hidden" else layer), []).append(part)
-    return {place: Group(place, sizes[place[0]], tuple(found)) for place, found in parts.items()}
+    return {place: PrunedGroup(place, sizes[place[0]], tuple(found)) for place, found in parts.items()}
 
 
 def _leaf(name: str) -> str:
@@ -95,7 +95,7 @@ def _dimensions(name: str, dims: int) -> Iterator[tuple[int, Kind]]:
         yield dims - 1, "hidden"
 
 
-def scale(group: Group, factor: Tensor, parameters: dict[str, Tensor]) -> None:
+def scale(group: PrunedGroup, factor: Tensor, parameters: dict[str, Tensor]) -> None:
     """Put ``factor`` [units] on what the group's units contribute: replaces some of ``parameters``. Differentiable."""
     for part in group.parts:
         if part.carries:
@@ -142,7 +142,7 @@ def cut(model: Transformer, keep: Keep, layers: Sequence[int] | None = None) -> 
     some = next(model.parameters())
     allocate(made, some.device, some.dtype)
     sources = dict(model.named_parameters())
-    parts: dict[str, list[tuple[Part, Tensor]]] = {}
+    parts: dict[str, list[tuple[GroupPart, Tensor]]] = {}
     for place, units in keep.items():
         for part in found[place].parts:
             entries = (units[:, None] * part.width + torch.arange(part.width)).flatten()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.data.batches import Batch
-from ridgeline.nn.memory.tiered_store import Store
+from ridgeline.nn.memory.tiered_store import TieredStore
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.runtime.gradients import clear, clip, global_norm
 from ridgeline.runtime.mesh import Mesh
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch.distributed import ProcessGroup
 
-    from ridgeline.nn.model.attention import Backend
+    from ridgeline.nn.model.attention import AttentionBackend
     from ridgeline.nn.model.transformer import Transformer
     from ridgeline.nn.parallel.divide import Divider
     from ridgeline.runtime.reducer import Bucket, Waitable
@@ -44,7 +44,7 @@ class Micro(NamedTuple):
     """[batch, seq] number of the document that each token belongs to; it sees no other one. None: one per row."""
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     """Where global batches come from. A technique may put another source, or a layer over this one, in its place."""
 
     @property
@@ -134,7 +134,7 @@ class Build:
     device: torch.device
     compute_dtype: torch.dtype | None = None
     """Autocast dtype of the forward pass; None: none."""
-    fused_attention: str | Backend = "flash"
+    fused_attention: str | AttentionBackend = "flash"
     """The attention backend that has no score matrix."""
     said: dict[str, Callable[[], float]] = field(default_factory=dict)
     """What techniques tell of a generation when it is over: shares, by the name of the metric."""
@@ -166,7 +166,7 @@ class TrainBuild(Build):
     """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
     send_bucket: Callable[[Bucket], Waitable] | None = None
     """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
-    low_weights: torch.dtype | None = None
+    weights_16bit: torch.dtype | None = None
     """16-bit dtype in which parameters rest beside the fp32 values that are updated; None: there is one copy."""
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """Those fp32 values, of this rank's part of each trained parameter, until what updates them takes them."""
@@ -178,7 +178,7 @@ class TrainBuild(Build):
     """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
     after_evaluation: Callable[[], None] = lambda: None
     """What to undo after a forward pass that no backward follows."""
-    batches: Batches = field(init=False)
+    batches: BatchSource = field(init=False)
     """Where batches come from; set by the engine before it builds."""
     tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
     """Token ids (int32 [tokens]) of another source of text, of which so many bytes are read, by the run's tokenizer."""
@@ -211,7 +211,7 @@ class TrainBuild(Build):
     """What ``make_optimizer`` gave, once the engine has called it."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """After the optimizer's step, in order (new weights handed round)."""
-    store: Store | None = None
+    store: TieredStore | None = None
     """What rests in host memory or on disk, with its traffic."""
     scaler: Scaler | None = None
     """Dynamic loss scaling; None: the loss as it is."""

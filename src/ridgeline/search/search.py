@@ -35,7 +35,7 @@ from ridgeline.search.space import (
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import check_made, mesh_axes
+from ridgeline.techniques.registry import check_techniques, mesh_axes
 from ridgeline.techniques.technique import Technique
 
 KEPT = 5
@@ -267,7 +267,7 @@ def _nodes(
 
 def _refusal(point: tuple[Experiment, list[Technique]]) -> str:
     try:
-        check_made(*point)
+        check_techniques(*point)
     except Incompatible as refusal:
         return str(refusal)
     return ""
@@ -299,8 +299,8 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
     """Every split and placement of a node. Offloading is only tried where no other placement fits."""
     core = prepare(*candidate(base, node.chosen, node.micro)) if q.training else None
     for chosen in space.combinations("split"):
-        e, made = candidate(base, node.chosen + chosen, node.micro)
-        refused = _refusal((e, made))
+        e, techniques = candidate(base, node.chosen + chosen, node.micro)
+        refused = _refusal((e, techniques))
         if refused:
             found.refuse(refused, len(space.placements))
             continue
@@ -309,7 +309,7 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
         if len(placements) < len(space.placements):
             why = "placement: gradients are reduced exactly where there are several data-parallel ranks"
             found.refuse(why, len(space.placements) - len(placements))
-        _place(q, base, node, chosen, placements, split(core, e, made) if core else None, found)
+        _place(q, base, node, chosen, placements, split(core, e, techniques) if core else None, found)
 
 
 def _place(
@@ -338,12 +338,12 @@ def _place(
         if everything and kept > found.smallest and not offloads(placement):
             found.count("bounded", 1)
             continue
-        e, made = candidate(base, node.chosen + stages + placement, node.micro)
-        refused = _refusal((e, made))
+        e, techniques = candidate(base, node.chosen + stages + placement, node.micro)
+        refused = _refusal((e, techniques))
         if refused:
             found.refuse(refused, 1)
             continue
-        timed = quick(e, made, always=not floor and q.training, prepared=prepared)
+        timed = quick(e, techniques, always=not floor and q.training, prepared=prepared)
         weight = q.weight(base.cluster)
         floor = floor or timed.floor * weight
         if not offloads(placement):

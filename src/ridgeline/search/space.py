@@ -107,12 +107,12 @@ def splits_batch(placement: Set) -> bool:
 
 def candidate(base: Experiment, chosen: Set, micro_batch: int | None = None) -> tuple[Experiment, list[Technique]]:
     """The experiment of one point of the space, and its techniques in canonical order. Not checked yet."""
-    made = sorted(chosen, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
-    plan = Plan.model_construct(calls=tuple(map(_call, made)))
-    update: dict[str, object] = {"plan": plan, "parallel": mesh_axes(base.task, made)}
+    techniques = sorted(chosen, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    plan = Plan.model_construct(calls=tuple(map(_call, techniques)))
+    update: dict[str, object] = {"plan": plan, "parallel": mesh_axes(base.task, techniques)}
     if micro_batch is not None:
         update["workload"] = base.workload.model_copy(update={"micro_batch_size": micro_batch})
-    return base.model_copy(update=update), made
+    return base.model_copy(update=update), techniques
 
 
 @lru_cache(maxsize=4096)

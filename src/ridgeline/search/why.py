@@ -16,7 +16,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve, Training
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import check, resolve
 from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
@@ -75,8 +75,8 @@ def _plain(answer: Answer) -> WhyNot | None:
     base = Experiment.model_construct(model=q.model, cluster=q.cluster, workload=q.workload)
     e, _ = candidate(base, (), 1 if q.training and q.free_micro_batch else None)
     try:
-        e = normalize(e)
-        t = Tried(e, quick(e, check(e)), 0.0)
+        e, techniques = resolve(e)
+        t = Tried(e, quick(e, techniques), 0.0)
     except UserError as refusal:
         return WhyNot("plain plan", str(refusal).splitlines()[0], "it cannot run")
     if t.quick.fits:

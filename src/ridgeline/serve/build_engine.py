@@ -34,7 +34,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import context
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import check, mesh_axes, normalize, require_runnable, techniques
+from ridgeline.techniques.registry import mesh_axes, require_runnable, resolve, techniques_of
 
 DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search")
 """What ``ridgeline serve`` switches on by itself."""
@@ -81,11 +81,10 @@ def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
 
 def _built(e: Experiment, device: torch.device, model: Transformer | None) -> ServeBuild:
     """The model with every technique's changes; on several ranks, this one's part of it."""
-    e = normalize(e)
+    e, techniques = resolve(e)
     w = e.workload
     if not isinstance(w, Serve):
         raise UserError(f"task {e.task!r} is not served", "use a workload of kind serve")
-    made = check(e)
     require_runnable(e)
     if e.data_parallel > 1:
         raise Incompatible(
@@ -103,7 +102,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
     model.requires_grad_(False)
     run = ServeBuild(e, model, device, kv_heads=e.model.num_kv_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
-    for technique in made:
+    for technique in techniques:
         technique.scheduling(run)
         technique.serve(run)
     return run
@@ -132,7 +131,7 @@ def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload
     catalog.allow_unprobed()
     w = Serve(**{"checkpoint": str(checkpoint), "prompt_len": 1, "output_len": 1, **workload})
     calls = Plan.parse(list(plan))
-    world = math.prod(mesh_axes("serve", techniques(calls)).values())
+    world = math.prod(mesh_axes("serve", techniques_of(calls)).values())
     e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=catalog.cluster(f"{world}xlocal"), workload=w,
                    plan=calls)  # fmt: skip
     return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

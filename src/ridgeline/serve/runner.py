@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ridgeline.nn.memory.kv_pool import Layout, PagedCache, Piece, singles
+from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, singles
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.model.attention import LayerCache, Mask
 from ridgeline.nn.model.rotary import Rope
@@ -47,7 +47,7 @@ class Runner:
         self.padded = padded
         self.compute: Forward = self.forward
         """The pass over a step's rows; a technique may put memory of its own around it."""
-        self.layout = Layout(causal=spec.causal, window=spec.sliding_window or 0)
+        self.layout = BatchLayout(causal=spec.causal, window=spec.sliding_window or 0)
         shape = (1, kv_heads or spec.num_kv_heads, slots, spec.head_dim)
         self.cache: dict[str, LayerCache] = {
             name: PagedCache(self.layout, shape, weight.dtype, self.device, kind) for name in model.layers

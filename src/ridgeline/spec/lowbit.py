@@ -23,7 +23,7 @@ SHAPE_BYTES = 16
 Form = Literal["nibbles", "bytes", "words"]
 
 
-class Held(NamedTuple):
+class StoredWeight(NamedTuple):
     """What a layer keeps of a weight [out, in]."""
 
     form: Form
@@ -34,16 +34,16 @@ class Held(NamedTuple):
     """Inputs per scale as the kernel takes them: a divisor of the weight's own."""
 
 
-def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", fast: bool = True) -> Held:
+def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", fast: bool = True) -> StoredWeight:
     """The form in which a weight [out, width] is held on ``device`` (cpu or cuda); ``group_size`` 0: whole rows."""
     group = group_size or width
     if fast and device == "cpu":
         if bits > 4 and group == width:
-            return Held("bytes")
+            return StoredWeight("bytes")
         fitting = next((g for g in NIBBLE_GROUPS if group % g == 0), 0)
         if out % 16 == 0 and fitting:
-            return Held("nibbles", 1 if bits <= 4 else 2, fitting)
-    return Held("words")
+            return StoredWeight("nibbles", 1 if bits <= 4 else 2, fitting)
+    return StoredWeight("words")
 
 
 def held_bytes(

@@ -14,7 +14,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.registry import check, make, mesh_axes, normalize, registry, techniques
+from ridgeline.techniques.registry import check, make, mesh_axes, normalize, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 TINY = ModelSpec(
@@ -63,15 +63,15 @@ def pair_experiment(*names: str) -> Experiment:
             wanted.update(dict.fromkeys(t.card.requires))
     beside = {other: options for n in wanted for other, options in registry()[n].card.beside.items()}
     calls = tuple(Call(name=n, options={**registry()[n].card.example, **beside.get(n, {})}) for n in wanted)
-    made = [make(call) for call in calls]
-    degree = math.prod(mesh_axes(task, made).values())
-    ranks = degree * max((t.card.min_ranks for t in made if not mesh_axes(task, [t])), default=1)
+    techniques = [make(call) for call in calls]
+    degree = math.prod(mesh_axes(task, techniques).values())
+    ranks = degree * max((t.card.min_ranks for t in techniques if not mesh_axes(task, [t])), default=1)
     model = TINY
     for t in chosen:
         model = model.model_copy(update=dict(t.card.needs_model))
     workload: Pretrain | Generate | Serve
     if training:  # plain SGD: AdamW hides gradient-scale bugs
-        stream = any("pp" in t.axes() for t in made)  # a pipeline without micro-batches would be none
+        stream = any("pp" in t.axes() for t in techniques)  # a pipeline without micro-batches would be none
         workload = Pretrain(
             seq_len=16, batch_size=4, micro_batch_size=1 if stream else None, steps=5, optimizer="sgd", lr=0.5,
             warmup_steps=0,
@@ -93,7 +93,7 @@ def judge(*names: str) -> Pair:
         check(e)
     except Incompatible as refusal:
         return Pair(a=first, b=last, status="refused", reason=f"{refusal.what}; {refusal.fix}")
-    runs = all(t.runs and (t.card.runs_in is None or e.task in t.card.runs_in) for t in techniques(e.plan))
+    runs = all(t.runs and (t.card.runs_in is None or e.task in t.card.runs_in) for t in techniques_of(e.plan))
     status: Literal["works", "predicted"] = "works" if runs else "predicted"
     return Pair(a=first, b=last, status=status, task=e.task, plan=e.plan.strings(), ranks=e.world)
 

@@ -15,8 +15,9 @@ from ridgeline import techniques as families
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve
-from ridgeline.techniques.technique import PHASES, Technique
+from ridgeline.techniques.technique import PHASES, Ask, Technique
 
 _made: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
@@ -69,22 +70,22 @@ def _valid(cls: type[Technique], call: Call) -> Technique:
         ) from None
 
 
-def techniques(plan: Plan) -> list[Technique]:
+def techniques_of(plan: Plan) -> list[Technique]:
     """The plan's technique objects in canonical (phase) order."""
     return in_order([make(call) for call in plan.calls])
 
 
-def in_order(made: list[Technique]) -> list[Technique]:
+def in_order(techniques: list[Technique]) -> list[Technique]:
     """Techniques in the one order in which they apply."""
-    return sorted(made, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    return sorted(techniques, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 
-def mesh_axes(task: str, made: Iterable[Technique]) -> dict[str, int]:
+def mesh_axes(task: str, techniques: Iterable[Technique]) -> dict[str, int]:
     """The model-parallel axes that techniques take together in a task, and their degrees."""
-    made = list(made)
-    names = {t.card.name for t in made}
+    techniques = list(techniques)
+    names = {t.card.name for t in techniques}
     axes: dict[str, int] = {}
-    for t in made:
+    for t in techniques:
         axes.update(t.serving_axes(names) if task == "serve" else t.axes())
     return axes
 
@@ -94,14 +95,36 @@ def normalize(e: Experiment) -> Experiment:
 
     Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
     """
-    made = techniques(e.plan)
-    axes = mesh_axes(e.task, made)
+    techniques = techniques_of(e.plan)
+    axes = mesh_axes(e.task, techniques)
     split = e.model_copy(update={"parallel": axes})
-    if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in made):
-        made.append(make(Call(name="data_parallel")))
-        made.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
-    calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in made)
+    if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in techniques):
+        techniques.append(make(Call(name="data_parallel")))
+        techniques.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in techniques)
     return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
+
+
+def resolve(e: Experiment, ask: Ask | None = None) -> tuple[Experiment, list[Technique]]:
+    """The normalized experiment in which every technique has filled in what it left open, and its techniques in
+    canonical order, checked. Resolving again changes nothing.
+
+    Techniques settle in canonical order, so that each sees what those before it chose; one that is still open predicts
+    with its defaults. ``ask`` is the predictor; an engine has none, and takes experiments that are settled. Raises
+    :class:`Incompatible` for what no choice can satisfy, and for an open choice without a predictor.
+    """
+    e = normalize(e)
+    for t in techniques_of(e.plan):
+        chosen = t.settled(e, ask or _unsettled)
+        if chosen != t:
+            e = chosen.placed(e)
+    return e, check(e)
+
+
+def _unsettled(e: Experiment) -> Result:
+    raise Incompatible(
+        "the plan leaves a choice to the predictor", "make the experiment with ridgeline.experiments, which settles it"
+    )
 
 
 def check(e: Experiment) -> list[Technique]:
@@ -109,15 +132,15 @@ def check(e: Experiment) -> list[Technique]:
 
     Raises :class:`Incompatible` with the reason and the mend.
     """
-    made = techniques(e.plan)
-    check_made(e, made)
-    return made
+    techniques = techniques_of(e.plan)
+    check_techniques(e, techniques)
+    return techniques
 
 
-def check_made(e: Experiment, made: list[Technique]) -> None:
+def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
     """:func:`check` for technique objects that are at hand."""
     _check_workload(e)
-    for t in made:
+    for t in techniques:
         if e.task not in t.card.tasks:
             tasks = ", ".join(sorted(t.card.tasks))
             raise Incompatible(
@@ -128,7 +151,7 @@ def check_made(e: Experiment, made: list[Technique]) -> None:
 
 def require_runnable(e: Experiment) -> None:
     """Raise :class:`Incompatible` when a technique of the plan has no real side yet."""
-    for t in techniques(e.plan):
+    for t in techniques_of(e.plan):
         here = t.card.runs_in is None or e.task in t.card.runs_in
         if not (t.runs and here):
             where = " with these options" if t.card.runs and here else "" if here else f" in task {e.task!r}"

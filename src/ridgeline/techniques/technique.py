@@ -155,7 +155,7 @@ class Technique(BaseModel):
         """
         return self
 
-    def moments(self, e: Experiment) -> list[tuple[float, Experiment]]:
+    def segments(self, e: Experiment) -> list[tuple[float, Experiment]]:
         """(share of the steps, the experiment that those steps are) where it changes the workload over a run; the last
         one with the workload as it is written."""
         return [(1.0, e)]

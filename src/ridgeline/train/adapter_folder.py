@@ -18,7 +18,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call
 from ridgeline.techniques.adapters.adapted import Adapting
 from ridgeline.techniques.adapters.lora import LoRA
-from ridgeline.techniques.registry import make, techniques
+from ridgeline.techniques.registry import make, techniques_of
 from ridgeline.train.trainer import Trainer
 
 _FREE = {"targets", "dropout", "penalty", "density", "start"}
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
 
 def adapting(e: Experiment) -> Adapting:
     """The technique of the plan that trains an adapter. Raises :class:`UserError` if it has none."""
-    found = next((t for t in techniques(e.plan) if isinstance(t, Adapting)), None)
+    found = next((t for t in techniques_of(e.plan) if isinstance(t, Adapting)), None)
     if found is None:
         raise UserError("this plan trains no adapter: there is nothing to save but the model", "add lora, or --export")
     return found

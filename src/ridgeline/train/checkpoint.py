@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.plan import Plan
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 from ridgeline.train.trainer import Trainer
 
 
@@ -192,7 +192,7 @@ def _tied(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _kept(plan: Plan) -> dict[str, Any]:
     """What of a plan shapes a checkpoint, by technique."""
-    found = {t.card.name: t.stored() for t in techniques(plan)}
+    found = {t.card.name: t.stored() for t in techniques_of(plan)}
     return {name: options for name, options in found.items() if options}
 
 

@@ -10,12 +10,11 @@ import torch.distributed as dist
 
 from ridgeline.nn.model.init import build
 from ridgeline.nn.parallel.collectives import local
-from ridgeline.predict.settle import settle
 from ridgeline.runtime.mesh import Mesh, forget
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import resolve
 from ridgeline.train.trainer import DTYPES, assemble
 
 
@@ -48,13 +47,12 @@ def assemble_rank(e: Experiment, rank: int) -> TrainBuild:
 
     To be called in the :func:`fake_world` of the experiment's size. Raises :class:`UserError` as training would.
     """
-    e = settle(e)
-    made = check(e)
+    e, techniques = resolve(e)
     run = TrainBuild(e, build(e.model, "meta", DTYPES[e.dtype]), torch.device("meta"), rank=rank, world=e.world)
     run.model.set_attention("naive")
     if e.world > 1:
-        run.mesh = Mesh.make(e, "cpu", max((t.inner() for t in made), default=1))
-    assemble(run, [t for t in made if t.phase != "loop"])
+        run.mesh = Mesh.make(e, "cpu", max((t.inner() for t in techniques), default=1))
+    assemble(run, [t for t in techniques if t.phase != "loop"])
     return run
 
 

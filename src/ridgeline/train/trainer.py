@@ -17,7 +17,6 @@ from ridgeline.data.packing import InstructionBatches, load_instructions
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
 from ridgeline.nn.model.init import allocate, build, init_weights
 from ridgeline.nn.model.transformer import Transformer
-from ridgeline.predict.settle import settle
 from ridgeline.runtime.gradients import holders, sum_partial
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.optimizer import parameter_groups
@@ -25,13 +24,13 @@ from ridgeline.runtime.train_build import Micro, TrainBuild
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import resolve
 from ridgeline.techniques.technique import PHASES, Technique
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def assemble(run: TrainBuild, made: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
+def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
     """Build the techniques, given in canonical order, asserting after every phase what trains.
 
     Between what divides parameters and what takes them or their gradients away, ``fill`` may give them memory, and what
@@ -48,7 +47,7 @@ def assemble(run: TrainBuild, made: list[Technique], fill: Callable[[TrainBuild]
             module, name, ends = run.tied
             sum_partial([getattr(module, name)], ends)
 
-    for technique in (*made, None):
+    for technique in (*techniques, None):
         if not divided and (technique is None or PHASES.index(technique.phase) >= PHASES.index("offload")):
             divided = True
             if fill:
@@ -112,14 +111,13 @@ class Trainer:
     """One rank's training state. ``step()`` runs one optimizer step on the next global batch."""
 
     def __init__(self, e: Experiment, device: torch.device | None = None, rank: int = 0, world: int = 1) -> None:
-        e = settle(e)
+        e, techniques = resolve(e)
         self.experiment = e
         self.workload = e.training
         self.device = device or torch.device("cpu")
         self.rank, self.world = rank, world
-        made = check(e)
         w = self.workload
-        self.run = self._build(made)
+        self.run = self._build(techniques)
         self.parameters = [p for p in self.run.root.parameters() if p.requires_grad]
         if not self.parameters:
             raise UserError("this plan leaves no parameter to train", "add lora, or drop what freezes the model")
@@ -132,9 +130,9 @@ class Trainer:
         self.steps_done = 0
         self.stop_requested = False
 
-    def _build(self, made: list[Technique]) -> TrainBuild:
+    def _build(self, techniques: list[Technique]) -> TrainBuild:
         e = self.experiment
-        early = [t for t in made if PHASES.index(t.phase) < PHASES.index("offload")]
+        early = [t for t in techniques if PHASES.index(t.phase) < PHASES.index("offload")]
         # A tied head must be one parameter with the embedding from the start.
         lazy = self.world > 1 and not e.model.tie_embeddings and all(t.lazy() for t in early)
         model = whole_model(e, torch.device("meta") if lazy else self.device)
@@ -143,8 +141,8 @@ class Trainer:
         run.tokens_of = functools.partial(token_ids, tokenizer=run.batches.tokenizer)
         run.loss_of = self.loss_of
         if self.world > 1:
-            run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in made), default=1))
-        assemble(run, made, self._fill if lazy else None)
+            run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in techniques), default=1))
+        assemble(run, techniques, self._fill if lazy else None)
         return run
 
     def _fill(self, run: TrainBuild) -> None:

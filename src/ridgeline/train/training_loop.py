@@ -13,7 +13,7 @@ from ridgeline.jobs.job import Progress, RankContext, TrainOptions
 from ridgeline.nn.memory.tiled import whole_weights
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 from ridgeline.train.budget import Budget
 from ridgeline.train.trainer import Trainer
 
@@ -159,6 +159,6 @@ def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
 def plain_state(e: Experiment, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """State of the model as the plan trains it → the state of the plain one: codes expanded, adapters merged."""
-    for technique in techniques(e.plan):
+    for technique in techniques_of(e.plan):
         state = technique.plain(state)
     return state

@@ -13,7 +13,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.nouns import device_of, model_of
@@ -33,14 +33,14 @@ def experiment(row: CsvRow) -> Experiment:
         batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=row.text("backend", ENGINE)
     )
     plan = [f"tensor_parallel:degree={tp}"] if tp > 1 else []
-    return normalize(
+    return resolve(
         Experiment(
             model=long_enough(model_of(row), prompt + output),
             cluster=cluster_of(device_of(row), tp),
             workload=workload,
             plan=Plan.parse(plan),
         )
-    )
+    )[0]
 
 
 def cluster_of(device: Device, ranks: int, node: int = 8) -> Cluster:
@@ -61,7 +61,7 @@ def cases(row: CsvRow) -> list[Case]:
     w = e.workload
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
-    ttft, tpot, _ = engine_times(e, check(e), cluster, find_engine(w.engine, cluster.device), w)
+    ttft, tpot, _ = engine_times(e, resolve(e)[1], cluster, find_engine(w.engine, cluster.device), w)
     where = (
         f"{e.model.name} tp{e.parallel.get('tp', 1)} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
     )

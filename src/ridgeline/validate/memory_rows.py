@@ -12,7 +12,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
@@ -79,9 +79,7 @@ def experiment(row: CsvRow, baseline: bool = False) -> Experiment:
         micro_batch_size=micro,
     )
     cluster = Cluster(device=device, devices_per_node=each, nodes=ranks // each)
-    e = normalize(Experiment(model=spec, cluster=cluster, workload=workload, plan=Plan.parse(plan)))
-    check(e)
-    return e
+    return resolve(Experiment(model=spec, cluster=cluster, workload=workload, plan=Plan.parse(plan)))[0]
 
 
 @lru_cache(maxsize=64)

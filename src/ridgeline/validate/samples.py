@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ridgeline import catalog
 from ridgeline.graph.graph import Op
-from ridgeline.predict.calibrate import Sample
+from ridgeline.predict.calibrate import TimedSample
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import attention_rows as attention
 from ridgeline.validate import collective_rows as collectives
@@ -23,14 +23,14 @@ OPERATORS: dict[str, Callable[[CsvRow], list[Op]]] = {
 _REQUIRED = {m.NAME: m.REQUIRED for m in (gemm, attention, collectives)}
 
 
-def samples(paths: list[Path], device: str) -> tuple[list[Sample], list[Skip]]:
+def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Skip]]:
     """The rows of ``device`` (a catalogue name, its aliases too) and what was skipped.
 
     Directories stand for their CSV files; files of other schemas are passed over. Raises :class:`UserError` when there
     is no row at all.
     """
     files = [f for p in paths for f in (sorted(p.glob("*.csv")) if p.is_dir() else [p])]
-    found: list[Sample] = []
+    found: list[TimedSample] = []
     skipped: list[Skip] = []
     others: set[str] = set()
     for file in files:
@@ -53,7 +53,7 @@ def samples(paths: list[Path], device: str) -> tuple[list[Sample], list[Skip]]:
 
 
 def _take(
-    table: CsvTable, ops: Callable[[CsvRow], list[Op]], device: str, found: list[Sample], skipped: list[Skip],
+    table: CsvTable, ops: Callable[[CsvRow], list[Op]], device: str, found: list[TimedSample], skipped: list[Skip],
     others: set[str],
 ) -> None:  # fmt: skip
     for row in table:
@@ -62,19 +62,19 @@ def _take(
             if not same_device(name, device):
                 others.add(name)
             elif row.text("link", "intra-node").lower().startswith("intra"):
-                found.append(Sample(tuple(ops(row)), row.number("seconds", above=0)))
+                found.append(TimedSample(tuple(ops(row)), row.number("seconds", above=0)))
         except (BadCell, UserError) as e:
             skipped.append(Skip(row.line, f"{table.path.name}: {e}"))
     skipped += table.skipped
 
 
-def as_samples(rows: Iterable[Mapping[str, object]]) -> list[Sample]:
+def as_samples(rows: Iterable[Mapping[str, object]]) -> list[TimedSample]:
     """Rows that were just measured, in the columns of the gemm or attention schema."""
     out = []
     for i, cells in enumerate(rows, 1):
         row = CsvRow(i, {k: str(v) for k, v in cells.items()})
         schema = next(n for n, required in _REQUIRED.items() if set(required) <= set(cells))
-        out.append(Sample(tuple(OPERATORS[schema](row)), row.number("seconds", above=0)))
+        out.append(TimedSample(tuple(OPERATORS[schema](row)), row.number("seconds", above=0)))
     return out
 
 

@@ -17,7 +17,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.generation_rows import cluster_of, long_enough
@@ -89,21 +89,21 @@ def experiment(row: CsvRow, inferred: bool = True) -> Experiment:
     plan = plan_of(model, row.text("precision", "bf16"), software)
     plan += [f"tensor_parallel:degree={tp}"] if tp > 1 else []
     plan += [f"expert_parallel:degree={ep}"] if ep > 1 else []
-    return normalize(
+    return resolve(
         Experiment(
             model=long_enough(model, prompt + output),
             cluster=cluster_of(device_of(row), tp),
             workload=workload,
             plan=Plan.parse(plan),
         )
-    )
+    )[0]
 
 
 def steady(e: Experiment) -> tuple[float, float]:
     """Mean (time to the first token, time per further token) over the requests of a closed loop."""
     w = e.workload
     assert isinstance(w, Serve)
-    surface = Iterations(e, check(e), rank_cluster(e), find_engine(w.engine, e.cluster.device),
+    surface = Iterations(e, resolve(e)[1], rank_cluster(e), find_engine(w.engine, e.cluster.device),
                          (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
     asked = requests(w)
     limits, space = limits_of(w, surface.engine, surface, asked)

@@ -16,7 +16,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
@@ -52,12 +52,10 @@ def experiment(row: CsvRow) -> Experiment:
 
     def made(policy: str) -> Experiment:
         plan = Plan.parse(_plan(row, degrees, cluster.device, micros, policy))
-        e = normalize(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))
         try:
-            check(e)
+            return resolve(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))[0]
         except Incompatible as problem:
             raise BadCell(f"not a possible run: {problem.what}") from None
-        return e
 
     if row.has("recompute") or row.cells.get("recompute", "").strip().lower() == "none":
         return made(row.cells["recompute"].strip().lower())

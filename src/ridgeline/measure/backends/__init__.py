@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ridgeline.measure.backends.backend import BackendSpec, TrainingEngine, always, only
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import techniques
+from ridgeline.techniques.registry import techniques_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +133,7 @@ def require(name: str, e: Experiment, options: TrainOptions | None = None) -> No
         raise Incompatible(f"backend {name} trains, and this is task {e.task!r}", "drop --backend")
     _say(name, "", backend.model(e))
     expresses = backend.expresses if e.is_training else SERVED
-    for t in techniques(e.plan):
+    for t in techniques_of(e.plan):
         says = expresses.get(t.card.name)
         if says is None:
             known = ", ".join(expresses)

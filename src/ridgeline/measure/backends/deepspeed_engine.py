@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 from ridgeline.data.batches import IGNORE
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
-from ridgeline.predict.settle import settle
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import resolve
 from ridgeline.train.trainer import StepStats, global_batches, whole_model
 from ridgeline.train.training_loop import plain_state
 
@@ -35,12 +34,13 @@ class DeepSpeed:
     """One rank under ``deepspeed.initialize``."""
 
     def __init__(self, e: Experiment, device: torch.device, rank: int, world: int) -> None:
-        self.experiment = e = settle(e)
+        self.experiment, techniques = resolve(e)
+        e = self.experiment
         self.device, self.rank, self.world = device, rank, world
         self.batches = global_batches(e, rank, world)
         self.run = TrainBuild(e, whole_model(e, device), device, rank=rank, world=world)
         self.run.assert_trainable()
-        for technique in check(e):
+        for technique in techniques:
             if technique.card.name in _OF_THE_MODEL:
                 technique.build(self.run)
                 self.run.assert_trainable()

@@ -20,11 +20,10 @@ from transformers.utils import logging
 from ridgeline.data.batches import Batch, TextBatches
 from ridgeline.data.packing import InstructionBatches
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
-from ridgeline.predict.settle import settle
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import check
+from ridgeline.techniques.registry import resolve
 from ridgeline.train.adapter_folder import adapting, save_adapter
 from ridgeline.train.trainer import StepStats, global_batches, whole_model
 
@@ -34,9 +33,8 @@ class HuggingFace:
     of the loss included, as the native step's are."""
 
     def __init__(self, e: Experiment, device: torch.device, rank: int, world: int) -> None:
-        self.experiment = e = settle(e)
+        self.experiment = e = resolve(e)[0]
         self.device, self.rank, self.world = device, rank, world
-        check(e)
         self.batches = global_batches(e, rank, world)
         self.model = self._model()
 

@@ -27,7 +27,7 @@ from ridgeline.measure.load.summary import summarize
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.memory.meter import process_memory
 from ridgeline.nn.model.init import build
-from ridgeline.predict.serving.arrivals import Request, requests
+from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Serve
@@ -97,7 +97,7 @@ def hf_serving(e: Experiment, device: torch.device, report: Progress) -> Result:
     return result
 
 
-def _next(asked: Sequence[Request], done: int, now: float, most: int, closed: bool) -> Sequence[Request]:
+def _next(asked: Sequence[Arrival], done: int, now: float, most: int, closed: bool) -> Sequence[Arrival]:
     """Requests that have come and are not served yet, as many as a batch takes."""
     waiting = asked[done : done + most]
     return waiting if closed else [r for r in waiting if r.arrival <= now]

@@ -25,13 +25,13 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Compress
-from ridgeline.techniques.registry import normalize
+from ridgeline.techniques.registry import resolve
 
 
 def compression_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Compress ``workload.checkpoint`` (an empty plan: leave it dense) into a temporary folder; return a measured
     Result (as plain data) with perplexity, bytes, layer error, compression time and the speed of the result."""
-    e = normalize(e)
+    e, _ = resolve(e)
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Compress)
     if w.checkpoint is None:

@@ -21,7 +21,8 @@ from ridgeline.runtime.train_build import Build
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.technique import Technique
 from ridgeline.train.trainer import DTYPES
 
 ROUNDS = 3
@@ -30,10 +31,10 @@ ROUNDS = 3
 
 def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Generate ``output_len`` tokens for the batch and return a measured Result (as plain data)."""
-    e = normalize(e)
+    e, techniques = resolve(e)
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
-    run = _built(e, w, device)
+    run = _built(e, w, device, techniques)
     batch = e.micro_batch_size
     generator = torch.Generator().manual_seed(w.seed + here.rank)
     prompt = torch.randint(e.model.vocab_size, (batch, w.prompt_len), generator=generator).to(device)
@@ -88,7 +89,7 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
     return result.model_dump(mode="json", by_alias=True)
 
 
-def _built(e: Experiment, w: Generate, device: torch.device) -> Build:
+def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Technique]) -> Build:
     """The model with the plan's techniques."""
     dtype = DTYPES[e.dtype]
     if w.checkpoint:
@@ -98,7 +99,7 @@ def _built(e: Experiment, w: Generate, device: torch.device) -> Build:
     model.set_attention("naive")
     model.requires_grad_(False)
     run = Build(e, model, device)
-    for technique in check(e):
+    for technique in techniques:
         technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
     return run
 

@@ -36,7 +36,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Memory, Metric, Result, Sample, Traffic
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import normalize
+from ridgeline.techniques.registry import resolve
 
 NAME = "measured"
 """What the client calls the model."""
@@ -48,7 +48,7 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
     Rank 0 is server and client; the other ranks do their part of its steps, and return nothing. Raises
     :class:`UserError` when the workload's requests cannot be served.
     """
-    e, device = normalize(e), here.device
+    (e, _), device = resolve(e), here.device
     if here.rank:
         make_follower(e, device).follow()
         return {}

@@ -15,7 +15,7 @@ from ridgeline.measure.load.endpoint import Endpoint, refused
 from ridgeline.measure.load.http_client import ConnectionPool
 from ridgeline.measure.load.prompts import Prompts
 from ridgeline.measure.load.record import Record
-from ridgeline.predict.serving.arrivals import Request
+from ridgeline.predict.serving.arrivals import Arrival
 from ridgeline.spec.errors import UserError
 
 LEAD = 0.05
@@ -36,7 +36,7 @@ class Drive:
 
 def drive(
     endpoint: Endpoint,
-    asked: Sequence[Request],
+    asked: Sequence[Arrival],
     prompts: Prompts,
     concurrency: int | None = None,
     warmup: int = 3,
@@ -55,7 +55,7 @@ def drive(
 
 
 class _Driver:
-    def __init__(self, endpoint: Endpoint, asked: Sequence[Request], prompts: Prompts, concurrency: int | None,
+    def __init__(self, endpoint: Endpoint, asked: Sequence[Arrival], prompts: Prompts, concurrency: int | None,
                  timeout: float, progress: Progress) -> None:  # fmt: skip
         self.endpoint, self.asked, self.prompts, self.concurrency = endpoint, asked, prompts, concurrency
         self.timeout, self.progress = timeout, progress
@@ -119,7 +119,7 @@ class _Driver:
             self.news.clear()
             await self.news.wait()
 
-    def _prepare(self, index: int, r: Request) -> tuple[Record, bytes]:
+    def _prepare(self, index: int, r: Arrival) -> tuple[Record, bytes]:
         body = self.endpoint.body(self.prompts.make(index, r.prompt), r.output)
         return Record(index, 0.0, r.prompt, r.output), body
 

@@ -22,7 +22,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.registry import check, normalize
+from ridgeline.techniques.registry import resolve
 from ridgeline.validate.samples import as_samples
 
 
@@ -164,8 +164,8 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
 
 def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float, int]:
     """(what a decode step of ``n`` sequences ``took`` beyond its operators, of which how many are not attention)."""
-    e = normalize(serving_experiment(model, n, bare))
-    surface = Iterations(e, check(e), e.cluster, own_engine(bare), (8, 64))
+    e, techniques = resolve(serving_experiment(model, n, bare))
+    surface = Iterations(e, techniques, e.cluster, own_engine(bare), (8, 64))
     a, b = surface.decode(n)
     blocks = surface.graph(1, 1, 1).blocks
     return took - a - b * n * 32, sum(x.repeat * sum(o.kind != "attention" for o in x.forward) for x in blocks)

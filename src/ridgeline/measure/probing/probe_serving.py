@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ridgeline.measure.probing.probe import NARROW_STEPS, STEP_DEPTHS, deep, narrow, serving_experiment
-from ridgeline.nn.memory.kv_pool import Layout, PagedCache, Piece
+from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.serve.build_engine import make_engine
@@ -55,7 +55,7 @@ def _step(device: torch.device, model: ModelSpec, n: int, quick: bool, rounds: i
 def _attention(device: torch.device, kind: str) -> dict[str, float]:
     """A layer's attention of single new tokens over the pool: seconds per sequence, and bytes/s of cached keys and
     values as they are stored. Layers take turns, as in a model, so that none finds its pool in a cache."""
-    layout = Layout()
+    layout = BatchLayout()
     shape = (1, _KEY_HEADS, _SEQUENCES * _LONG, _WIDTH)
     layers = [PagedCache(layout, shape, torch.float32, device, kind)]
     layers += [PagedCache(layout, shape, torch.float32, device, kind) for _ in range(_CACHED // layers[0].nbytes)]

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.checkpoint.formats import Format, reader
-from ridgeline.nn.checkpoint.hf_names import Link, links, spellings, stacked
+from ridgeline.nn.checkpoint.hf_names import NamePair, links, spellings, stacked
 from ridgeline.nn.model.init import allocate, assign
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.activation_quant import InputCode
@@ -100,15 +100,15 @@ class _Files:
         files = sorted({f.name for f in self.where.values()})
         return f"{self.path / files[0]}" if len(files) == 1 else f"{self.path} ({', '.join(files)})"
 
-    def find(self, link: Link) -> str | None:
+    def find(self, link: NamePair) -> str | None:
         """The name under which the checkpoint has ``link``'s tensor."""
         return next((name for name in spellings(link.theirs) if name in self.where), None)
 
     def tensor(self, name: str) -> Tensor | None:
         """A whole tensor by its name in the files; None when there is none."""
-        return self.read(name, Link("", name)) if name in self.where else None
+        return self.read(name, NamePair("", name)) if name in self.where else None
 
-    def packed(self, link: Link) -> Stored | None:
+    def packed(self, link: NamePair) -> Stored | None:
         """``link``'s weight, if the checkpoint has it in codes."""
         if self.format is None or not link.theirs.endswith(".weight"):
             return None
@@ -116,7 +116,7 @@ class _Files:
         found = (self.format.read(module, self.tensor) for module in modules)
         return next((p for p in found if p is not None), None)
 
-    def input(self, link: Link) -> InputCode | None:
+    def input(self, link: NamePair) -> InputCode | None:
         """How the input of the layer that ``link``'s weight belongs to is quantized."""
         if self.format is None:
             return None
@@ -128,7 +128,7 @@ class _Files:
         """Shape of the tensor ``name``."""
         return tuple(self._handle(self.where[name]).get_slice(name).get_shape())
 
-    def read(self, name: str, link: Link) -> Tensor:
+    def read(self, name: str, link: NamePair) -> Tensor:
         """The piece of tensor ``name`` that ``link`` wants, as one of ours is laid out."""
         try:
             piece = self._handle(self.where[name]).get_slice(name)
@@ -239,7 +239,7 @@ class Reader:
         return _gather(self._files, pieces, shape)[expert]  # a layer's experts in one tensor
 
 
-def _gather(files: _Files, pieces: list[Link], shape: tuple[int, ...]) -> Tensor:
+def _gather(files: _Files, pieces: list[NamePair], shape: tuple[int, ...]) -> Tensor:
     """One of our parameters out of its pieces, each checked before anything is read."""
     names = [files.find(link) for link in pieces]
     coded = [None if name else files.packed(link) for name, link in zip(names, pieces, strict=True)]
@@ -262,7 +262,7 @@ def _gather(files: _Files, pieces: list[Link], shape: tuple[int, ...]) -> Tensor
         # Stacked experts, as transformers ≥ 5 may write them. Names that neither layout has are reported as the hub's.
         other = [link for link in map(stacked, pieces) if link is not None]
         pieces = other if files.find(other[0]) is not None else pieces
-    found: list[tuple[str, Link]] = []
+    found: list[tuple[str, NamePair]] = []
     for link in pieces:
         name = files.find(link)
         if name is None:
@@ -326,7 +326,7 @@ def save_checkpoint(model: Transformer, path: str | Path, max_shard_bytes: float
             old.unlink(missing_ok=True)
 
 
-Entry = tuple[tuple[int, ...], torch.dtype, list[Link]]
+Entry = tuple[tuple[int, ...], torch.dtype, list[NamePair]]
 """One of their tensors: shape, dtype, and the pieces it is joined from."""
 
 

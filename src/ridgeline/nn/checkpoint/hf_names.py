@@ -9,7 +9,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
 
-class Link(NamedTuple):
+class NamePair(NamedTuple):
     """One piece: ``ours[expert]`` equals ``theirs``, or its ``part``, transposed if so marked.
 
     One of ours may be linked several times (experts that the hub stores one by one), and so may one of theirs (GPT-2's
@@ -110,7 +110,7 @@ def require_twin(spec: ModelSpec) -> None:
                         f"run a model of one of these families: {', '.join(_TABLES)}")  # fmt: skip
 
 
-def links(spec: ModelSpec) -> Iterator[Link]:
+def links(spec: ModelSpec) -> Iterator[NamePair]:
     """Every piece of the model, in the layout that the hub's files have (Mixtral: one tensor per expert).
 
     Raises :class:`UserError` for a family that is predicted, not run.
@@ -124,28 +124,28 @@ def links(spec: ModelSpec) -> Iterator[Link]:
             module, kind = ours.rsplit(".", 1)
             lone = ours == "head.out.bias" and spec.head == "mlm"
             theirs = "cls.predictions.bias" if lone else f"{names[module]}.{kind}"
-            yield Link(ours, theirs)
+            yield NamePair(ours, theirs)
             continue
         inner = ours.removeprefix(f"{block}.")
         prefix = f"{stack}.{block.removeprefix('layers.')}"
         module, kind = inner.rsplit(".", 1)
         if module == "mlp.experts":
             for e in range(spec.num_experts):
-                yield Link(ours, f"{prefix}.block_sparse_moe.experts.{e}.{_EXPERT[kind]}.weight", expert=e)
+                yield NamePair(ours, f"{prefix}.block_sparse_moe.experts.{e}.{_EXPERT[kind]}.weight", expert=e)
         elif spec.family == "gpt2":
             # GPT-2 stores [in, out], and query, key and value side by side in one tensor.
             transpose = kind == "weight" and "_norm" not in module
             fused = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
             if module in fused:
                 part = (fused.index(module), 3, -1)
-                yield Link(ours, f"{prefix}.attn.c_attn.{kind}", part=part, transpose=transpose)
+                yield NamePair(ours, f"{prefix}.attn.c_attn.{kind}", part=part, transpose=transpose)
             else:
-                yield Link(ours, f"{prefix}.{block_names[module]}.{kind}", transpose=transpose)
+                yield NamePair(ours, f"{prefix}.{block_names[module]}.{kind}", transpose=transpose)
         else:
-            yield Link(ours, f"{prefix}.{block_names[module]}.{kind}")
+            yield NamePair(ours, f"{prefix}.{block_names[module]}.{kind}")
 
 
-def stacked(link: Link) -> Link | None:
+def stacked(link: NamePair) -> NamePair | None:
     """The same piece in the layout of transformers ≥ 5, where a layer's experts are one tensor; None if it has none."""
     if link.expert is None:
         return link._replace(theirs=link.theirs.replace(".block_sparse_moe.gate.", ".mlp.gate."))
@@ -153,9 +153,9 @@ def stacked(link: Link) -> Link | None:
     if link.expert > 0:
         return None  # the first link stands for all
     if link.ours.endswith(".down_proj"):
-        return Link(link.ours, f"{prefix}.mlp.experts.down_proj")
+        return NamePair(link.ours, f"{prefix}.mlp.experts.down_proj")
     part = (0 if link.ours.endswith(".gate_proj") else 1, 2, 1)
-    return Link(link.ours, f"{prefix}.mlp.experts.gate_up_proj", part=part)
+    return NamePair(link.ours, f"{prefix}.mlp.experts.gate_up_proj", part=part)
 
 
 def spellings(theirs: str) -> Iterator[str]:

@@ -215,7 +215,7 @@ def plan_arena(watch: _Watch, device: torch.device) -> Arena:
 
 
 @dataclass
-class StaticMemory:
+class StaticArena:
     """Records the second step it is called for and runs the later ones in one arena, kept as a buffer of ``root``."""
 
     execute: Callable[..., Tensor]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.nn.model.attention import Backend, LayerCache, Mask
+from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask
 from ridgeline.nn.quant.quantized_kv import KINDS, At
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -102,7 +102,7 @@ def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | 
 
 
 @dataclass(slots=True)
-class Layout:
+class BatchLayout:
     """One step as attention sees it; the same for all layers."""
 
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -124,7 +124,7 @@ class PagedCache(LayerCache):
     """A layer's part of the pool. ``layout`` is what the step is like; the engine changes it in place."""
 
     def __init__(
-        self, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = ""
+        self, layout: BatchLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = ""
     ) -> None:
         """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 to keep codes."""
         self.layout = layout
@@ -132,7 +132,7 @@ class PagedCache(LayerCache):
         make = KINDS[kind] if kind else lambda s, d: PlainStore(s, dtype, d)
         self.stores = [make(shape, device) for _ in range(2)]
 
-    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence sees itself.
 
         ``backend`` and ``mask`` play no part: what is seen follows from the layout.

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ridgeline.nn.memory.arena import Span, padded, signature, writer_of
-from ridgeline.nn.memory.kv_pool import Layout
+from ridgeline.nn.memory.kv_pool import BatchLayout
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Token ids [1, T] and their places [T] → hidden states [T, H]."""
@@ -323,10 +323,10 @@ class PassMemory:
                 self.plans = {t: p for t, p in self.plans.items() if i not in p.regions}
 
 
-def around(planner: Planner, keep: int | None = None) -> Callable[[Forward, Layout, torch.device], Forward]:
+def around(planner: Planner, keep: int | None = None) -> Callable[[Forward, BatchLayout, torch.device], Forward]:
     """What puts a planner's memory around an engine's forward passes."""
 
-    def put(forward: Forward, layout: Layout, device: torch.device) -> Forward:
+    def put(forward: Forward, layout: BatchLayout, device: torch.device) -> Forward:
         layout.outside = pause = _Pause()
         return PassMemory(forward, planner, device, pause, keep)
 

@@ -84,7 +84,7 @@ def making_now() -> str | None:
 
 
 @dataclass
-class Traffic:
+class StoreTraffic:
     """What moved in one direction: payload bytes, moves, and the seconds that the moves themselves took."""
 
     bytes: int = 0
@@ -115,7 +115,7 @@ class _Entry:
 
 
 @dataclass
-class Store:
+class TieredStore:
     """Entries in host memory or on disk for one rank.
 
     ``folder`` is where the disk tier's file goes and ``capacity`` the bytes it may need; both are checked at once.
@@ -126,7 +126,7 @@ class Store:
     device: torch.device
     folder: Path | None = None
     capacity: int = 0
-    traffic: dict[str, Traffic] = field(default_factory=lambda: {d: Traffic() for d in DIRECTIONS})
+    traffic: dict[str, StoreTraffic] = field(default_factory=lambda: {d: StoreTraffic() for d in DIRECTIONS})
     direct: bool = True
     """Whether the disk tier goes past the page cache."""
     _entries: dict[str, _Entry] = field(default_factory=dict)

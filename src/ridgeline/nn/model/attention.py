@@ -29,7 +29,7 @@ class Mask(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Backend:
+class AttentionBackend:
     """One way to compute softmax(q·kᵀ/√D + mask)·v.
 
     ``function(q [B,H,S,D], k [B,G,T,D], v [B,G,T,D], mask) -> [B,H,S,D]``; H is a multiple of G.
@@ -58,7 +58,7 @@ class LayerCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Store ``k`` and ``v`` and let ``q`` [B, H, S, D] see all that is stored: [B, H, S, D]."""
         return backend.function(q, *self.append(k, v), mask)
 
@@ -147,12 +147,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     )
 
 
-BACKENDS: dict[str, Backend] = {
-    b.name: b for b in (Backend("naive", naive_attention, wants_bias=True), Backend("flash", flash_attention))
+BACKENDS: dict[str, AttentionBackend] = {
+    b.name: b
+    for b in (AttentionBackend("naive", naive_attention, wants_bias=True), AttentionBackend("flash", flash_attention))
 }
 
 
-def find_backend(name: str) -> Backend:
+def find_backend(name: str) -> AttentionBackend:
     """The backend called ``name``. Raises :class:`UserError` if there is none."""
     if name not in BACKENDS:
         raise unknown("attention backend", name, BACKENDS)

@@ -21,7 +21,7 @@ from ridgeline.nn.model.loss import IGNORE, token_loss
 from ridgeline.nn.model.mlp import MLP, expand
 from ridgeline.nn.model.norm import RMSNorm, compute_dtype
 from ridgeline.nn.model.rotary import Rope
-from ridgeline.nn.model.transformer import Block, LMHead, MLMHead, Transformer, add_then_norm
+from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, TransformerBlock, add_then_norm
 
 # ---- residual additions and norms -----------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ from ridgeline.nn.model.transformer import Block, LMHead, MLMHead, Transformer, 
 def fuse_elementwise(model: Transformer) -> None:
     """Residual additions inside the norms behind them, biases inside activations, scale and mask inside softmax."""
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, TransformerBlock):
             module.add_norm = add_norm
         elif isinstance(module, (RMSNorm, nn.LayerNorm)):
             module.forward = _Bound(norm, module)  # type: ignore[method-assign]
@@ -40,7 +40,7 @@ def fuse_elementwise(model: Transformer) -> None:
 def fold(model: Transformer, columns: int) -> None:
     """Let fused norms and softmax hold ``columns`` of a row at a time, so that rows of any width fit a thread block."""
     for module in model.modules():
-        if isinstance(module, Block) and module.add_norm is add_norm:
+        if isinstance(module, TransformerBlock) and module.add_norm is add_norm:
             module.add_norm = partial(add_norm, columns=columns)
         elif isinstance(module.forward, _Bound) and module.forward.function is norm:
             module.forward = _Bound(partial(norm, columns=columns), module)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ridgeline.nn.checkpoint.hf_names import require_twin
 from ridgeline.nn.model.attention import (
     Attention,
-    Backend,
+    AttentionBackend,
     CacheOf,
     LayerCache,
     Mask,
@@ -36,7 +36,7 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
-class Embedding(nn.Module):
+class InputEmbedding(nn.Module):
     """Token, position and token-type embeddings, and the norm over their sum, as far as the family has them."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -77,7 +77,7 @@ def add_then_norm(x: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, T
     return x, norm(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer: attention and feed-forward, each with its residual, normalized before (or, in BERT, after)."""
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
@@ -164,8 +164,8 @@ class Transformer(nn.Module):
                 "run a model with dropout = 0, norm_bias = true and position rope or learned",
             )
         self.spec = spec
-        self.embed: Embedding | None = Embedding(spec)
-        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.num_layers)})
+        self.embed: InputEmbedding | None = InputEmbedding(spec)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(spec, i) for i in range(spec.num_layers)})
         self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
         self.head: LMHead | MLMHead | ClassifyHead | None = HEADS[spec.head](spec)
         self.rotary = Rotary(spec) if spec.position == "rope" else None
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         if self.spec.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.out.weight = self.embed.tokens.weight
 
-    def set_attention(self, backend: str | Backend) -> None:
+    def set_attention(self, backend: str | AttentionBackend) -> None:
         """Compute attention with ``backend``: "naive", "flash", or one of your own."""
         found = find_backend(backend) if isinstance(backend, str) else backend
         for module in self.modules():
@@ -188,7 +188,7 @@ class Transformer(nn.Module):
                 module.backend = found
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> AttentionBackend:
         """How attention is computed."""
         return next(m.backend for m in self.layers.modules() if isinstance(m, Attention))
 

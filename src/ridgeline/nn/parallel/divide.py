@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from ridgeline.nn.adapters.lora_linear import LoRALinear
 from ridgeline.nn.model.loss import IGNORE
 from ridgeline.nn.model.moe import MoE
-from ridgeline.nn.model.transformer import Embedding, MLMHead, Transformer
+from ridgeline.nn.model.transformer import InputEmbedding, MLMHead, Transformer
 from ridgeline.nn.parallel.collectives import enter, leave, linear, local
 from ridgeline.nn.quant.quantized import QuantizedLinear
 
@@ -167,7 +167,7 @@ class Divider:
 
     # ---- vocabulary -------------------------------------------------------------------------------------------------
 
-    def embedding(self, embed: Embedding) -> None:
+    def embedding(self, embed: InputEmbedding) -> None:
         """Divide the vocabulary; a rank looks up the tokens it holds, and the sum is complete."""
         size = embed.tokens.num_embeddings
         self.place(embed.tokens, "weight", Shard(0))

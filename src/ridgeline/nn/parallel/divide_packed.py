@@ -109,7 +109,7 @@ def _cut_experts(experts: nn.Module, leaf: str, dim: int, group: ProcessGroup) -
 
 
 @dataclass
-class Held:
+class HeldExperts:
     """Runs the experts that this rank holds, ``count`` from number ``first`` on, over rows that every rank has."""
 
     first: int
@@ -138,5 +138,5 @@ def hold_experts(moe: MoE, group: ProcessGroup) -> None:
     else:
         for name, p in list(experts.named_parameters()):
             setattr(experts, name, nn.Parameter(_part(p, 0, group), False))
-    moe.run = Held(first, count)
+    moe.run = HeldExperts(first, count)
     moe.forward = partial(_summed, moe.forward, group)  # type: ignore[method-assign]

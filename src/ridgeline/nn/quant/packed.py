@@ -31,7 +31,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class Outliers:
+class PackedOutliers:
     """Entries of a weight [out, in] that are kept aside, added to what the codes say."""
 
     index: Tensor
@@ -58,7 +58,7 @@ class Packed:
     bits: int
     group_size: int
     """Inputs that share a scale; ``in`` where a whole row does."""
-    outliers: Outliers | None = None
+    outliers: PackedOutliers | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class Packed:
         aside = self.outliers
         if aside is not None:
             inside = (aside.index >= start * width) & (aside.index < stop * width)
-            aside = Outliers(aside.index[inside] - start * width, aside.values[inside])
+            aside = PackedOutliers(aside.index[inside] - start * width, aside.values[inside])
         zero = None if self.zero is None else self.zero[start:stop]
         return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], zero=zero, outliers=aside)
 

@@ -48,7 +48,7 @@ def wide_dtype() -> torch.dtype:
     return torch.bfloat16 if _cpu_has("amx_tile") else torch.float32
 
 
-class Layout(NamedTuple):
+class Int4Layout(NamedTuple):
     """How PyTorch's kernel for 4-bit weights lays out rows.
 
     Of every ``rows`` of them, byte d of an input holds row d in its low and row d + ``rows`` / 2 in its high half
@@ -59,12 +59,12 @@ class Layout(NamedTuple):
     halves: bool
 
 
-_LAYOUTS = (Layout(64, True), Layout(32, True), Layout(32, False))
+_LAYOUTS = (Int4Layout(64, True), Int4Layout(32, True), Int4Layout(32, False))
 """With AVX-512, with AVX2, and without either."""
 
 
 @lru_cache(maxsize=1)
-def nibble_layout() -> Layout | None:
+def nibble_layout() -> Int4Layout | None:
     """The layout on this CPU; None where it is none of those that :func:`unpack_nibbles` knows."""
     row = torch.arange(112, dtype=torch.int32)[:, None]
     codes = (5 * row + row // 16 + 7 * torch.arange(32, dtype=torch.int32)) % 16  # neighboring rows all differ
@@ -82,7 +82,7 @@ def multiplies_int8() -> bool:
     return bool((torch._int_mm(extreme, extreme.t()) == 64 * 127**2).all())
 
 
-def unpack_nibbles(packed: Tensor, start: int, stop: int, layout: Layout | None = None) -> Tensor:
+def unpack_nibbles(packed: Tensor, start: int, stop: int, layout: Int4Layout | None = None) -> Tensor:
     """Rows ``start`` (a multiple of 64) to ``stop`` of codes uint8 [out, in] that PyTorch packed as [out, in / 2]."""
     block, halves = layout or nibble_layout() or _LAYOUTS[0]
     width = packed.shape[1] * 2

@@ -82,11 +82,11 @@ def tiled(
     slower = min(1.0, peak / units / m.clock / c.tensor_rate) if c.tensor_rate else 1.0
     if stored:
         slower *= stored / width
-    t1 = 1.0 / c.tile_128
-    t2 = t1 / c.tile_64
-    t3 = t2 / c.tile_square
-    t4 = t3 / c.tile_small
-    costs = (1.0, *(1.0 + (t - 1.0) * slower for t in (t1, t2, t3, t4)))
+    at_128 = 1.0 / c.tile_128
+    at_64 = at_128 / c.tile_64
+    at_square = at_64 / c.tile_square
+    at_small = at_square / c.tile_small
+    costs = (1.0, *(1.0 + (t - 1.0) * slower for t in (at_128, at_64, at_square, at_small)))
     bandwidth = m.bandwidth * c.memory_share
     l2 = c.l2_bytes_per_clock * m.clock * units
     store = c.store_bytes_per_clock * m.clock

@@ -17,7 +17,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import Serve
 
 
-class Request(NamedTuple):
+class Arrival(NamedTuple):
     """One request: seconds of arrival, prompt tokens, tokens to generate (at least one)."""
 
     arrival: float
@@ -25,7 +25,7 @@ class Request(NamedTuple):
     output: int
 
 
-def requests(w: Serve) -> list[Request]:
+def requests(w: Serve) -> list[Arrival]:
     """The workload's requests in order of arrival; in a closed loop only the first ``concurrency`` times are final.
 
     Raises :class:`UserError` for a trace that cannot be read.
@@ -34,15 +34,15 @@ def requests(w: Serve) -> list[Request]:
     if w.trace:
         found = read_trace(Path(w.trace), w.requests)
         scale = 1.0 if w.rate is None else _rate(found) / w.rate  # a given rate stretches the trace
-        return [Request(r.arrival * scale, r.prompt, r.output) for r in found]
+        return [Arrival(r.arrival * scale, r.prompt, r.output) for r in found]
     count = w.requests or 1000
     if w.concurrency is not None:
-        return [Request(0.0, *_lengths(w, rng)) for _ in range(count)]
+        return [Arrival(0.0, *_lengths(w, rng)) for _ in range(count)]
     now, out = 0.0, []
     rate = w.rate or 1.0
     for _ in range(count):
         now += rng.gammavariate(w.burstiness, 1.0 / (w.burstiness * rate))
-        out.append(Request(now, *_lengths(w, rng)))
+        out.append(Arrival(now, *_lengths(w, rng)))
     return out
 
 
@@ -51,8 +51,8 @@ class Arrivals:
     ``accepted`` are refused. ``concurrency`` closes the loop: a client sends its next request when it is answered."""
 
     def __init__(
-        self, requests: Sequence[Request], concurrency: int | None, request_s: float,
-        accepted: Callable[[Request], bool],
+        self, requests: Sequence[Arrival], concurrency: int | None, request_s: float,
+        accepted: Callable[[Arrival], bool],
     ) -> None:  # fmt: skip
         self.requests, self.request_s, self.accepted = requests, request_s, accepted
         self.closed = concurrency is not None
@@ -116,12 +116,12 @@ def _lengths(w: Serve, rng: random.Random) -> tuple[int, int]:
     return draw(w.prompt_len, w.length_cv), draw(w.output_len, w.length_cv if w.output_cv is None else w.output_cv)
 
 
-def _rate(found: list[Request]) -> float:
+def _rate(found: list[Arrival]) -> float:
     span = found[-1].arrival - found[0].arrival
     return (len(found) - 1) / span if span > 0 else 1.0
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[Request]:
+def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
     """A trace file, gzipped or not: CSV with TIMESTAMP, ContextTokens, GeneratedTokens (AzurePublicDataset), or JSON
     lines with timestamp (ms), input_length, output_length (Mooncake). Times are shifted to start at zero."""
     try:
@@ -145,7 +145,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
         raise UserError(f"trace {path} holds no request", "give a file with at least one line after the header")
     found.sort()
     start = found[0].arrival
-    return [Request(r.arrival - start, r.prompt, r.output) for r in found]
+    return [Arrival(r.arrival - start, r.prompt, r.output) for r in found]
 
 
 def _open(path: Path) -> IO[str]:
@@ -154,15 +154,15 @@ def _open(path: Path) -> IO[str]:
     return path.open(encoding="utf-8")
 
 
-def _csv_rows(f: IO[str]) -> Iterator[Request]:
+def _csv_rows(f: IO[str]) -> Iterator[Arrival]:
     for row in csv.DictReader(f):
         stamp = row["TIMESTAMP"][:26]  # microseconds: Python reads no finer
         at = datetime.fromisoformat(stamp).timestamp()
-        yield Request(at, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
+        yield Arrival(at, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
 
 
-def _json_lines(f: IO[str]) -> Iterator[Request]:
+def _json_lines(f: IO[str]) -> Iterator[Arrival]:
     for line in f:
         if line.strip():
             row = json.loads(line)
-            yield Request(row["timestamp"] / 1e3, max(1, int(row["input_length"])), max(1, int(row["output_length"])))
+            yield Arrival(row["timestamp"] / 1e3, max(1, int(row["input_length"])), max(1, int(row["output_length"])))

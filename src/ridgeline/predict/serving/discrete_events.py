@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
-from ridgeline.predict.serving.arrivals import Arrivals, Request
+from ridgeline.predict.serving.arrivals import Arrival, Arrivals
 
 
 class Costs(Protocol):
@@ -35,7 +35,7 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What one engine allows."""
 
     max_num_seqs: int
@@ -50,7 +50,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Job:
+class SimulatedRequest:
     """A request on its way."""
 
     index: int
@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """Per request, by index: times of arrival, first token and finish (nan: rejected); and what happened between."""
 
     arrival: list[float]
@@ -86,14 +86,14 @@ class Simulation:
     """One engine serving ``requests``; ``concurrency`` closes the loop (arrival times then follow from the answers)."""
 
     def __init__(
-        self, costs: Costs, limits: Limits, requests: Sequence[Request], concurrency: int | None = None
+        self, costs: Costs, limits: EngineLimits, requests: Sequence[Arrival], concurrency: int | None = None
     ) -> None:
         self.costs, self.limits = costs, limits
         self.requests = requests
         self.now = 0.0
-        self.waiting: deque[Job] = deque()
-        self.running: dict[int, Job] = {}
-        self.partial: Job | None = None
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.running: dict[int, SimulatedRequest] = {}
+        self.partial: SimulatedRequest | None = None
         self.ends: list[tuple[int, int, int]] = []  # (decode count at the end, request, admission)
         self.step = 0
         self.cached = 0
@@ -101,15 +101,15 @@ class Simulation:
         self.admitted = 0
         self.arrivals = Arrivals(requests, concurrency, limits.request_s, self._accepted)
         nothing = [math.nan] * len(requests)
-        self.out = Outcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
+        self.out = SimulationOutcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Simulate until every request is answered or rejected."""
         while True:
             for i in self.arrivals.until(self.now):
-                self.waiting.append(Job(i, self.requests[i].prompt, self.requests[i].output))
+                self.waiting.append(SimulatedRequest(i, self.requests[i].prompt, self.requests[i].output))
             chunks = self._schedule()
             if chunks:
                 self._mixed(chunks)
@@ -121,17 +121,17 @@ class Simulation:
             else:
                 self.now = max(self.now, self.arrivals.next)
 
-    def _accepted(self, r: Request) -> bool:
+    def _accepted(self, r: Arrival) -> bool:
         """Whether a request could ever fit the cache."""
         return r.prompt + r.output + self.limits.overhead_tokens <= self.limits.cache_tokens
 
     # ---- scheduling ----------------------------------------------------------------------------------------------
 
-    def _schedule(self) -> list[tuple[Job, int]]:
+    def _schedule(self) -> list[tuple[SimulatedRequest, int]]:
         """Prompt chunks of the next iteration."""
         lim = self.limits
         budget = lim.max_num_batched_tokens - (len(self.running) if lim.mixes else 0)
-        chunks: list[tuple[Job, int]] = []
+        chunks: list[tuple[SimulatedRequest, int]] = []
         if self.partial is not None and budget > 0:
             size = min(self.partial.prompt - self.partial.done, budget)
             chunks.append((self.partial, size))
@@ -159,7 +159,7 @@ class Simulation:
             budget -= size
         return chunks
 
-    def _fits(self, s: Job, beside: int) -> bool:
+    def _fits(self, s: SimulatedRequest, beside: int) -> bool:
         lim = self.limits
         sequences = len(self.running) + beside + 1
         need = s.prompt + (s.left if lim.reserves else 1)
@@ -168,7 +168,7 @@ class Simulation:
 
     # ---- iterations ----------------------------------------------------------------------------------------------
 
-    def _mixed(self, chunks: list[tuple[Job, int]]) -> None:
+    def _mixed(self, chunks: list[tuple[SimulatedRequest, int]]) -> None:
         """One iteration with prompts in it."""
         decoding = len(self.running) if self.limits.mixes else 0
         if decoding and not self.limits.reserves:
@@ -210,7 +210,7 @@ class Simulation:
             if not self._stale(end):
                 self._leave(self.running.pop(end[1]))
 
-    def _first_token(self, s: Job) -> None:
+    def _first_token(self, s: SimulatedRequest) -> None:
         lim = self.limits
         if math.isnan(self.out.first[s.index]):
             self.out.first[s.index] = self.now
@@ -225,7 +225,7 @@ class Simulation:
         else:
             self._leave(s)
 
-    def _leave(self, s: Job) -> None:
+    def _leave(self, s: SimulatedRequest) -> None:
         self.out.finish[s.index] = self.now
         self.cached -= s.prompt + 1 + s.left
         if self.limits.reserves:
@@ -243,7 +243,7 @@ class Simulation:
             del self.running[s.index]
             made = self.step - s.started
             self.cached -= s.prompt + 1 + made
-            again = Job(s.index, s.prompt + 1 + made, s.left - made)
+            again = SimulatedRequest(s.index, s.prompt + 1 + made, s.left - made)
             self.waiting.appendleft(again)
             self.out.preemptions += 1
             gone += 1

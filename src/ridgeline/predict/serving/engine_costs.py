@@ -18,7 +18,7 @@ from ridgeline.spec.scheduling import OWN, engine_name
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineCosts:
     """Constants of one serving engine and generation."""
 
     name: str
@@ -68,23 +68,23 @@ class Engine:
     source: str = ""
 
 
-ENGINES: dict[str, Engine] = {
+ENGINES: dict[str, EngineCosts] = {
     e.name: e
     for e in (
-        Engine(
+        EngineCosts(
             "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
             dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, prefill_s=0.0,
             prefill_share=1.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, one_shot=False,
             spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
         ),
-        Engine(
+        EngineCosts(
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
             dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=20e-6, prefill_s=3e-3,
             prefill_share=0.80, request_s=10e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
         ),
-        Engine(
+        EngineCosts(
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
             dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=7e-3, sequence_s=74e-6, prefill_s=18e-3,
             prefill_share=0.80, request_s=30e-3,
@@ -92,7 +92,7 @@ ENGINES: dict[str, Engine] = {
             kernel="trtllm",
             source="fitted to serving on H100",
         ),
-        Engine(
+        EngineCosts(
             "ridgeline", "Ridgeline's own engine, eager", False,
             dispatch_s=8e-6, iteration_s=0.4e-3, schedule_s=0.0, sequence_s=60e-6, prefill_s=0.0,
             prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
@@ -110,7 +110,7 @@ Assumptions from the hosts' single-thread speeds; only Hopper's enters the fits,
 fitted on Hopper anyway, so that no open row tests these ratios."""
 
 
-def find_engine(name: str, device: Device) -> Engine:
+def find_engine(name: str, device: Device) -> EngineCosts:
     """The engine called ``name``, with its host seconds as measured, or scaled to the device's usual host. Without a
     name: Ridgeline's own on this machine, vLLM elsewhere."""
     key = engine_name(name, device.name)
@@ -132,7 +132,7 @@ def find_engine(name: str, device: Device) -> Engine:
     )
 
 
-def own_engine(device: Device) -> Engine:
+def own_engine(device: Device) -> EngineCosts:
     """Ridgeline's own engine on a CPU, where operators run when they are called."""
     engine, known = replace(ENGINES[OWN], dispatch_s=0.0, kernel="packed"), device.host_latency
     if "serve.reply" not in known:  # not probed, or by an older version
@@ -147,7 +147,7 @@ def own_engine(device: Device) -> Engine:
     )
 
 
-def engine_of(e: Experiment) -> Engine | None:
+def engine_of(e: Experiment) -> EngineCosts | None:
     """The engine of an inference experiment; None: the plain torch twin."""
     name: str = getattr(e.workload, "engine", "")
     return find_engine(name, e.cluster.device) if name else None
@@ -162,7 +162,7 @@ _AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
-def fuse(g: Graph, engine: Engine) -> Graph:
+def fuse(g: Graph, engine: EngineCosts) -> Graph:
     """The graph with the fusions that serving engines make, and attention by the engine's kernels.
 
     Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit

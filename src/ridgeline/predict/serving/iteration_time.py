@@ -16,7 +16,7 @@ from ridgeline.graph import Graph, Op, tokens_graph
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time
-from ridgeline.predict.serving.engine_costs import Engine, fuse
+from ridgeline.predict.serving.engine_costs import EngineCosts, fuse
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -31,7 +31,7 @@ ATTENTION = ("attention", "bmm", "softmax", "mask")
 
 
 @dataclass
-class Table:
+class Interpolated:
     """A function of a count, evaluated on ``GRID`` when first needed and interpolated linearly."""
 
     exact: Callable[[int], float]
@@ -65,15 +65,15 @@ class Parts:
     sequences), ``links`` (collectives of the body), ``expanded`` (products of weights stored narrow), in seconds.
     """
 
-    def __init__(self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine) -> None:
+    def __init__(self, e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
         self.made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
         self._graphs: dict[int, Graph] = {}
         self._attended: dict[tuple[int, int, int], float] = {}
-        self.body = Table(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
-        self.head = Table(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=True))
-        self.links = Table(lambda t: self._links(self.graph(t, 1, 1)))
-        self.expanded = Table(lambda t: self._expanded(self.graph(t, 1, 1)))
+        self.body = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
+        self.head = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=True))
+        self.links = Interpolated(lambda t: self._links(self.graph(t, 1, 1)))
+        self.expanded = Interpolated(lambda t: self._expanded(self.graph(t, 1, 1)))
         ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
         self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
 
@@ -106,7 +106,7 @@ class Parts:
         """Seconds of attention or of all else, in all blocks, in the head, or in all but the head."""
         total = 0.0
         for b in g.blocks:
-            if head is None or (b.name == "head") == head:
+            if head is None or b.is_head == head:
                 chosen = [o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention]
                 seconds = sum(self.seconds(o) for o in chosen)
                 more = 0.0 if attention else len(chosen) * self.cluster.device.in_step(g.tokens)
@@ -114,7 +114,7 @@ class Parts:
         return total
 
     def _links(self, g: Graph) -> float:
-        return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if b.name != "head")
+        return sum(b.repeat * sum(self.seconds(o) for o in b.forward if o.axis) for b in g.blocks if not b.is_head)
 
     def _expanded(self, g: Graph) -> float:
         return sum(
@@ -126,7 +126,7 @@ _parts: dict[tuple[Hashable, ...], tuple[Device, Parts]] = {}
 _MOST_PARTS = 32
 
 
-def parts_of(e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine) -> Parts:
+def parts_of(e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts) -> Parts:
     """The :class:`Parts` of an inference experiment, remembered for others that differ only in their workload."""
     device = cluster.device
     mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes, id(device))
@@ -147,7 +147,7 @@ class Iterations:
     """
 
     def __init__(
-        self, e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, contexts: tuple[int, int]
+        self, e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts, contexts: tuple[int, int]
     ) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
         low, high = max(1, contexts[0]), max(2, contexts[1])
@@ -155,10 +155,10 @@ class Iterations:
         self.parts = parts = parts_of(e, made, cluster, engine)
         self.graph, self.body, self.head = parts.graph, parts.body, parts.head
         self.links, self.expanded = parts.links, parts.expanded
-        self._short = Table(lambda b: parts.attention(b, 1, self.contexts[0]))
-        self._long = Table(lambda b: parts.attention(b, 1, self.contexts[1]))
-        self._chunk = Table(lambda q: parts.attention(1, q, q))
-        self._behind = Table(lambda q: parts.attention(1, q, q + self.contexts[1]))
+        self._short = Interpolated(lambda b: parts.attention(b, 1, self.contexts[0]))
+        self._long = Interpolated(lambda b: parts.attention(b, 1, self.contexts[1]))
+        self._chunk = Interpolated(lambda q: parts.attention(1, q, q))
+        self._behind = Interpolated(lambda q: parts.attention(1, q, q + self.contexts[1]))
         self.dispatch_s = parts.dispatch_s
         """Host seconds to issue the operators of one eager iteration."""
         self._plain: dict[int, tuple[float, float]] = {}

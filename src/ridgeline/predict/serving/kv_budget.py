@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ridgeline.graph import Graph
 from ridgeline.graph.graph import even
-from ridgeline.predict.serving.engine_costs import Engine
+from ridgeline.predict.serving.engine_costs import EngineCosts
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.step.peak_memory import Peak
 from ridgeline.spec.device import DTYPE_BYTES
@@ -45,7 +45,7 @@ def bytes_per_token(e: Experiment) -> float:
     return 2.0 * layers * heads * m.head_dim * kv_bytes(dtype, m.head_dim)
 
 
-def room(e: Experiment, surface: Iterations, engine: Engine, largest: int) -> Room:
+def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) -> Room:
     """What is left for the cache. ``largest``: tokens of the largest iteration."""
     device = surface.cluster.device
     g = surface.graph(1, 1, 1)

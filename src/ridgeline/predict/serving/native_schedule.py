@@ -13,13 +13,13 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ridgeline.predict.serving.arrivals import Arrivals, Request
-from ridgeline.predict.serving.discrete_events import Costs, Outcome, pace, until
+from ridgeline.predict.serving.arrivals import Arrival, Arrivals
+from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, pace, until
 from ridgeline.spec.scheduling import Scheduling
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class NativeRequest:
     """A request on its way."""
 
     index: int
@@ -35,13 +35,13 @@ class Job:
     runs: bool = False
 
 
-class Pool:
+class BlockPool:
     """Numbers of blocks: blank, held, and cached with the oldest going first, as the real pool keeps them."""
 
     def __init__(self, count: int, size: int, share: bool) -> None:
         self.size, self.share = size, share
         self.blank = count
-        self.cached: OrderedDict[Job, int] = OrderedDict()
+        self.cached: OrderedDict[NativeRequest, int] = OrderedDict()
         """Leading blocks of sequences that let go of them, the last of which are given away first."""
         self.kept = 0
 
@@ -54,19 +54,19 @@ class Pool:
         """Blocks for so many tokens."""
         return -(-tokens // self.size)
 
-    def match(self, job: Job) -> None:
+    def match(self, job: NativeRequest) -> None:
         """Take up what is left of a sequence's blocks."""
         found = self.cached.pop(job, 0)
         self.kept -= found
         job.blocks = job.committed = found
         job.computed = found * self.size
 
-    def commit(self, job: Job) -> None:
+    def commit(self, job: NativeRequest) -> None:
         """Full blocks become known."""
         if self.share:
             job.committed = max(job.committed, job.computed // self.size)
 
-    def grow(self, job: Job, tokens: int) -> bool:
+    def grow(self, job: NativeRequest, tokens: int) -> bool:
         """Blocks for ``tokens`` tokens, if they can be had."""
         missing = max(0, self.needed(tokens) - job.blocks)
         if missing > self.free:
@@ -82,7 +82,7 @@ class Pool:
                 del self.cached[oldest]
         return True
 
-    def release(self, job: Job) -> None:
+    def release(self, job: NativeRequest) -> None:
         """Let go of a sequence's blocks."""
         self.blank += job.blocks - job.committed
         if job.committed:
@@ -97,25 +97,25 @@ class PackedSimulation:
     With ``record``, ``steps`` holds every batch: the tokens of each of its sequences, in order."""
 
     def __init__(
-        self, costs: Costs, s: Scheduling, blocks: int, longest: int, requests: Sequence[Request],
+        self, costs: Costs, s: Scheduling, blocks: int, longest: int, requests: Sequence[Arrival],
         concurrency: int | None = None, request_s: float = 0.0, admission_s: float = 0.0, record: bool = False,
     ) -> None:  # fmt: skip
         self.costs, self.limits, self.longest, self.requests = costs, s.limits, longest, requests
-        self.pool = Pool(blocks, s.block_size, s.share_prefixes)
+        self.pool = BlockPool(blocks, s.block_size, s.share_prefixes)
         self.arrivals = Arrivals(requests, concurrency, request_s, lambda r: r.prompt + r.output <= longest)
-        self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
+        self.waiting: deque[NativeRequest] = deque()
+        self.running: list[NativeRequest] = []
         self.admission_s, self.fresh, self.now = admission_s, 0, 0.0
         nothing = [math.nan] * len(requests)
-        self.out = Outcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
+        self.out = SimulationOutcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
         self.steps: list[list[int]] | None = [] if record else None
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Simulate until every request is answered or rejected."""
         while True:
             for i in self.arrivals.until(self.now):
                 r = self.requests[i]
-                self.waiting.append(Job(i, r.prompt, r.prompt, r.prompt + r.output))
+                self.waiting.append(NativeRequest(i, r.prompt, r.prompt, r.prompt + r.output))
                 self.fresh += 1
             sent_back = self.out.preemptions
             plan = self._schedule()
@@ -132,9 +132,9 @@ class PackedSimulation:
 
     # ---- scheduling: see ridgeline.serve.scheduler, line by line ---------------------------------------------------
 
-    def _schedule(self) -> dict[Job, int]:
+    def _schedule(self) -> dict[NativeRequest, int]:
         lim = self.limits
-        plan: dict[Job, int] = {}
+        plan: dict[NativeRequest, int] = {}
         budget = self._left(plan)
         joins = lim.continuous or not self.running
         sent_back = self.out.preemptions
@@ -152,14 +152,14 @@ class PackedSimulation:
             self._admit(plan, budget)
         return plan
 
-    def _left(self, plan: dict[Job, int]) -> int:
+    def _left(self, plan: dict[NativeRequest, int]) -> int:
         most, counts = self.limits.max_num_batched_tokens, plan.values()
         if not self.limits.padded:
             return most - sum(counts)
         each = most // (len(counts) + 1)
         return each if each >= max(counts, default=0) else 0
 
-    def _share(self, job: Job, budget: int, alone: bool) -> int:
+    def _share(self, job: NativeRequest, budget: int, alone: bool) -> int:
         lacks = job.tokens - job.computed
         if lacks <= budget:
             return lacks
@@ -167,7 +167,7 @@ class PackedSimulation:
             return budget
         return lacks if alone else 0
 
-    def _room(self, job: Job, n: int, plan: dict[Job, int]) -> bool:
+    def _room(self, job: NativeRequest, n: int, plan: dict[NativeRequest, int]) -> bool:
         while not self._grow(job, n):
             victim = self.running.pop()
             plan.pop(victim, None)
@@ -179,11 +179,11 @@ class PackedSimulation:
                 return False
         return True
 
-    def _grow(self, job: Job, n: int) -> bool:
+    def _grow(self, job: NativeRequest, n: int) -> bool:
         tokens = min(job.most, self.longest) if self.limits.reserve else 0
         return self.pool.grow(job, max(tokens, job.computed + n))
 
-    def _admit(self, plan: dict[Job, int], budget: int) -> None:
+    def _admit(self, plan: dict[NativeRequest, int], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             job = self.waiting[0]
             self.pool.match(job)
@@ -200,7 +200,7 @@ class PackedSimulation:
 
     # ---- iterations --------------------------------------------------------------------------------------------------
 
-    def _step(self, plan: dict[Job, int], settled: bool) -> None:
+    def _step(self, plan: dict[NativeRequest, int], settled: bool) -> None:
         """Compute ``plan``, and where it is ``settled`` that nobody comes or goes, what follows it."""
         prompts = [(n, job.computed) for job, n in plan.items() if n > 1]
         decoding, k = len(plan) - len(prompts), 1
@@ -228,7 +228,7 @@ class PackedSimulation:
         for job, n in plan.items():
             self._computed(job, n if n > 1 else k)
 
-    def _lasting(self, plan: dict[Job, int]) -> int:
+    def _lasting(self, plan: dict[NativeRequest, int]) -> int:
         """How many iterations like this one follow each other, if nobody arrives."""
         if any(job.tokens == job.prompt for job in plan):  # a prompt of one token: its first answer is an event
             return 1
@@ -236,7 +236,7 @@ class PackedSimulation:
         tight = not self.limits.reserve and self.pool.free < n * (k // self.pool.size + 1)
         return 1 if tight else k
 
-    def _computed(self, job: Job, n: int) -> None:
+    def _computed(self, job: NativeRequest, n: int) -> None:
         """``n`` more tokens of a sequence have their keys and values; the last known one leads to another."""
         if job.tokens == job.computed + 1:  # each of them made the next
             job.tokens += n

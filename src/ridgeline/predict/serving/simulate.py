@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
 from ridgeline.predict.common import assemble, metric, rank_cluster, rewritten, source_of
-from ridgeline.predict.serving.arrivals import Request, requests
-from ridgeline.predict.serving.discrete_events import Limits, Outcome, Simulation
-from ridgeline.predict.serving.engine_costs import Engine, find_engine
+from ridgeline.predict.serving.arrivals import Arrival, requests
+from ridgeline.predict.serving.discrete_events import EngineLimits, Simulation, SimulationOutcome
+from ridgeline.predict.serving.engine_costs import EngineCosts, find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import Room, pool_room, room
 from ridgeline.predict.serving.native_schedule import PackedSimulation
@@ -26,7 +26,7 @@ from ridgeline.techniques.technique import Technique
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-def predict_serving(e: Experiment, made: list[Technique]) -> Result:
+def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     """The Result of a serving experiment, already normalized and checked.
 
     ``data_parallel`` replicas take turns with the requests; one of them is simulated with its share.
@@ -38,14 +38,16 @@ def predict_serving(e: Experiment, made: list[Technique]) -> Result:
     cluster = rank_cluster(e)
     engine = find_engine(w.engine, cluster.device)
     if engine.name == OWN:
-        weights = sum(p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, made).params)
+        weights = sum(
+            p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).params
+        )
         cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
     asked = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in asked]
-    surface = Iterations(e, made, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
+    surface = Iterations(e, techniques, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
     clients = _clients(w, e.data_parallel)
     if engine.name == OWN:
-        sim, space = packed(surface, made, w, asked, clients)
+        sim, space = packed(surface, techniques, w, asked, clients)
         outcome = sim.run()
         if outcome.rejected == len(asked):
             return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
@@ -82,24 +84,26 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
 
 
 def packed(
-    surface: Iterations, made: Sequence[Technique], w: Serve, asked: Sequence[Request], clients: int | None = None
+    surface: Iterations, techniques: Sequence[Technique], w: Serve, asked: Sequence[Arrival], clients: int | None = None
 ) -> tuple[PackedSimulation, Room]:
     """Ridgeline's own engine as the plan sets it up, about to serve ``asked``, and the pool that it has."""
     engine, s = surface.engine, Scheduling()
     s.limits.max_num_seqs, s.limits.max_num_batched_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
-    for t in made:
+    for t in techniques:
         t.scheduling(s)
     s.asked(w)
     space, blocks, longest = pool_room(surface, s, w)
     return PackedSimulation(surface, s, blocks, longest, asked, clients, engine.request_s, engine.admission_s), space
 
 
-def limits_of(w: Serve, engine: Engine, surface: Iterations, asked: Sequence[Request]) -> tuple[Limits, Room]:
+def limits_of(
+    w: Serve, engine: EngineCosts, surface: Iterations, asked: Sequence[Arrival]
+) -> tuple[EngineLimits, Room]:
     """The scheduler's limits: the engine's, as the workload overrides them, and the room for the cache."""
     seqs = w.max_num_seqs or engine.max_num_seqs
     tokens = w.max_num_batched_tokens or engine.max_num_batched_tokens
     space = room(surface.e, surface, engine, min(tokens, max(r.prompt for r in asked) * seqs))
-    limits = Limits(
+    limits = EngineLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         cache_tokens=space.tokens,
@@ -111,7 +115,7 @@ def limits_of(w: Serve, engine: Engine, surface: Iterations, asked: Sequence[Req
     return limits, space
 
 
-def _share(asked: list[Request], replicas: int, w: Serve) -> list[Request]:
+def _share(asked: list[Arrival], replicas: int, w: Serve) -> list[Arrival]:
     """What the first of several replicas gets, in turns."""
     return asked if w.concurrency is not None else asked[::replicas]
 
@@ -120,7 +124,7 @@ def _clients(w: Serve, replicas: int) -> int | None:
     return None if w.concurrency is None else max(1, w.concurrency // replicas)
 
 
-def serving_metrics(o: Outcome, w: Serve, e: Experiment, source: str) -> dict[str, Metric]:
+def serving_metrics(o: SimulationOutcome, w: Serve, e: Experiment, source: str) -> dict[str, Metric]:
     """Latencies (mean and percentiles), throughput and goodput of a simulated replica, times the replicas."""
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
     ttft = sorted(o.first[i] - o.arrival[i] for i in served)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ridgeline.graph import Graph, decode_graph, prefill_graph
 from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of
 from ridgeline.predict.operators.kernel import peak_flops
-from ridgeline.predict.serving.engine_costs import Engine, engine_of, fuse
+from ridgeline.predict.serving.engine_costs import EngineCosts, engine_of, fuse
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import BLOCK, room
 from ridgeline.predict.step.peak_memory import inference_peak
@@ -78,7 +78,7 @@ def _plain(
 
 
 def engine_times(
-    e: Experiment, made: list[Technique], cluster: Cluster, engine: Engine, w: Generate
+    e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts, w: Generate
 ) -> tuple[float, float, int]:
     """(mean seconds to the first token, mean seconds per further token, waves) of a batch that starts together.
 

@@ -7,9 +7,20 @@ working copies of weights (gathered, cast) live from first use to their block's 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from ridgeline.graph.graph import Block, Graph, alternate
+from ridgeline.graph.graph import Block, Graph, Op, alternate
 from ridgeline.graph.schedule import in_flight
+
+
+class Instant(Enum):
+    """What a step is doing when its memory may be at its peak; the value is what a :class:`Peak` says of a block."""
+
+    FORWARD = "forward of {}"
+    BACKWARD = "backward of {}"
+    WEIGHTS_WAIT = "weight gradients of {} wait"
+    REDUCTION = "end of backward of {}"
+    UPDATE = "optimizer step"
 
 
 @dataclass(slots=True)
@@ -28,16 +39,16 @@ class Peak:
 class _Sizes:
     """Bytes of one repeat of a block, summed once."""
 
-    __slots__ = ("backward", "block", "forward", "full", "gradients", "keeps", "largest", "layer", "saved", "sharded",
-                 "states", "stored", "tile", "work")  # fmt: skip
+    __slots__ = ("backward", "block", "forward", "full", "gradients", "is_layer", "keeps", "saved", "sharded", "states",
+                 "stored", "tile", "work")  # fmt: skip
 
     def __init__(self, b: Block, g: Graph) -> None:
         self.block = b
-        self.layer = b.name.startswith(("layers", "encoder"))
+        self.is_layer = b.is_layer
         self.saved = b.saved_bytes
         self.tile = 0.0
         """The largest piece of what passes through the device in pieces."""
-        self.work = self.stored = self.states = self.gradients = self.full = self.largest = 0.0
+        self.work = self.stored = self.states = self.gradients = self.full = 0.0
         self.sharded = False
         for p in b.params:
             self.work += p.numel * p.working_bytes
@@ -49,29 +60,33 @@ class _Sizes:
             if p.trainable:
                 self.states += p.held_states(g.optimizer_bytes)
                 self.gradients += p.numel * p.grad_bytes / p.grad_shards / p.tiles
-                self.largest = max(self.largest, p.numel * p.grad_bytes)
                 if p.grad_shards > 1:  # unreduced until the block's reduction, beyond its share of the reduced ones
                     self.full += p.numel * p.grad_bytes
-        self.keeps = 0.0 if g.host_activations and self.layer else self.saved - b.hosted
+        self.keeps = 0.0 if g.host_activations and self.is_layer else self.saved - b.hosted
         """Saved bytes that stay on the device."""
         self.forward, self.backward = (b.recomputed + extra for extra in _beside_saved(b))
         """Temporaries of each direction, as seen beside all that the block saves."""
-        if g.host_activations and self.layer:  # what it saves comes and goes as a whole
+        if g.host_activations and self.is_layer:  # what it saves comes and goes as a whole
             self.forward, self.backward = b.recomputed + b.workspace, b.recomputed + b.backward_workspace
-        if b.name == "head":
+        if b.is_head:
             self.backward += _last_products(b)
+
+
+def _width(op: Op) -> float:
+    """Bytes of one element of a gradient: products in 16 bits give 16-bit ones, all others fp32."""
+    return 2.0 if op.dtype in ("bf16", "fp16") else 4.0
 
 
 def _last_products(b: Block) -> float:
     """What the head's backward makes first, while all activations are there: the gradient of its weight, and the input
     that the product reads, where that was kept in parts (gathered, and once more in its shape)."""
-    made = 0.0
+    size = 0.0
     for op in b.backward:
-        if op.kind == "gemm" and op.name.endswith("head.out.dw"):
-            made += op.shape[0] * op.shape[1] * (2.0 if op.dtype in ("bf16", "fp16") else 4.0)
-        elif op.name == "head.regather":
-            made += 2 * op.bytes
-    return made
+        if op.name == "head.out.dw":
+            size += op.shape[0] * op.shape[1] * _width(op)
+        elif op.role == "regather":
+            size += 2 * op.bytes
+    return size
 
 
 def _beside_saved(b: Block) -> tuple[float, float]:
@@ -80,12 +95,8 @@ def _beside_saved(b: Block) -> tuple[float, float]:
     In forward, attention has its scores when nothing of the MLP is saved yet, and the probabilities among them are what
     is saved. In backward the MLP's gradients come first; when those of attention come, what it saved is gone.
     """
-    mlp = probs = 0.0
-    for name, s in b.saved.items():
-        if s.users and all(user.startswith("mlp") for user in s.users):
-            mlp += s.bytes
-        elif name.endswith(".probs"):
-            probs += s.bytes
+    mlp = b.saved_by_mlp
+    probs = sum(s.bytes for name, s in b.saved.items() if name.endswith(".probs"))
     act = next((o.bytes for o in b.backward if o.kind == "activation"), 0.0)
     if not (act and mlp):
         return b.workspace, b.backward_workspace
@@ -99,7 +110,7 @@ def training_peak(g: Graph) -> Peak:
     """The peak of one training step in steady state (optimizer states exist), on the rank that needs most."""
     sizes = {id(b.params): _Sizes(b, g) for b in g.blocks}
     if g.pipeline is None:
-        return _rank_peak(g, g.blocks, sizes, 1.0, g.accumulation > 1)
+        return _Sweep(g, g.blocks, sizes, 1.0, g.accumulation > 1).peak()
     pipe = g.pipeline
     best = Peak({}, "")
     stages = g.cut(pipe.degree * pipe.chunks)
@@ -118,7 +129,7 @@ def training_peak(g: Graph) -> Peak:
         virtual = pipe.degree * pipe.chunks
         sends = sum(v < virtual - 1 for v in range(rank, virtual, pipe.degree))
         receives = sends + sum(v > 0 for v in range(rank, virtual, pipe.degree))
-        peak = _rank_peak(g, mine, sizes, held, g.accumulation > held, late)
+        peak = _Sweep(g, mine, sizes, held, g.accumulation > held, late).peak()
         messages = (min(sends, 1) + receives) * g.residual
         peak.categories["activations"] = peak.categories.get("activations", 0.0) + messages
         if peak.total > best.total:
@@ -146,115 +157,165 @@ def _output_gradients(b: Block) -> float:
     """Gradients of the outputs of linear layers and norms, which wait for the weights' turn (schedule zero_bubble)."""
     size = 0.0
     for op in b.backward:
-        if op.kind == "gemm" and op.name.endswith(".dw") and b.name != "head":
-            size += op.shape[0] * op.shape[2] * (2.0 if op.dtype in ("bf16", "fp16") else 4.0)
+        if op.kind == "gemm" and op.role == "weight_gradient" and not b.is_head:
+            size += op.shape[0] * op.shape[2] * _width(op)
         elif op.kind == "norm":
             size += op.bytes / 5  # of what its backward reads and writes
     return size
 
 
-def _rank_peak(
-    g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: float, accumulates: bool, late: float = 0.0
-) -> Peak:
-    """The peak of a rank that runs ``blocks`` and holds the activations of ``held`` micro-batches of them.
+@dataclass(slots=True, frozen=True)
+class _Live:
+    """Bytes that come and go within a step."""
 
-    ``late``: gradients of outputs that wait, with all activations, for delayed weight gradients.
-    """
-    known = [(sizes[id(b.params)], b.repeat) for b in blocks]
-    stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
-    states = 0.0 if g.host_states else sum(s.states * n for s, n in known)
-    # Gradients, as backward produces them
-    leave = g.fused_update or (g.host_states and not g.gradients_resident)
-    all_gradients = 0.0 if leave else sum(s.gradients * n for s, n in known)
-    sharded = any(s.sharded for s, _ in known)
-    accumulated = (accumulates or g.gradients_resident) and not leave
-    outside = max_layer = 0.0
-    if g.host_parameters:  # here while they are used: what is no layer all the time, a layer and the next one
-        outside = sum(s.stored * n for s, n in known if not s.layer)
-        max_layer = max((s.stored for s, _ in known if s.layer), default=0.0)
-    layers = sum(n for s, n in known if s.layer)
-    ahead = 1 if g.host_parameters else 2  # gathered: the block's, and the prefetched next one's
-    fixed = stored + states + g.buffers
-    most, arena = -1.0, 0.0
-    at: tuple[str, float, float, float, float] = ("", 0.0, 0.0, 0.0, 0.0)
+    gathered: float
+    gradients: float
+    activations: float
+    temporaries: float
 
-    def consider(instant: str, gathered: float, gradients: float, activations: float, temporaries: float) -> None:
-        nonlocal most, at, arena
-        if g.static:  # but for buffers of collectives
-            reducing = instant.startswith("end of backward")
-            arena = max(arena, activations + (0.0 if reducing else temporaries))
+
+class _Sweep:
+    """Walks one rank's step block by block and remembers the instant that needs most."""
+
+    def __init__(
+        self, g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: float, accumulates: bool, late: float = 0.0
+    ) -> None:
+        """``blocks`` are the rank's, and it holds the activations of ``held`` micro-batches of them.
+
+        ``late``: gradients of outputs that wait, with all activations, for delayed weight gradients.
+        """
+        self.g, self.late = g, late
+        self.known = known = [(sizes[id(b.params)], b.repeat) for b in blocks]
+        self.runs = [(known[i][0], repeat) for i, repeat in alternate(blocks)]
+        self.stored = 0.0 if g.host_parameters else sum(s.stored * n for s, n in known)
+        self.states = 0.0 if g.host_states else sum(s.states * n for s, n in known)
+        self.fixed = self.stored + self.states + g.buffers
+        self.sharded = any(s.sharded for s, _ in known)
+        self.handed_round = max((o.bytes * (1 + 1 / o.ranks) for b in blocks for o in b.after_update), default=0.0)
+        self._gradients(accumulates)
+        self._parameters()
+        self._activations(held)
+        self.most, self.arena = -1.0, 0.0
+        self.at = Instant.UPDATE
+        self.at_block = ""
+        self.live = _Live(0.0, 0.0, 0.0, 0.0)
+
+    def _gradients(self, accumulates: bool) -> None:
+        g, known = self.g, self.known
+        # An update in backward, or on the host, takes each gradient as soon as it is complete.
+        self.leave = g.fused_update or (g.host_states and not g.gradients_resident)
+        self.all_gradients = 0.0 if self.leave else sum(s.gradients * n for s, n in known)
+        self.accumulated = (accumulates or g.gradients_resident) and not self.leave
+        self.base_gradients = self.all_gradients if self.accumulated else 0.0
+        # What is no layer is gathered and reduced together.
+        whole = self.sharded and g.pipeline is None
+        self.ends = sum(s.full * n for s, n in known if not s.is_layer) if whole else 0.0
+        # What a reduction read is freed by the next one: at first that of the last micro-batch's ends.
+        self.before = self.ends if g.reduce_every_micro_batch and g.accumulation > 1 else 0.0
+
+    def _parameters(self) -> None:
+        g, known = self.g, self.known
+        self.gathered = self.layer = 0.0
+        if g.host_parameters:  # here while they are used: what is no layer all the time, a layer and the next one
+            self.gathered = sum(s.stored * n for s, n in known if not s.is_layer)
+            self.layer = max((s.stored for s, _ in known if s.is_layer), default=0.0)
+        self.layers = sum(n for s, n in known if s.is_layer)
+        self.passed = 0
+        self.ahead = 1 if g.host_parameters else 2  # gathered: the block's, and the prefetched next one's
+
+    def _activations(self, held: float) -> None:
+        g, known = self.g, self.known
+        # All of the micro-batches in flight; but for some schedules those of the head go at once.
+        every = g.pipeline is not None and g.pipeline.schedule in ("gpipe", "zero_bubble")
+        self.saved = (held - 1) * sum(s.keeps * n for s, n in known if every or not s.block.is_head)
+        # Offloaded ones are here while their layer runs, and in backward one layer ahead.
+        self.moved = max((s.saved for s, _ in known if s.is_layer), default=0.0) if g.host_activations else 0.0
+
+    def peak(self) -> Peak:
+        """Categories and instant of the most that the step needs."""
+        self._forward()
+        self._backward()
+        self._consider(Instant.UPDATE, "", 0.0, self.all_gradients, 0.0, self.handed_round)
+        categories = {
+            "parameters": self.stored + self.live.gathered,
+            "gradients": self.live.gradients,
+            "optimizer": self.states,
+            "activations": self.live.activations,
+            "temporaries": self.live.temporaries,
+            "buffers": self.g.buffers + self.arena,
+        }
+        return Peak({k: v for k, v in categories.items() if v}, self.at.value.format(self.at_block))
+
+    def _consider(
+        self, instant: Instant, block: str, gathered: float, gradients: float, activations: float, temporaries: float
+    ) -> None:
+        if self.g.static:  # but for buffers of collectives
+            reducing = instant is Instant.REDUCTION
+            self.arena = max(self.arena, activations + (0.0 if reducing else temporaries))
             activations, temporaries = 0.0, temporaries if reducing else 0.0
-        total = fixed + gathered + gradients + activations + temporaries
-        if total > most:
-            most, at = total, (instant, gathered, gradients, activations, temporaries)
+        total = self.fixed + gathered + gradients + activations + temporaries
+        if total > self.most:
+            self.most, self.at, self.at_block = total, instant, block
+            self.live = _Live(gathered, gradients, activations, temporaries)
 
-    # Forward: walk the blocks, letting saved activations and kept working copies pile up on those of the micro-batches
-    # that are already in flight.
-    base_gradients = all_gradients if accumulated else 0.0
-    every = g.pipeline is not None and g.pipeline.schedule in ("gpipe", "zero_bubble")  # else the head's go at once
-    saved = (held - 1) * sum(s.keeps * n for s, n in known if every or s.block.name != "head")
-    # Offloaded ones are here while their layer runs, and in backward one layer ahead.
-    moved = max((s.saved for s, _ in known if s.layer), default=0.0) if g.host_activations else 0.0
-    # What is no layer is gathered and reduced together.
-    ends = sum(s.full * n for s, n in known if not s.layer) if sharded and g.pipeline is None else 0.0
-    # What a reduction read is freed by the next one: at first that of the last micro-batch's ends.
-    before = ends if g.reduce_every_micro_batch and g.accumulation > 1 else 0.0
-    gathered = outside
-    passed = 0
-    runs = alternate(blocks)
-    for i, repeat in runs:
-        s, b = known[i][0], blocks[i]
-        keep = g.keep_gathered or not sharded or not s.layer
-        for first in (0, repeat - 1) if repeat > 1 else (0,):
-            piled = saved + s.keeps * (first + 1) + (moved if s.layer else 0.0)
-            during = gathered + (s.work * (first + 1) if keep else ahead * s.work)
-            during += max_layer * min(2, layers - passed - first) + s.tile if s.layer else 0.0
-            consider(f"forward of {b.name}", during, base_gradients, piled + b.hosted + s.forward, before)
-        passed += repeat if s.layer else 0
-        saved += s.keeps * repeat
-        gathered += s.work * repeat if keep else 0.0
+    def _keeps_gathered(self, s: _Sizes) -> bool:
+        return self.g.keep_gathered or not self.sharded or not s.is_layer
 
-    # Backward: in reverse, activations go and gradients come.
-    gradients = base_gradients
-    waits = 0.0  # unreduced gradients of the head: it is reduced with the embedding, after everything
-    for i, repeat in reversed(runs):
-        s, b = known[i][0], blocks[i]
-        keep = g.keep_gathered or not sharded or not s.layer
-        grad = 0.0 if accumulated or leave else s.gradients
-        passed -= repeat if s.layer else 0
-        for done in sorted({0, min(1, repeat - 1), max(0, repeat - 2), repeat - 1}):
-            left = saved - s.keeps * done + b.hosted
-            near = min(2, passed + repeat - done) if s.layer else 0
-            during = gathered - s.work * done if keep else gathered + ahead * s.work
-            during += max_layer * near + s.tile
-            now = gradients + grad * done
-            own = s.backward + (before if not waits else s.full if done and g.pipeline is None else 0.0)
-            consider(f"backward of {b.name}", during, now, left + moved * near, own + waits)
-            if late:
-                consider(f"weight gradients of {b.name} wait", during, now, saved + moved * near, own + late)
-            # Reduction copies the unreduced gradients into one flat buffer.
-            came = now + (s.gradients if leave else grad)
-            left += moved * max(0, near - 1) - s.keeps - b.hosted
-            consider(f"end of backward of {b.name}", during, came, left, 2 * s.full + waits)
-        if not late:
-            saved -= s.keeps * repeat
-        gathered -= s.work * repeat if keep else 0.0
-        if ends and b.name == "head":
-            waits = s.full
-        else:
-            gradients += grad * repeat
-    handed = max((o.bytes * (1 + 1 / o.ranks) for b in blocks for o in b.after_update), default=0.0)
-    consider("optimizer step", 0.0, all_gradients, 0.0, handed)
-    instant, gathered, gradients, activations, temporaries = at
-    categories = {
-        "parameters": stored + gathered,
-        "gradients": gradients,
-        "optimizer": states,
-        "activations": activations,
-        "temporaries": temporaries,
-        "buffers": g.buffers + arena,
-    }
-    return Peak({k: v for k, v in categories.items() if v}, instant)
+    def _forward(self) -> None:
+        """Saved activations and kept working copies pile up on those of the micro-batches already in flight."""
+        for s, repeat in self.runs:
+            keep = self._keeps_gathered(s)
+            for first in (0, repeat - 1) if repeat > 1 else (0,):
+                piled = self.saved + s.keeps * (first + 1) + (self.moved if s.is_layer else 0.0)
+                during = self.gathered + (s.work * (first + 1) if keep else self.ahead * s.work)
+                if s.is_layer:
+                    during += self.layer * min(2, self.layers - self.passed - first) + s.tile
+                self._consider(
+                    Instant.FORWARD,
+                    s.block.name,
+                    during,
+                    self.base_gradients,
+                    piled + s.block.hosted + s.forward,
+                    self.before,
+                )
+            self.passed += repeat if s.is_layer else 0
+            self.saved += s.keeps * repeat
+            self.gathered += s.work * repeat if keep else 0.0
+
+    def _backward(self) -> None:
+        """In reverse, activations go and gradients come."""
+        gradients = self.base_gradients
+        waits = 0.0  # unreduced gradients of the head: it is reduced with the embedding, after everything
+        for s, repeat in reversed(self.runs):
+            self.passed -= repeat if s.is_layer else 0
+            for done in sorted({0, min(1, repeat - 1), max(0, repeat - 2), repeat - 1}):
+                self._backward_of(s, repeat, done, gradients, waits)
+            if not self.late:
+                self.saved -= s.keeps * repeat
+            self.gathered -= s.work * repeat if self._keeps_gathered(s) else 0.0
+            if self.ends and s.block.is_head:
+                waits = s.full
+            elif not self.accumulated and not self.leave:
+                gradients += s.gradients * repeat
+
+    def _backward_of(self, s: _Sizes, repeat: int, done: int, gradients: float, waits: float) -> None:
+        """One of ``repeat`` equal blocks in a row, ``done`` of which went backward before it."""
+        b, g = s.block, self.g
+        grad = 0.0 if self.accumulated or self.leave else s.gradients
+        left = self.saved - s.keeps * done + b.hosted
+        near = min(2, self.passed + repeat - done) if s.is_layer else 0
+        during = self.gathered + (-s.work * done if self._keeps_gathered(s) else self.ahead * s.work)
+        during += self.layer * near + s.tile
+        now = gradients + grad * done
+        own = s.backward + (self.before if not waits else s.full if done and g.pipeline is None else 0.0)
+        self._consider(Instant.BACKWARD, b.name, during, now, left + self.moved * near, own + waits)
+        if self.late:
+            piled = self.saved + self.moved * near
+            self._consider(Instant.WEIGHTS_WAIT, b.name, during, now, piled, own + self.late)
+        # Reduction copies the unreduced gradients into one flat buffer.
+        came = now + (s.gradients if self.leave else grad)
+        left += self.moved * max(0, near - 1) - s.keeps - b.hosted
+        self._consider(Instant.REDUCTION, b.name, during, came, left, 2 * s.full + waits)
 
 
 def inference_peak(prefill: Graph, decode: Graph | None) -> Peak:

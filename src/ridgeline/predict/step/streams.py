@@ -11,13 +11,13 @@ from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES, host_time
 from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
-from ridgeline.predict.step.pace import ALONE, Pace
+from ridgeline.predict.step.in_step import ALONE, InStepFactors
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
 
 
 @dataclass(slots=True)
-class Event:
+class StreamEvent:
     """One interval on one stream, in seconds from the start of the step."""
 
     name: str
@@ -28,11 +28,11 @@ class Event:
 
 
 @dataclass(slots=True)
-class Step:
+class TimedStep:
     """A timed step of the slowest rank."""
 
     seconds: float
-    events: list[Event]
+    events: list[StreamEvent]
     exposed: float
     """Seconds in which communication keeps compute waiting."""
     inline: float = 0.0
@@ -60,7 +60,7 @@ class Streams:
     share: float = 0.0
     """Share of compute's speed that a running collective takes."""
     record: bool = True
-    events: list[Event] = field(default_factory=list)
+    events: list[StreamEvent] = field(default_factory=list)
     clocks: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "link": 0.0, "out": 0.0, "in": 0.0})
     exposed: float = 0.0
     communication: float = 0.0
@@ -84,9 +84,9 @@ class Streams:
         self.slowed += beside
         end = start + seconds + beside + inline
         if self.record and seconds:
-            self.events.append(Event(name, "compute", start, seconds + beside, phase))
+            self.events.append(StreamEvent(name, "compute", start, seconds + beside, phase))
             if inline:
-                self.events.append(Event(name, "tensor", end - inline, inline, "communication"))
+                self.events.append(StreamEvent(name, "tensor", end - inline, inline, "communication"))
         self.clocks["compute"] = end
         return end
 
@@ -97,7 +97,7 @@ class Streams:
             start = max(start, self.clocks["compute"])
         if self.record and seconds:
             label = "communication" if stream == "link" else f"host {stream}"
-            self.events.append(Event(name, label, start, seconds, "communication"))
+            self.events.append(StreamEvent(name, label, start, seconds, "communication"))
         self.communication += seconds
         end = self.clocks[stream] = start + seconds
         if not self.overlap:
@@ -126,9 +126,9 @@ class BlockTimes:
     """Seconds of ``forward`` and ``backward`` in which the device waits for the host."""
 
 
-def seconds_of(op: Op, cluster: Cluster, pace: Pace = ALONE) -> float:
+def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
-    return timed_of(op, cluster).seconds * (1.0 if op.axis else pace.of(op.kind))
+    return timed_of(op, cluster).seconds * (1.0 if op.axis else factors.of(op.kind))
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
@@ -151,15 +151,15 @@ _timed: dict[int, tuple[Op, Cluster, Timed]] = {}
 _MOST_TIMED = 1024
 
 
-def block_times(b: Block, cluster: Cluster, pace: Pace = ALONE) -> BlockTimes:
-    """Time a block at the given pace."""
+def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> BlockTimes:
+    """Time a block at the given factors."""
     t = BlockTimes(b)
-    t.forward, t.forward_inline, t.weight = _inside(b.forward, cluster, pace)
-    t.backward, t.backward_inline, t.weight = _inside(b.backward, cluster, pace)
-    if pace.dispatch:
+    t.forward, t.forward_inline, t.weight = _inside(b.forward, cluster, factors)
+    t.backward, t.backward_inline, t.weight = _inside(b.backward, cluster, factors)
+    if factors.dispatch:
         for name in ("forward", "backward"):
             gpu = getattr(t, name)
-            host = len(getattr(b, name)) * pace.dispatch
+            host = len(getattr(b, name)) * factors.dispatch
             if host > gpu:
                 setattr(t, name, host)
                 t.dispatch += host - gpu
@@ -169,7 +169,7 @@ def block_times(b: Block, cluster: Cluster, pace: Pace = ALONE) -> BlockTimes:
     return t
 
 
-def _inside(ops: list[Op], cluster: Cluster, pace: Pace) -> tuple[float, float, float]:
+def _inside(ops: list[Op], cluster: Cluster, factors: InStepFactors) -> tuple[float, float, float]:
     """(compute, exposed collectives, compute of weight gradients) of a block's operators in one direction."""
     compute = inline = weight = 0.0
     alongside: dict[str, float] = {}
@@ -181,36 +181,38 @@ def _inside(ops: list[Op], cluster: Cluster, pace: Pace) -> tuple[float, float, 
             else:
                 inline += took
         else:
-            took = seconds_of(o, cluster, pace)
+            took = seconds_of(o, cluster, factors)
             compute += took
-            if o.name.endswith((".dw", ".db")):
+            if o.role in ("weight_gradient", "bias_gradient"):
                 weight += took
     if alongside:
         for o in ops:
             if o.name in alongside:
-                inline += max(0.0, alongside.pop(o.name) - seconds_of(o, cluster, pace))
+                inline += max(0.0, alongside.pop(o.name) - seconds_of(o, cluster, factors))
     return compute, inline, weight
 
 
-def simulate(g: Graph, cluster: Cluster, update: list[Op], pace: Pace = ALONE, record: bool = False) -> Step:
+def simulate(
+    g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors = ALONE, record: bool = False
+) -> TimedStep:
     """Time one step: forward, backward (per micro-batch), then the update.
 
     Parameter gathers are prefetched one block ahead; reductions run behind the rest of backward; the update waits. With
     a pipeline, the schedule's action list decides. ``record`` keeps every event, and plays every micro-batch.
     """
     if g.pipeline:
-        return _pipelined(g, cluster, update, pace, record)
-    times = [block_times(b, cluster, pace) for b in g.blocks]
+        return _pipelined(g, cluster, update, factors, record)
+    times = [block_times(b, cluster, factors) for b in g.blocks]
     s = _streams(cluster, record)
     for _ in range(g.passes):
         _micro_batches(s, g, times)
-    _finish(s, g, cluster, update, pace)
+    _finish(s, g, cluster, update, factors)
     runs = g.accumulation * g.passes
     inline = sum((t.forward_inline + t.backward_inline) * t.block.repeat for t in times) * runs
     waited = sum(t.dispatch * t.block.repeat for t in times) * runs
     end = max(s.clocks.values())
     s.exposed += end - s.compute
-    return Step(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited)
+    return TimedStep(end, s.events, s.exposed, inline, s.communication, 0.0, s.slowed, waited)
 
 
 def _streams(cluster: Cluster, record: bool) -> Streams:
@@ -275,11 +277,11 @@ def _fetch(s: Streams, parts: list[tuple[str, float]], name: str, after: float) 
     return ready
 
 
-def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], pace: Pace) -> None:
+def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors) -> None:
     """The optimizer's operators, on the device or on the host, and what follows them."""
     begun = s.compute
     for op in update:
-        took = seconds_of(op, cluster, pace)
+        took = seconds_of(op, cluster, factors)
         if op.axis and op.kind not in COPIES:
             s.run(op.name, "optimizer", 0.0, s.send(op.name, took, s.compute))
         elif op.kind in COPIES:  # the device waits, unless the update is applied a step late
@@ -295,12 +297,12 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], pace: Pace
         s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
 
 
-def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record: bool) -> Step:
+def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors, record: bool) -> TimedStep:
     """Every virtual stage timed by itself, then the schedule played; reductions follow the last backward."""
     pipe = g.pipeline
     assert pipe is not None
     ranks, chunks = pipe.degree, pipe.chunks
-    known = {id(b.params): block_times(b, cluster, pace) for b in g.blocks}
+    known = {id(b.params): block_times(b, cluster, factors) for b in g.blocks}
     stages = [[(known[id(b.params)], b.repeat) for b in stage] for stage in g.cut(ranks * chunks)]
     forward, backward, weight = [], [], []
     exposed = communication = slowed = inline = waited = 0.0
@@ -339,16 +341,16 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], pace: Pace, record:
             for action, start in plan:
                 took = {"F": forward, "B": backward, "W": weight}[action.kind][action.stage]
                 phase = "forward" if action.kind == "F" else "backward"
-                s.events.append(Event(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
+                s.events.append(StreamEvent(f"{action.kind}{action.micro}", f"stage {r}", start, took, phase))
     for name in s.clocks:
         s.clocks[name] = end
-    _finish(s, g, cluster, update, pace)
+    _finish(s, g, cluster, update, factors)
     finish = max(s.clocks.values())
     s.exposed += finish - s.compute
     exposed = exposed * each + tails[slowest] + s.exposed
     communication = communication * each + sent + s.communication
     bubble = max(0.0, timeline.ends[slowest] - busy)
-    return Step(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
+    return TimedStep(finish, s.events, exposed, inline * each, communication, bubble, slowed, waited * each)
 
 
 def _late(parts: list[tuple[str, float]], compute: float) -> float:
@@ -360,7 +362,7 @@ def _label(b: Block, i: int) -> str:
     return f"{b.name}.{i}" if b.repeat > 1 else b.name
 
 
-def breakdown(g: Graph, cluster: Cluster, times: int = 1, pace: Pace = ALONE) -> list[Row]:
+def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors = ALONE) -> list[Row]:
     """One row per (phase, module, operator, kind), summed over blocks and micro-batches; slowest first.
 
     With a pipeline the rows are the mean over its ranks.
@@ -371,7 +373,7 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, pace: Pace = ALONE) ->
     for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
         said[key] = one = timed_of(op, cluster)
-        seconds = one.seconds * (1.0 if op.axis else pace.of(op.kind))
+        seconds = one.seconds * (1.0 if op.axis else factors.of(op.kind))
         n = count * times
         roof = 0.0 if op.axis else roof_seconds(op, device)
         values = [x * n for x in (seconds, 1.0, op.flops, op.bytes, op.link_bytes, roof)]

@@ -7,9 +7,9 @@ from ridgeline.graph.graph import changed
 from ridgeline.graph.traffic import traffic
 from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
 from ridgeline.predict.operators.kernel import peak_flops
-from ridgeline.predict.step.pace import training_pace
+from ridgeline.predict.step.in_step import training_factors
 from ridgeline.predict.step.peak_memory import Peak, training_peak
-from ridgeline.predict.step.streams import Event, Step, breakdown, simulate
+from ridgeline.predict.step.streams import StreamEvent, TimedStep, breakdown, simulate
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result, Row, Traffic
@@ -30,20 +30,20 @@ def update_ops(g: Graph, e: Experiment) -> list[Op]:
     return g.update
 
 
-def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) -> tuple[Step, float]:
+def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) -> tuple[TimedStep, float]:
     """The step of one rank, and the seconds that it then waits for the slowest."""
-    pace = training_pace(cluster, g.fused)
-    step = simulate(g, cluster, update, pace, record)
-    delay = (step.seconds - step.exposed) * pace.straggling(cluster.size)
+    factors = training_factors(cluster, g.fused)
+    step = simulate(g, cluster, update, factors, record)
+    delay = (step.seconds - step.exposed) * factors.straggling(cluster.size)
     if record and delay:
-        step.events.append(Event("waiting for the slowest rank", "compute", step.seconds, delay, "other"))
+        step.events.append(StreamEvent("waiting for the slowest rank", "compute", step.seconds, delay, "other"))
     return step, delay
 
 
-def predict_training(e: Experiment, made: list[Technique]) -> Result:
+def predict_training(e: Experiment, techniques: list[Technique]) -> Result:
     """The Result of a training experiment, already normalized and checked."""
     cluster = rank_cluster(e)
-    g = rewritten(training_graph(e), e, made)
+    g = rewritten(training_graph(e), e, techniques)
     update = update_ops(g, e)
     step, delay = timed(g, update, cluster)
     seconds = step.seconds + delay
@@ -68,7 +68,7 @@ def predict_training(e: Experiment, made: list[Technique]) -> Result:
     if g.host_bytes:
         metrics["host_bytes"] = metric(g.host_bytes, "bytes", "lower", "graph")
     result = assemble(e, metrics, peak, cluster)
-    result.breakdown = breakdown(g, cluster, pace=training_pace(cluster, g.fused))
+    result.breakdown = breakdown(g, cluster, factors=training_factors(cluster, g.fused))
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)
     sent = sorted(traffic(g).items())
@@ -87,7 +87,7 @@ def with_overheads(peak: Peak, e: Experiment) -> Peak:
     return Peak({k: v for k, v in at.items() if v}, peak.instant)
 
 
-def _expose(rows: list[Row], g: Graph, step: Step) -> None:
+def _expose(rows: list[Row], g: Graph, step: TimedStep) -> None:
     """Exposed seconds of each collective: those inside blocks in proportion, the others by what is left."""
     inside = {o.name for b in g.blocks for o in (*b.forward, *b.backward) if o.axis}
     for within, exposed in ((True, step.inline), (False, step.exposed - step.inline)):
@@ -98,7 +98,7 @@ def _expose(rows: list[Row], g: Graph, step: Step) -> None:
             row.exposed_seconds = row.seconds * exposed / sent if sent else 0.0
 
 
-def _waits(step: Step, delay: float) -> list[Row]:
+def _waits(step: TimedStep, delay: float) -> list[Row]:
     """Rows for the seconds in which no operator of this rank makes progress."""
     parts = {
         ("pipeline bubble", "bubble", "bubble"): step.bubble,

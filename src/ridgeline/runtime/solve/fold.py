@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.model.mlp import MLP
-from ridgeline.nn.model.transformer import Block
+from ridgeline.nn.model.transformer import TransformerBlock
 
 
-def readers(block: Block, site: str) -> list[nn.Linear]:
+def readers(block: TransformerBlock, site: str) -> list[nn.Linear]:
     """The linear layers that read the site's input. A mixture's experts are not in the block, so it has no ``mlp``
     sites."""
     attention, mlp = block.attention, block.mlp
@@ -27,7 +27,7 @@ def readers(block: Block, site: str) -> list[nn.Linear]:
     return [mlp.up_proj] if mlp.gate_proj is None else [mlp.gate_proj, mlp.up_proj]
 
 
-def unfoldable(block: Block, site: str) -> str:
+def unfoldable(block: TransformerBlock, site: str) -> str:
     """Why nothing in the block can take the site's scale; empty: something can."""
     mlp = block.mlp
     if site.startswith("mlp") and not isinstance(mlp, MLP):
@@ -43,7 +43,7 @@ def unfoldable(block: Block, site: str) -> str:
     return ""
 
 
-def sources(block: Block, site: str) -> list[Tensor]:
+def sources(block: TransformerBlock, site: str) -> list[Tensor]:
     """Parameters whose rows (or entries) each make one channel of the site's input, and scale with it."""
     if site == "attention.qkv":
         module: nn.Module = block.attention_norm
@@ -60,7 +60,7 @@ def sources(block: Block, site: str) -> list[Tensor]:
 
 
 @torch.no_grad()
-def fold(block: Block, site: str, scale: Tensor) -> None:
+def fold(block: TransformerBlock, site: str, scale: Tensor) -> None:
     """Divide the site's input by ``scale`` [in] > 0 and multiply what reads it. The site must be foldable."""
     assert not unfoldable(block, site)
     for source in sources(block, site):

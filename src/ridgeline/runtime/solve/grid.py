@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ridgeline.nn.quant.packed import Outliers, Packed, Stored
+from ridgeline.nn.quant.packed import Packed, PackedOutliers, Stored
 from ridgeline.nn.quant.ternary import Ternary as Code
 
 
@@ -25,7 +25,7 @@ class Fitted(Protocol):
     def snap(self, x: Tensor, column: int, out: Tensor) -> None:
         """Write the nearest values of the grid to ``x`` [out] for this column of W into ``out``."""
 
-    def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Stored | None:
+    def pack(self, weight: Tensor, outliers: PackedOutliers | None = None) -> Stored | None:
         """The record of a weight [out, in] that lies on the grid; None where the grid has no codes."""
 
 
@@ -111,7 +111,7 @@ class FittedAffine:
         torch.div(x, scale, out=out)
         out.round_().add_(zero).clamp_(0, 2**self.grid.bits - 1).sub_(zero).mul_(scale)
 
-    def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Packed:
+    def pack(self, weight: Tensor, outliers: PackedOutliers | None = None) -> Packed:
         """Codes of a weight's nearest values on the grid."""
         out, width = weight.shape
         group = self.grid.group_size or width
@@ -122,7 +122,7 @@ class FittedAffine:
 
 
 @dataclass(frozen=True)
-class Ternary:
+class TernaryGrid:
     """Per row: its minimum, 0, and its maximum (QMoE, arXiv:2310.16795). The wide range leaves most weights at
     zero, which is what the code of :mod:`ridgeline.nn.quant.ternary` lives on."""
 
@@ -149,7 +149,7 @@ class FittedTernary:
         kept = torch.where(x > self._high / 2, self._high, 0).add_(torch.where(x < self._low / 2, self._low, 0))
         out.copy_(kept)
 
-    def pack(self, weight: Tensor, outliers: Outliers | None = None) -> Code:
+    def pack(self, weight: Tensor, outliers: PackedOutliers | None = None) -> Code:
         """Words of a weight on the grid."""
         assert outliers is None
         return Code.encode((weight < 0).to(torch.uint8) + 2 * (weight > 0).to(torch.uint8), self.low, self.high)

@@ -22,7 +22,7 @@ class Gram:
             self.value.addmm_(x.t(), x, beta=(self.rows - n) / self.rows, alpha=2 / self.rows)
 
 
-class Peak:
+class InputPeak:
     """max |x| of each input, [width] fp32."""
 
     def __init__(self, width: int, device: torch.device | str = "cpu") -> None:

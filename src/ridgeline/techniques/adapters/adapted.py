@@ -116,8 +116,8 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
     for b in g.blocks:
         sources = _sources(b)
         _freeze(b)
-        if not b.name.startswith(("layers", "encoder")):
-            if b.name != "head":
+        if not b.is_layer:
+            if not b.is_head:
                 b.drop_users([o.name for o in b.backward])
             blocks.append(b)
             continue
@@ -151,7 +151,7 @@ def _sources(b: Block) -> dict[str, str]:
 def _freeze(b: Block) -> None:
     for p in b.params:
         p.trainable = False
-    gone = [o.name for o in b.backward if o.name.endswith((".dw", ".db"))]
+    gone = [o.name for o in b.backward if o.role in ("weight_gradient", "bias_gradient")]
     b.drop_users(gone)
 
 
@@ -206,7 +206,14 @@ def train_matrix(b: Block, op: Op, source: str, leaf: str, tensors: tuple[str, .
     size = float(n * k) * w
     make = Op(f"{op.name}.{leaf}", op.module, "cast", bytes=(2.0 + len(tensors)) * size, dtype=op.dtype)
     again = changed(make, name=f"{make.name}.again_made", direction="backward")
-    dw = changed(op, name=f"{make.name}.dw", direction="backward", shape=(n, k, m), param=f"{op.name}.{tensors[0]}")
+    dw = changed(
+        op,
+        name=f"{make.name}.dw",
+        direction="backward",
+        shape=(n, k, m),
+        param=f"{op.name}.{tensors[0]}",
+        role="weight_gradient",
+    )
     split = changed(make, name=f"{make.name}.bwd", direction="backward", bytes=(2.0 + 2.0 * len(tensors)) * size)
     b.forward.insert(b.forward.index(op), make)
     b.backward += [again, dw, split]

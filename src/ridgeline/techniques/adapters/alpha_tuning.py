@@ -41,9 +41,9 @@ class AlphaTuning(Technique):
 
     def check(self, e: Experiment) -> None:
         """Signs come in bytes, groups divide rows, and nothing else decides what trains."""
-        from ridgeline.techniques.registry import techniques
+        from ridgeline.techniques.registry import techniques_of
 
-        for other in techniques(e.plan):
+        for other in techniques_of(e.plan):
             name = other.card.name
             self.needs(other.phase != "adapt" or name == self.card.name,
                        f"{name} also decides how the weights are stored or which parameters train",
@@ -70,7 +70,7 @@ class AlphaTuning(Technique):
         blocks: list[Block] = []
         first = True
         for b in g.blocks:
-            layer = b.name.startswith(("layers", "encoder"))
+            layer = b.is_layer
             self._code(b, layer)
             if not layer:
                 if first:
@@ -106,14 +106,18 @@ class AlphaTuning(Technique):
             b.params.append(Param(f"{prefix}alpha", groups, "fp32", True, 4.0, shape=(rows, groups // rows)))
             if self.bits > 1:
                 b.params.append(Param(f"{prefix}rest", groups * (self.bits - 1), "fp32", False, 4.0))
-        trained = [o for o in b.backward if o.kind == "gemm" and o.name.endswith(".dw") and o.param in sizes]
+        trained = [o for o in b.backward if o.kind == "gemm" and o.role == "weight_gradient" and o.param in sizes]
         kept = {o.name for o in trained}
-        b.drop_users([o.name for o in b.backward if o.name.endswith((".dw", ".db")) and o.name not in kept])
+        b.drop_users(
+            [o.name for o in b.backward if o.role in ("weight_gradient", "bias_gradient") and o.name not in kept]
+        )
         for ops in (b.forward, b.backward):
             for op in [o for o in ops if o.kind == "gemm" and o.param in sizes]:
                 n = sizes[op.param]
                 at = ops.index(op)
-                if op.name.endswith(".dw"):  # the gradient and one plane of signs are read, a scale per group written
+                if (
+                    op.role == "weight_gradient"
+                ):  # the gradient and one plane of signs are read, a scale per group written
                     total = Op(f"{op.name}.sum", op.module, "reduce", "backward", 0, 4.125 * n, param=op.param)
                     ops.insert(at + 1, total)
                 else:  # every plane passes over the sum

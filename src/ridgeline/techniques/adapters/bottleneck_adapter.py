@@ -71,7 +71,11 @@ class BottleneckAdapter(Adapting):
         b.forward[at:at] = [down, act, up, add]
         for part, (rows, out, inner) in ((up, (m, n, r)), (down, (m, r, n))):
             b.backward.append(changed(part, name=f"{part.name}.dx", direction="backward", shape=(rows, inner, out)))
-            b.backward.append(changed(part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows)))
+            b.backward.append(
+                changed(
+                    part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows), role="weight_gradient"
+                )
+            )
             b.backward.append(Op(f"{part.name}.sum", op.module, "reduce", "backward", 0, rows * out * w, op.dtype,
                                  param=f"{part.name}_bias"))  # fmt: skip
             b.params.append(Param(part.param, out * inner, "fp32", True, 4.0, shape=(out, inner), grad_bytes=4.0))

@@ -91,7 +91,9 @@ class LoRA(Adapting):
         b.forward[at : at + 1] = [down, up, op, *after]
         for part, (rows, out, inner) in ((down, (m, r, k)), (up, (m, n, r))):
             dx = changed(part, name=f"{part.name}.dx", direction="backward", shape=(rows, inner, out))
-            dw = changed(part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows))
+            dw = changed(
+                part, name=f"{part.name}.dw", direction="backward", shape=(out, inner, rows), role="weight_gradient"
+            )
             b.backward += [dx, dw]
             b.params.append(Param(part.param, out * inner, "fp32", True, 4.0, shape=(out, inner), grad_bytes=4.0))
         if self.dropout:  # drawn and applied, and both once more in backward

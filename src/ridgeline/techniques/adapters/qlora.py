@@ -92,7 +92,7 @@ class QLoRA(LoRA):
                 b.params += [Param(f"{prefix}scales", blocks, "uint8", False, 1.0),
                              Param(f"{prefix}spans", rows * copies, "uint8", False, 8.0)]  # fmt: skip
             for ops in (b.forward, b.backward):
-                for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
+                for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and o.role != "weight_gradient"]:
                     moved = sizes[op.param] * (0.5 + 1 / _BLOCK + 4)
                     expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, moved, "nf4",
                                 param=op.param)  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ridgeline.nn.memory.tiered_store import Store, making
+from ridgeline.nn.memory.tiered_store import TieredStore, making
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.runtime.host_optimizer import as_part_of, load_in_place, parts_of
 from ridgeline.runtime.optimizer import MakeOptimizer
@@ -33,7 +33,7 @@ class _Page:
 class PagedOptimizer(torch.optim.Optimizer):
     """The workload's optimizer on one page after the other; ``state`` shows the host's tensors."""
 
-    def __init__(self, run: TrainBuild, store: Store, groups: list[dict[str, Any]], w: Training,
+    def __init__(self, run: TrainBuild, store: TieredStore, groups: list[dict[str, Any]], w: Training,
                  make: MakeOptimizer) -> None:  # fmt: skip
         options = make([{**g, "params": [torch.zeros(1, requires_grad=True)]} for g in groups], w).param_groups
         super().__init__([{**o, "params": g["params"]} for o, g in zip(options, groups, strict=True)], {})
@@ -101,6 +101,6 @@ class PagedOptimizer(torch.optim.Optimizer):
 
 def page_states(run: TrainBuild) -> None:
     """Let the run's optimizer keep its states in host memory."""
-    store = run.store = run.store or Store(run.device)
+    store = run.store = run.store or TieredStore(run.device)
     inner = run.make_optimizer
     run.make_optimizer = lambda groups, w: PagedOptimizer(run, store, groups, w, inner)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ridgeline.data.batches import Batch
-from ridgeline.runtime.train_build import Batches
+from ridgeline.runtime.train_build import BatchSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -100,7 +100,7 @@ def triangle(share: float, top: float) -> float:
 class Ramp:
     """Rows of another source in batches that grow with the share of the budget that is spent."""
 
-    inner: Batches
+    inner: BatchSource
     whole: int
     """Rows of a batch of the source."""
     least: int

@@ -62,7 +62,7 @@ class GrowLength(Technique):
         update: dict[str, Any] = {"seq_len": length, "batch_size": e.batch_size * times, "micro_batch_size": micro}
         return e.model_copy(update={"workload": w.model_copy(update=update)})
 
-    def moments(self, e: Experiment) -> list[tuple[float, Experiment]]:
+    def segments(self, e: Experiment) -> list[tuple[float, Experiment]]:
         """One for each stage."""
         return [(share, self.at_length(e, n) if n != e.training.seq_len else e) for n, share in self.stages(e)]
 
@@ -85,10 +85,10 @@ class GrowLength(Technique):
             self.needs(not e.plan.has(other), f"{other} records a step whose shapes must stay", "keep one of the two")
         self.needs(not getattr(e.workload, "instructions", None), "conversations cannot be cut into shorter rows",
                    "drop growlength, or train on text")  # fmt: skip
-        from ridgeline.techniques.registry import techniques
+        from ridgeline.techniques.registry import techniques_of
 
         for n in lengths[:-1]:
-            for t in techniques(e.plan):
+            for t in techniques_of(e.plan):
                 if t.card.name != self.card.name:
                     try:
                         t.check(self.at_length(e, n))

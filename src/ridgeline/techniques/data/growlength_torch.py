@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ridgeline.data.batches import Batch
-from ridgeline.runtime.train_build import Batches
+from ridgeline.runtime.train_build import BatchSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,7 +22,7 @@ class GrowingLength:
     Constant tokens per batch: a batch [B, L] becomes [B · L / s, s], in the order of its tokens.
     """
 
-    inner: Batches
+    inner: BatchSource
     lengths: tuple[int, ...]
     """Of each stage, dividing L."""
     starts: tuple[int, ...]

@@ -81,7 +81,7 @@ class FusedLayers(Technique):
         if e.parallel.get("tp", 1) > 1:  # a divided vocabulary has its own loss
             return g
         if self.chunked:
-            low = g.low_weights or e.plan.has("zero")  # which gathers weights in the compute dtype
+            low = g.weights_16bit or e.plan.has("zero")  # which gathers weights in the compute dtype
             g.each_block(lambda b: _chunk_loss(b, _width(g), low))
         elif self.loss:
             g.each_block(lambda b: _fuse_loss(b, _width(g)))
@@ -136,7 +136,7 @@ def _merge(ops: list[Op], names: list[str], new: str, side: int) -> list[Op]:
 def _fuse_elementwise(b: Block) -> None:
     def fuse(ops: list[Op]) -> list[Op]:
         # A sum that stays in registers for the norm after it is written, but not read again.
-        kept = [op for op in ops if not op.name.endswith(".db")]
+        kept = [op for op in ops if op.role != "bias_gradient"]
         return [changed(op, bytes=op.bytes * 2 / 3) if op.kind == "residual" else op for op in kept]
 
     b.forward, b.backward = fuse(b.forward), fuse(b.backward)

@@ -49,8 +49,8 @@ class ActivationOffload(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Wrap each layer's forward."""
-        from ridgeline.nn.memory.tiered_store import Store
+        from ridgeline.nn.memory.tiered_store import TieredStore
         from ridgeline.techniques.memory.activation_offload_torch import offload_layers
 
-        run.store = run.store or Store(run.device)
+        run.store = run.store or TieredStore(run.device)
         offload_layers(run, run.store)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ridgeline.nn.memory.tiered_store import Store, making, mark_host, on_host
+from ridgeline.nn.memory.tiered_store import TieredStore, making, mark_host, on_host
 from ridgeline.runtime.train_build import TrainBuild
 
 
-class Held:
+class HeldStorage:
     """One storage that autograd keeps: on the device, on the host, or (while it is needed soon) on both.
 
     Only autograd's handles refer to it, so it goes when the last operator that needs it has run.
@@ -33,27 +33,27 @@ class Held:
 class Handle:
     """What autograd keeps instead of a tensor."""
 
-    held: Held
-    layer: Layer
+    held: HeldStorage
+    layer: SavedLayer
     dtype: torch.dtype
     place: tuple[int, torch.Size, tuple[int, ...]]
     """Offset, shape and strides within the storage."""
 
 
 @dataclass(eq=False)
-class Layer:
+class SavedLayer:
     """What one forward of one layer saved."""
 
-    store: Store
+    store: TieredStore
     device: torch.device
-    before: Layer | None
+    before: SavedLayer | None
     """The layer whose backward comes next."""
     skip: set[int]
     """Storages that stay: parameters, and what all layers share."""
     weights: set[tuple[int, ...]]
     """Shapes of the weights as matrix products read them."""
-    open: dict[int, Held] = field(default_factory=dict)
-    kept: list[weakref.ref[Held]] = field(default_factory=list)
+    open: dict[int, HeldStorage] = field(default_factory=dict)
+    kept: list[weakref.ref[HeldStorage]] = field(default_factory=list)
 
     def pack(self, t: Tensor) -> Any:
         """autograd saves ``t``."""
@@ -62,7 +62,7 @@ class Layer:
             return t
         held = self.open.get(storage._cdata)
         if held is None:
-            held = self.open[storage._cdata] = Held(storage, self.device)
+            held = self.open[storage._cdata] = HeldStorage(storage, self.device)
         return Handle(held, self, t.dtype, (int(t.storage_offset()), t.shape, t.stride()))
 
     def unpack(self, kept: Any) -> Tensor:
@@ -127,16 +127,16 @@ def _storages(tensors: Iterable[Any]) -> set[int]:
     return {t.untyped_storage()._cdata for t in found}
 
 
-def offload_layers(run: TrainBuild, store: Store) -> None:
+def offload_layers(run: TrainBuild, store: TieredStore) -> None:
     """Wrap the forward of every layer of the model."""
-    last: list[Layer | None] = [None]
+    last: list[SavedLayer | None] = [None]
 
     def forward(inner: Callable[..., Tensor], block: nn.Module, first: bool, x: Tensor, *shared: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return inner(x, *shared)
         weights = {tuple(p.shape[::-1]) for p in block.parameters()}
         skip = _storages(block.parameters()) | _storages(tree_iter(shared))
-        layer = Layer(store, run.device, None if first else last[0], skip, weights)
+        layer = SavedLayer(store, run.device, None if first else last[0], skip, weights)
         with torch.autograd.graph.saved_tensors_hooks(layer.pack, layer.unpack):
             out = inner(x, *shared)
         layer.leave()

@@ -200,7 +200,7 @@ def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:
     at = 0
     for block in g.blocks:
         found = stacks.setdefault(block.name, {kind: [] for kind in ("full", "selective", "none")})
-        if not block.name.startswith(("layers", "encoder")):
+        if not block.is_layer:
             found["none"].append(block)
             continue
         mine = kinds[at : at + block.repeat]
@@ -249,7 +249,7 @@ def _rebuilt(b: Block) -> float:
     The MLP's gradients come first, with everything rebuilt alive; when those of attention come, its part is gone.
     """
     everything = b.saved_bytes
-    mlp = sum(s.bytes for s in b.saved.values() if all(user.startswith("mlp") for user in s.users))
+    mlp = b.saved_by_mlp
     act = next((o for o in b.backward if o.kind == "activation"), None)
     if act is None or not mlp:
         return everything

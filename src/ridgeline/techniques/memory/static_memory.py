@@ -60,6 +60,6 @@ class StaticMemory(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Put the arena around the step's execution."""
-        from ridgeline.nn.memory.arena import StaticMemory as Executor
+        from ridgeline.nn.memory.arena import StaticArena as Executor
 
         run.execute = Executor(run.execute, run.root, run.device)

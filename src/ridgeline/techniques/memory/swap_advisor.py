@@ -110,7 +110,7 @@ def _peak(r: Result) -> float:
 def _swap(g: Graph, share: float) -> None:
     """Host ``share`` of the layers' saved bytes, in model order; each run of equal layers gets a name of its own, so
     that the order stays."""
-    layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+    layers = [b for b in g.blocks if b.is_layer]
     left = share * sum(b.saved_bytes * b.repeat for b in layers)
     if not left:
         return

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from ridgeline.nn.memory.timeline import Recorder
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.sizes import say_size
-from ridgeline.techniques.memory.swap_plan import Choice, Gap, Problem, Simulated, deadlines, genetic, simulate
+from ridgeline.techniques.memory.swap_plan import Gap, Problem, Simulated, SwapChoice, deadlines, genetic, simulate
 
 LEAST_BYTES = 1024
 """Smaller storages stay: a copy costs more than they hold."""
@@ -105,7 +105,7 @@ class Swapper:
     device: torch.device
     budget: int
     optimizer: Callable[[], torch.optim.Optimizer | None]
-    plan: Choice | None = None
+    plan: SwapChoice | None = None
     problem: Problem | None = None
     simulated: Simulated | None = None
     copied: int = 0

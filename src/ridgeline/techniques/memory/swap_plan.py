@@ -60,7 +60,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SwapChoice:
     """For each gap the operator before which the copy back is issued; 0: the tensor stays."""
 
     back: tuple[int, ...]
@@ -94,7 +94,7 @@ class Simulated:
         return self.overflow, self.stall, self.copied
 
 
-def simulate(p: Problem, choice: Choice) -> Simulated:
+def simulate(p: Problem, choice: SwapChoice) -> Simulated:
     """Play one step. Memory of a tensor is free when its copy out has ended, and taken when its copy in is issued."""
     leaving: dict[int, list[int]] = {}
     coming: dict[int, list[int]] = {}
@@ -142,7 +142,7 @@ def simulate(p: Problem, choice: Choice) -> Simulated:
     return s
 
 
-def deadlines(p: Problem, choice: Choice) -> dict[int, int]:
+def deadlines(p: Problem, choice: SwapChoice) -> dict[int, int]:
     """For each swapped gap the first operator that does not fit before its copy out has ended (copies end in order)."""
     coming: dict[int, int] = {}
     leaving: dict[int, list[int]] = {}
@@ -173,7 +173,7 @@ PATIENCE = 6
 # ---- planners --------------------------------------------------------------------------------------------------------
 
 
-def timed_back(p: Problem, swapped: Sequence[int], lead: Sequence[float] | None = None) -> Choice:
+def timed_back(p: Problem, swapped: Sequence[int], lead: Sequence[float] | None = None) -> SwapChoice:
     """Copies back issued just early enough to be hidden behind the operators before their use, memory permitting.
 
     Planned from the last use backwards: each takes the stream's time in front of the one after it. ``lead`` scales the
@@ -196,10 +196,10 @@ def timed_back(p: Problem, swapped: Sequence[int], lead: Sequence[float] | None 
             early -= 1
         held[early : g.next] += g.bytes
         back[i] = early
-    return Choice(tuple(back))
+    return SwapChoice(tuple(back))
 
 
-def _until_it_fits(p: Problem, order: Sequence[int]) -> Choice:
+def _until_it_fits(p: Problem, order: Sequence[int]) -> SwapChoice:
     """Swap in this order, leaving out what relieves no overfull operator, until every operator fits."""
     held = np.array(p.live, dtype=np.int64)
     chosen: list[int] = []
@@ -213,14 +213,14 @@ def _until_it_fits(p: Problem, order: Sequence[int]) -> Choice:
     return timed_back(p, chosen)
 
 
-def greedy(p: Problem) -> Choice:
+def greedy(p: Problem) -> SwapChoice:
     """Largest bytes × idle seconds first."""
     begins = np.concatenate([[0.0], np.cumsum(p.seconds)])
     worth = [g.bytes * (begins[g.next] - begins[g.last + 1]) for g in p.gaps]
     return _until_it_fits(p, sorted(range(len(p.gaps)), key=lambda i: -worth[i]))
 
 
-def lru(p: Problem) -> Choice:
+def lru(p: Problem) -> SwapChoice:
     """What a pager does: at an overfull operator the least recently used tensor goes; it comes back on demand."""
     held = np.array(p.live, dtype=np.int64)
     gone: set[int] = set()
@@ -232,10 +232,10 @@ def lru(p: Problem) -> Choice:
             oldest = min(there, key=lambda i: p.gaps[i].last)
             gone.add(oldest)
             held[p.gaps[oldest].last + 1 : p.gaps[oldest].next] -= p.gaps[oldest].bytes
-    return Choice(tuple(g.next if i in gone else 0 for i, g in enumerate(p.gaps)))
+    return SwapChoice(tuple(g.next if i in gone else 0 for i, g in enumerate(p.gaps)))
 
 
-def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int = 0) -> Choice:
+def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int = 0) -> SwapChoice:
     """The genetic search over what is swapped and how far ahead it is fetched, started from the greedy and LRU plans.
 
     A genome gives each gap a priority and a lead; gaps go by priority until the step fits. The best two always live on,
@@ -243,14 +243,14 @@ def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int =
     """
     count = len(p.gaps)
     seeds = [greedy(p), lru(p), timed_back(p, range(count))]
-    if not count or not simulate(p, Choice((0,) * count)).overflow:
-        return Choice((0,) * count)
+    if not count or not simulate(p, SwapChoice((0,) * count)).overflow:
+        return SwapChoice((0,) * count)
     rng = np.random.default_rng(seed)
     worth = np.zeros(count)
     for rank, i in enumerate(sorted(range(count), key=lambda i: -p.gaps[i].bytes * p.gaps[i].idle)):
         worth[i] = 1 - rank / count
 
-    def express(genome: np.ndarray) -> Choice:
+    def express(genome: np.ndarray) -> SwapChoice:
         base = _until_it_fits(p, list(np.argsort(-genome[0], kind="stable")))
         return timed_back(p, base.swapped, list(genome[1]))
 
@@ -287,11 +287,11 @@ def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int =
     return _trimmed(p, best)
 
 
-def _trimmed(p: Problem, choice: Choice) -> Choice:
+def _trimmed(p: Problem, choice: SwapChoice) -> SwapChoice:
     """Without the swaps that turn out to be needless, largest first."""
     best, cost = choice, simulate(p, choice).cost
     for i in sorted(choice.swapped, key=lambda i: -p.gaps[i].bytes):
-        fewer = Choice(tuple(0 if k == i else b for k, b in enumerate(best.back)))
+        fewer = SwapChoice(tuple(0 if k == i else b for k, b in enumerate(best.back)))
         found = simulate(p, fewer).cost
         if found < cost:
             best, cost = fewer, found

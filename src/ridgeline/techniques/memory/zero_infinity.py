@@ -116,7 +116,7 @@ class ZeroInfinity(Technique):
                         each.insert(0, host_copy("offload.read", "disk_read", shard, "forward"))
                     ways += each * tiles if shard else []
                 b.gather_forward = ways + b.gather_forward
-                if b.name.startswith(("layers", "encoder")):
+                if b.is_layer:
                     b.gather_backward = ways + b.gather_backward
         return g
 
@@ -124,7 +124,7 @@ class ZeroInfinity(Technique):
         """Put everything where it rests, after making sure that the disk will do."""
         from pathlib import Path
 
-        from ridgeline.nn.memory.tiered_store import Store
+        from ridgeline.nn.memory.tiered_store import TieredStore
         from ridgeline.nn.memory.tiled import tile_linears
         from ridgeline.paths import cache_dir
         from ridgeline.runtime.host_optimizer import HostStates, disk_bytes, parts_of
@@ -141,7 +141,7 @@ class ZeroInfinity(Technique):
             folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
             optimizer = run.experiment.training.optimizer
             need = disk_bytes(parts_of(run.root), weights, states, optimizer, bool(run.masters))
-        run.store = Store(run.device, folder, need)
+        run.store = TieredStore(run.device, folder, need)
         host = HostStates(run, run.store, states, weights, rest)
         if rest:
             Residency(run, run.store, host)

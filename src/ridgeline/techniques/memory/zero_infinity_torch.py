@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.memory.meter import return_freed_memory
-from ridgeline.nn.memory.tiered_store import Store
+from ridgeline.nn.memory.tiered_store import TieredStore
 from ridgeline.nn.memory.tiled import TiledLinear
 from ridgeline.nn.parallel.collectives import local
-from ridgeline.runtime.host_optimizer import HostStates, Part
+from ridgeline.runtime.host_optimizer import HostStates, ParameterGroup
 from ridgeline.runtime.train_build import TrainBuild
 
 
@@ -31,7 +31,7 @@ class Residency:
     """
 
     run: TrainBuild
-    store: Store
+    store: TieredStore
     host: HostStates
     here: dict[str, Callable[[], None]] = field(default_factory=dict)
     """Parts on the device, with what waits for their copy."""
@@ -60,14 +60,14 @@ class Residency:
 
     # ---- one part ----
 
-    def _tensors(self, part: Part) -> list[Tensor]:
+    def _tensors(self, part: ParameterGroup) -> list[Tensor]:
         return [local(p.detach()) for p in (*part.trained, *part.frozen)]
 
-    def _empty(self, part: Part) -> None:
+    def _empty(self, part: ParameterGroup) -> None:
         for t in self._tensors(part):
             t.untyped_storage().resize_(0)
 
-    def _memory(self, part: Part) -> list[Tensor]:
+    def _memory(self, part: ParameterGroup) -> list[Tensor]:
         """Give the part's parameters memory; views of it that autograd does not know."""
         views = []
         for t in self._tensors(part):

@@ -51,10 +51,10 @@ class ZeroOffload(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Hand gradients, norm, clipping and update to the host's side."""
-        from ridgeline.nn.memory.tiered_store import Store
+        from ridgeline.nn.memory.tiered_store import TieredStore
         from ridgeline.runtime.host_optimizer import HostStates
 
-        run.store = Store(run.device)
+        run.store = TieredStore(run.device)
         HostStates(run, run.store, delayed=self.delayed)
 
 
@@ -66,7 +66,7 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
     weights; ``twice``: two sets of gradients.
     """
     g.host_states = True
-    if g.low_weights and not g.bucket_bytes and not any(b.reduce for b in g.blocks):
+    if g.weights_16bit and not g.bucket_bytes and not any(b.reduce for b in g.blocks):
         g.gradients_resident = False  # the flat buffer belongs to the device's own update
     masters_on_disk = disk if weights_on_disk is None else weights_on_disk
     if not g.gradients_resident and not any(b.reduce for b in g.blocks):
@@ -114,13 +114,13 @@ def _sizes(params: list[Param], g: Graph, rest: bool) -> tuple[float, float, flo
     for p in params:
         if p.trainable:
             share = p.numel / max(p.grad_shards, p.state_shards)
-            sent += share * min(p.grad_bytes, 2.0 if g.low_weights else 4.0)
+            sent += share * min(p.grad_bytes, 2.0 if g.weights_16bit else 4.0)
             grads += share * p.grad_bytes
             weights += share * p.bytes_per_element
             states += share * g.optimizer_bytes
     if rest:
         held = sum(p.stored_bytes for p in params)
-    elif not g.low_weights:
+    elif not g.weights_16bit:
         held = weights
     return sent, grads, weights, held, states
 

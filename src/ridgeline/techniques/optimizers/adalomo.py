@@ -82,7 +82,7 @@ class AdaLomo(Technique):
         from ridgeline.runtime import optimizers
         from ridgeline.techniques.optimizers import lomo_torch as fused_update
 
-        run.make_optimizer = lambda groups, w: optimizers.AdaLomo(groups, w.lr, self.decay, self.least)
+        run.make_optimizer = lambda groups, w: optimizers.AdaLomoOptimizer(groups, w.lr, self.decay, self.least)
         scaled(run, self.lr_ratio)
         if fuses(run.experiment):
             fused_update.FusedUpdate(run, "none")

@@ -70,9 +70,9 @@ class AdamW8bit(Technique):
         """Make the engine's optimizer."""
         from ridgeline.runtime import optimizers
 
-        def make(groups: list[dict[str, Any]], w: Training) -> optimizers.AdamW8bit:
+        def make(groups: list[dict[str, Any]], w: Training) -> optimizers.AdamW8bitOptimizer:
             wide = {p for name, p in run.root.named_parameters() if ".embed." in f".{name}"}
-            return optimizers.AdamW8bit(groups, w.lr, (w.beta1, w.beta2), self.block, wide)
+            return optimizers.AdamW8bitOptimizer(groups, w.lr, (w.beta1, w.beta2), self.block, wide)
 
         run.make_optimizer = make
         scaled(run, self.lr_ratio)

@@ -54,9 +54,9 @@ class QFT(Technique):
 
     def check(self, e: Experiment) -> None:
         """One process that owns weights, gradients and optimizer."""
-        from ridgeline.techniques.registry import techniques
+        from ridgeline.techniques.registry import techniques_of
 
-        for other in techniques(e.plan):
+        for other in techniques_of(e.plan):
             name = other.card.name
             if name == self.card.name:
                 continue
@@ -107,7 +107,7 @@ class QFT(Technique):
                          Param(f"{prefix}outliers", outliers, "fp32", False, 8.0)]  # fmt: skip
         sizes = {p.name: p.numel for p in b.params if p.name in rows}
         for ops in (b.forward, b.backward):
-            for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
+            for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and o.role != "weight_gradient"]:
                 expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, 5.0 * sizes[op.param], "int8",
                             param=op.param)  # fmt: skip
                 ops.insert(ops.index(op), expand)
@@ -115,7 +115,7 @@ class QFT(Technique):
             largest = max(sizes.values())
             b.workspace = max(b.workspace, largest * 4.0)
             update = min(largest, _at_once(e)) * 20.0
-            if b.name == "head":  # whose gradient is counted where it is made
+            if b.is_head:  # whose gradient is counted where it is made
                 b.backward_workspace += update
             else:
                 b.backward_workspace = max(b.backward_workspace, largest * 4.0 + update)

@@ -165,11 +165,11 @@ class ExpertParallel(Technique):
 
         from ridgeline.nn.model.moe import MoE
         from ridgeline.nn.parallel.collectives import local
-        from ridgeline.techniques.parallel.expert_parallel_torch import Exchange
+        from ridgeline.techniques.parallel.expert_parallel_torch import TokenExchange
 
         assert run.mesh is not None
         mesh, rank = run.mesh, run.mesh.at("inner")
-        exchange = Exchange(mesh.group("inner"), self.capacity)
+        exchange = TokenExchange(mesh.group("inner"), self.capacity)
         for moe in [m for m in run.model.modules() if isinstance(m, MoE)]:
             moe.run = exchange
             for name, p in list(moe.experts.named_parameters()):
@@ -190,7 +190,7 @@ def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
     held = max(1, experts[op.param] // d)
     touched = held * (1 - (1 - 1 / held) ** rows)
     shape = op.shape
-    if op.name.endswith(".dw"):
+    if op.role == "weight_gradient":
         n, k = round(op.shape[0] / op.experts), op.shape[1]
         shape = (round(n * touched), k, max(1, round(rows / touched)))
     else:

@@ -39,7 +39,7 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Process
 
 
 @dataclass
-class Exchange:
+class TokenExchange:
     """Runs a layer's experts on the ranks that hold them: rank r those from r · E/d on.
 
     Without ``capacity`` every token reaches its experts (dropless): the ranks first tell each other how many rows come.

@@ -163,7 +163,7 @@ class PipelineParallel(Technique):
         size = g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype]
         sends = [Op(f"send{i}", "communication", "p2p", bytes=size, link_bytes=size, ranks=2, axis="pp",
                     stride=e.stride("pp")) for i in range(self.degree)]  # fmt: skip
-        head = next(b for b in g.blocks if b.name == "head")
+        head = next(b for b in g.blocks if b.is_head)
         head.forward[:0] = sends
         return g
 
@@ -183,13 +183,13 @@ class PipelineParallel(Technique):
 
     def build(self, run: TrainBuild) -> None:
         """Keep this rank's stages; PyTorch's runtime works off the schedule's action list."""
-        from ridgeline.techniques.parallel.pipeline_torch import Pipeline
+        from ridgeline.techniques.parallel.pipeline_torch import PipelineRuntime
 
         total = run.experiment.model.num_layers
         counts = self.layers or even(total, self.degree * self.chunks)
         ends = list(accumulate(counts))
         parts = [list(range(end - n, end)) for n, end in zip(counts, ends, strict=True)]
-        Pipeline(run, self.schedule, parts, self.chunks)
+        PipelineRuntime(run, self.schedule, parts, self.chunks)
 
 
 def _sum_tied(g: Graph, degree: int, stride: int) -> None:

@@ -167,7 +167,7 @@ class Runtime(_PipelineScheduleRuntime):
                     done.add(a.micro)
 
 
-class Pipeline:
+class PipelineRuntime:
     """This rank's stages, cut out of the whole model, and what runs micro-batches through all of them."""
 
     def __init__(self, run: TrainBuild, schedule: str, layers: list[list[int]], chunks: int) -> None:

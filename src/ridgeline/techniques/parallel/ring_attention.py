@@ -116,14 +116,16 @@ def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
     if op.axis:
         return changed(op, bytes=op.bytes / c, link_bytes=op.link_bytes / c)
     if op.kind == "gemm":
-        return split_gemm(op, **{"k" if op.name.endswith(".dw") else "m": c})
+        return split_gemm(op, **{"k" if op.role == "weight_gradient" else "m": c})
     if op.kind == "cast":
         return op
     if op.kind == "bmm":
         at = _QUERY_SIDE[op.name.partition(".")[2]]
         shape = tuple(d // c if i == at else d for i, d in enumerate(op.shape))
         return changed(split_bytes(op, c), shape=shape)
-    if op.name.endswith(".dw") and op.param in parameters:  # an embedding's gradient: the table, and the tokens' rows
+    if (
+        op.role == "weight_gradient" and op.param in parameters
+    ):  # an embedding's gradient: the table, and the tokens' rows
         return op
     return split_bytes(op, c)
 

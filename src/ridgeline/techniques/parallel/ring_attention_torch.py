@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ridgeline.nn.model.attention import Backend, Mask
+from ridgeline.nn.model.attention import AttentionBackend, Mask
 
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:
@@ -211,7 +211,7 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def backend(ring: Ring) -> Backend:
+def backend(ring: Ring) -> AttentionBackend:
     """Causal attention over sequences whose tokens are dealt over ``ring`` in zigzag."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -221,4 +221,4 @@ def backend(ring: Ring) -> Backend:
         y: Tensor = _RingAttention.apply(q, k, v, ring, documents)  # type: ignore[no-untyped-call]
         return y
 
-    return Backend("ring", attend, separates=True)
+    return AttentionBackend("ring", attend, separates=True)

@@ -110,5 +110,5 @@ def _regathers(b: Block, size: float, t: int) -> list[Op]:
             continue
         beside = next((o.name for o in b.backward if o.name in {f"{layer}.dx" for layer in layers}), "")
         found.append(Op(f"{label}.regather", "communication", "all_gather", "backward", bytes=size, link_bytes=size,
-                        ranks=t, axis="tp", behind=beside))  # fmt: skip
+                        ranks=t, axis="tp", behind=beside, role="regather"))  # fmt: skip
     return found

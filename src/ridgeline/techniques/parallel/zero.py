@@ -106,7 +106,7 @@ class Zero(Technique):
         ranks, stride = (self.degree or e.data_parallel) * parts, e.stride("cp")
         copies = e.gradient_ranks // ranks
         low = g.dtype if g.dtype in ("bf16", "fp16") else None
-        if g.low_weights and self.stage < 3:
+        if g.weights_16bit and self.stage < 3:
             self._shard_update(g, ranks, stride)
         else:
             self._shard_fully(g, ranks, stride)
@@ -121,7 +121,7 @@ class Zero(Technique):
             for b in g.blocks:
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantize" in o.name]
         if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
-            layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+            layers = [b for b in g.blocks if b.is_layer]
             sizes = (sum(p.numel * p.working_bytes for p in b.params if p.spread == 1) for b in layers)
             g.buffers += max(sizes, default=0.0)
         return g
@@ -149,7 +149,7 @@ class Zero(Technique):
                 p.shards = p.state_shards = share
                 # Gradients that wait for the last micro-batch wait whole.
                 p.grad_shards = 1 if g.accumulation > 1 and not g.reduce_every_micro_batch else share
-        layers = [b for b in g.blocks if b.name.startswith(("layers", "encoder"))]
+        layers = [b for b in g.blocks if b.is_layer]
         ends = [b for b in g.blocks if b not in layers]
         units = [[b] for b in layers] + ([[b] for b in ends] if g.pipeline else [ends])
         for unit in units:
@@ -199,7 +199,7 @@ class Zero(Technique):
 
         16-bit weights with master copies stay whole in stages 1 and 2, and only their update is divided.
         """
-        if run.low_weights is not None and self.stage < 3:
+        if run.weights_16bit is not None and self.stage < 3:
             from ridgeline.techniques.parallel.zero_torch import ShardedUpdate
 
             run.filled.append(lambda: ShardedUpdate(run, self.stage, self._among(run)).start())
@@ -215,7 +215,7 @@ class Zero(Technique):
             module.set_gradient_divide_factor(1.0)
             if run.device.type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
-            if run.low_weights is not None:
+            if run.weights_16bit is not None:
                 keep_wide(module)
 
         def release() -> None:
@@ -242,7 +242,7 @@ class Zero(Technique):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy()
-        if run.compute_dtype is not None or run.low_weights is not None:
+        if run.compute_dtype is not None or run.weights_16bit is not None:
             policy = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
         mesh, others = self._ranks(run)
         for chunk in run.chunks:

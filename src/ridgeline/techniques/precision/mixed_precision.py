@@ -96,7 +96,7 @@ class MixedPrecision(Technique):
         from ridgeline.runtime.flat import FlatWeights, lower
 
         flat = FlatWeights(run.masters)
-        run.low_weights = dtype
+        run.weights_16bit = dtype
         run.filled.append(lambda: run.masters.update(lower(run.root, dtype)))
         run.sync = flat.sync
         run.make_optimizer = flat.optimizer
@@ -104,7 +104,7 @@ class MixedPrecision(Technique):
 
 def _all_low(g: Graph, dtype: str) -> Graph:
     """Everything but the statistics and the dropout masks is 16 bits wide; the loss computes in 32 bits."""
-    g.low_weights = True
+    g.weights_16bit = True
     g.gradients_resident = True  # accumulated in place, in fp32
     g.residual /= 2
     g.optimizer_bytes += 4.0

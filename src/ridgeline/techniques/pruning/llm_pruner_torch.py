@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ridgeline.nn.model.loss import token_loss
 from ridgeline.nn.model.transformer import Transformer
-from ridgeline.runtime.structure import Group, Place, groups, trainable
+from ridgeline.runtime.structure import Place, PrunedGroup, groups, trainable
 
 Measure = Literal["param_first", "vectorize", "param_second", "param_mix", "l2", "random"]
 
@@ -63,7 +63,7 @@ def _gradients(
     return first, second
 
 
-def _sums(group: Group, worth: Mapping[str, Tensor]) -> Tensor:
+def _sums(group: PrunedGroup, worth: Mapping[str, Tensor]) -> Tensor:
     """[units]: over the group's slices, the magnitude of each one's sum."""
     total = torch.zeros(group.size)
     for part in group.parts:

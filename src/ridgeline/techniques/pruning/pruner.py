@@ -16,7 +16,7 @@ from ridgeline.techniques.technique import Phase, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ridgeline.runtime.compress_build import Layer
+    from ridgeline.runtime.compress_build import LinearLayer
 
 
 class Pruning(Technique):
@@ -95,6 +95,6 @@ def _on_sparse_cores(b: Block) -> None:
     b.forward = [skip(op) for op in b.forward]
 
 
-def prune(layer: Layer, keep: Tensor) -> None:
+def prune(layer: LinearLayer, keep: Tensor) -> None:
     """Set the entries outside ``keep`` to zero, and let what follows know."""
     layer.keep, layer.weight = keep, layer.weight * keep

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.nn.model.attention import Backend, Mask, probabilities
+from ridgeline.nn.model.attention import AttentionBackend, Mask, probabilities
 
 
 @dataclass
@@ -69,7 +69,7 @@ class SkippingLinear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def skipping_attention(threshold: float, block: int, tally: Tally) -> Backend:
+def skipping_attention(threshold: float, block: int, tally: Tally) -> AttentionBackend:
     """Attention that leaves out blocks of ``block`` keys in which no query of a key/value head has a probability above
     ``threshold``.
 
@@ -95,4 +95,4 @@ def skipping_attention(threshold: float, block: int, tally: Tally) -> Backend:
                 torch.matmul(weights[b, g][:, keys], v[b, g][keys], out=out[b, g])
         return out.view(batch, heads, length, width)
 
-    return Backend("zero_skipping", attend, wants_bias=True)
+    return AttentionBackend("zero_skipping", attend, wants_bias=True)

@@ -120,7 +120,9 @@ class QMoE(Technique):
         if any(keep is not None for keep in keeps):
             support = Given(torch.cat([torch.ones_like(w, dtype=torch.bool) if keep is None else keep
                                        for w, keep in zip(weights, keeps, strict=True)]))  # fmt: skip
-        kind: grid.Grid = run.affine(2, 0, symmetric=False) if self.grid == "2bit" else grid.Ternary(run.scale_dtype)
+        kind: grid.Grid = (
+            run.affine(2, 0, symmetric=False) if self.grid == "2bit" else grid.TernaryGrid(run.scale_dtype)
+        )
         fitted = kind.fit(torch.cat(weights))
         solved = sweep_stack(torch.stack(weights), grams, fitted, support, act_order=True, damp=self.damp)
         found = torch.cat([s.weight for s in solved])

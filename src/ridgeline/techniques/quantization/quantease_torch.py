@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeline.nn.quant.packed import Outliers
+from ridgeline.nn.quant.packed import PackedOutliers
 from ridgeline.runtime.solve.grid import Fitted, Grid
 from ridgeline.runtime.solve.sweep import BLOCK
 
@@ -28,7 +28,7 @@ class Descended:
     weight: Tensor
     """[out, in]: on the grid, plus the outliers."""
     fitted: Fitted
-    outliers: Outliers | None
+    outliers: PackedOutliers | None
     errors: tuple[float, ...]
     """tr((W - Q) H (W - Q)ᵀ) of the start (if there was one) and after every pass that stayed on the grid."""
 
@@ -106,7 +106,7 @@ def descend(
     if count:
         kept_aside = aside[back].t().contiguous()
         index = kept_aside.view(-1).nonzero().squeeze(1)
-        record = Outliers(index.to(torch.int32), kept_aside.view(-1)[index].to(stored))
+        record = PackedOutliers(index.to(torch.int32), kept_aside.view(-1)[index].to(stored))
     on_grid = q[back].t().contiguous()
     found = on_grid + aside[back].t() if count else on_grid
     return Descended(on_grid, found, fitted, record, tuple(errors))

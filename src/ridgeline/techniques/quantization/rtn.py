@@ -82,7 +82,7 @@ class RTN(WeightOnly):
             if not sizes:
                 return
             for ops in (b.forward, b.backward):
-                for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and not o.name.endswith(".dw")]:
+                for op in [o for o in ops if o.kind == "gemm" and o.param in sizes and o.role != "weight_gradient"]:
                     n = sizes[op.param]
                     expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, n * (self.bits / 8 + 4),
                                 f"int{self.bits}", param=op.param)  # fmt: skip

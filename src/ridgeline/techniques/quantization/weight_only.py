@@ -204,10 +204,10 @@ def is_weight_format(name: str) -> bool:
 
 def left(e: Experiment) -> ModelSpec:
     """The model that is left where the plan makes it smaller."""
-    from ridgeline.techniques.registry import techniques
+    from ridgeline.techniques.registry import techniques_of
 
     spec = e.model
-    for t in techniques(e.plan):
+    for t in techniques_of(e.plan):
         spec = t.resized(spec)
     return spec
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ridgeline.nn.checkpoint.formats import Get
 from ridgeline.nn.quant.activation_quant import InputCode
-from ridgeline.nn.quant.packed import Outliers, Packed, Stored, pack_bits, unpack_bits
+from ridgeline.nn.quant.packed import Packed, PackedOutliers, Stored, pack_bits, unpack_bits
 from ridgeline.nn.quant.sparse import Sparse
 from ridgeline.nn.quant.ternary import PAIRS, WORDS, ZEROS, Ternary
 from ridgeline.spec.errors import UserError
@@ -89,7 +89,7 @@ class Ridgeline:
         words, scale = (part(name) for name in _PACKED)
         zeros, index = get(f"{module}.weight_zero_point"), get(f"{module}.weight_outlier_index")
         zero = None if zeros is None else unpack_bits(zeros, bits, out).t().contiguous()
-        aside = None if index is None else Outliers(index, part("weight_outlier_value"))
+        aside = None if index is None else PackedOutliers(index, part("weight_outlier_value"))
         return Packed(unpack_bits(words, bits, width), scale, zero, bits, group_size, aside)
 
     def input(self, module: str, get: Get) -> InputCode | None:

@@ -1,7 +1,7 @@
-"""The pace of a training step: where it applies."""
+"""In-step factors of a training step: where they apply."""
 
 from ridgeline import catalog
-from ridgeline.predict.step.pace import ALONE, TRAINING, group, throttle, training_pace
+from ridgeline.predict.step.in_step import ALONE, TRAINING, group, throttle, training_factors
 from ridgeline.spec.device import Rate
 
 
@@ -14,11 +14,11 @@ def test_groups():
 
 
 def test_a_cpu_and_a_measured_device_keep_their_own_pace():
-    assert training_pace(catalog.cluster("2xxeon"), fused=False) == ALONE
+    assert training_factors(catalog.cluster("2xxeon"), fused=False) == ALONE
     gpu = catalog.cluster("8xa100")
     measured = gpu.device.model_copy(update={"rates": {"gemm.bf16": Rate(flop_rate=1e14)}})
-    assert training_pace(gpu.model_copy(update={"device": measured}), fused=False).gemm == 1.0
-    assert training_pace(gpu, fused=True).pointwise < training_pace(gpu, fused=False).pointwise
+    assert training_factors(gpu.model_copy(update={"device": measured}), fused=False).gemm == 1.0
+    assert training_factors(gpu, fused=True).pointwise < training_factors(gpu, fused=False).pointwise
 
 
 def test_power_limits():

@@ -1,4 +1,4 @@
-"""The pace of a training step: how operators inside one differ from the same operators timed one by one.
+"""In-step factors: how operators inside a training step differ from the same operators timed one by one.
 
 In a step that runs for minutes the card is hot and at its power limit, nothing is warm in the cache, and a framework
 copies and casts around its kernels. One factor per group of kinds says how much longer operators then take. They are
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ridgeline.spec.device import Cluster, Device
 
 
-class Pace(NamedTuple):
+class InStepFactors(NamedTuple):
     """Factors on the seconds of operators, and what a step costs beside them."""
 
     gemm: float = 1.0
@@ -45,9 +45,9 @@ _A100_FLOPS_PER_JOULE = 312e12 / 400
 _THROTTLE = 0.31
 _MOST_THROTTLED = 1.2
 GROUPS = ("gemm", "attention", "pointwise", "fused")
-ALONE = Pace()
+ALONE = InStepFactors()
 """Operators as they are timed one by one."""
-TRAINING = Pace(gemm=1.05, attention=1.86, pointwise=2.30, fused=1.50, dispatch=8e-6, spread=0.004)
+TRAINING = InStepFactors(gemm=1.05, attention=1.86, pointwise=2.30, fused=1.50, dispatch=8e-6, spread=0.004)
 """gemm, attention, pointwise: fitted on llm-foundry's and Megatron-LM's published runs. dispatch: an eager framework's
 launch (assumption). spread: assumption, which fits the loss of 1-2 % from one node to a hundred."""
 
@@ -57,8 +57,8 @@ def group(kind: str) -> str:
     return _GROUP.get(kind, "pointwise")
 
 
-def training_pace(cluster: Cluster, fused: bool) -> Pace:
-    """The pace on this cluster: a CPU's, and a device's measured in real steps, needs no factors."""
+def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
+    """The factors on this cluster: a CPU's, and a device's measured in real steps, needs no factors."""
     device = cluster.device
     if device.kind != "gpu":
         return ALONE
@@ -72,7 +72,7 @@ def throttle(device: Device) -> float:
     """How much longer matrix products take once the power limit has brought the clock down.
 
     A short measurement runs at the boost clock, a training run does not: the more FLOP/s per watt the datasheet
-    promises, the less of them last. 1 on an A100, whose runs the paces are fitted on, and 1.2 on an H100, which gives
+    promises, the less of them last. 1 on an A100, whose runs the factors are fitted on, and 1.2 on an H100, which gives
     the published 41 and 43 % of the peak of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4).
     """
     peak = device.peak_flops.get("bf16") or device.peak_flops.get("fp16") or 0.0

@@ -7,15 +7,15 @@ from ridgeline.spec.result import Result, Row, Traffic
 from ridgeline.techniques.technique import Technique
 
 
-def moments(e: Experiment, made: list[Technique]) -> list[tuple[float, Experiment]]:
+def segments(e: Experiment, techniques: list[Technique]) -> list[tuple[float, Experiment]]:
     """(share of the steps, their experiment), the last as ``e`` is written."""
     parts = [(1.0, e)]
-    for t in made:
-        parts = [(share * s, later) for share, part in parts for s, later in t.moments(part)]
+    for t in techniques:
+        parts = [(share * s, later) for share, part in parts for s, later in t.segments(part)]
     return parts
 
 
-def over_moments(parts: list[tuple[float, Result]]) -> Result:
+def over_segments(parts: list[tuple[float, Result]]) -> Result:
     """One Result of the whole run: seconds and counts are means over its steps, rates and shares means over its time,
     memory is that of the part that needs most."""
     result = parts[-1][1]
