@@ -184,8 +184,8 @@ def check_made(e: Experiment, made: list[Technique]) -> None:
             raise Incompatible(
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
-        _check_parts(t, e, made)
         t.check(e)
+        _check_parts(t, e, made)
 
 
 def _check_parts(t: Technique, e: Experiment, made: list[Technique]) -> None:
@@ -193,7 +193,8 @@ def _check_parts(t: Technique, e: Experiment, made: list[Technique]) -> None:
     name = t.card.name
     for part, why in t.card.needs.items() if e.is_training else ():
         if not any(part in other.parts for other in made if other is not t):
-            raise Incompatible(f"{name}: {why}", f"add {' or '.join(partners(t))}")
+            missing = dict(zip(t.card.needs, partners(t), strict=True))[part]
+            raise Incompatible(f"{name}: {why}", f"add {missing} (--with {missing})")
     for other in made:
         if other is t:
             continue

@@ -30,7 +30,7 @@ class StaticMemory(Technique):
         claim="LightSeq2 as a whole trains 1.4-3.5x as fast as what came before, 308 % on WMT14 En-De",
         owns=frozenset({"activations"}),
         changes=frozenset({"recorded_step"}),
-        conflicts={"batch_shape": "a recorded step has one shape, but {other} changes the sizes of batches"},
+        conflicts={"batch_shape": "shapes must stay as they were recorded, but {other} changes the sizes of batches"},
     )
     phase: ClassVar[Phase] = "loop"
 

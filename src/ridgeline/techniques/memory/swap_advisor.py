@@ -36,7 +36,7 @@ class SwapAdvisor(Technique):
         example={"budget": "600kB"},
         owns=frozenset({"activations"}),
         changes=frozenset({"recorded_step"}),
-        conflicts={"batch_shape": "a recorded step has one shape, but {other} changes the sizes of batches"},
+        conflicts={"batch_shape": "shapes must stay as they were recorded, but {other} changes the sizes of batches"},
     )
     phase: ClassVar[Phase] = "offload"
     order: ClassVar[int] = 2

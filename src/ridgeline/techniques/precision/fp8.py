@@ -78,7 +78,7 @@ class FP8(Technique):
             fix = "use states=false, or drop {other}"
             refuse(self, e, "divided_tensors", "states=true cannot be used with {other}: a rank that has a part of a"
                    " tensor does not know its scale", fix)  # fmt: skip
-            refuse(self, e, "optimizer", "states=true cannot be used with {other}, which keeps them its own way", fix)
+            refuse(self, e, "optimizer", "states=true cannot be used with {other}, which keeps them in fp32", fix)
 
     def build(self, run: Build) -> None:
         """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
