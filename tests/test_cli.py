@@ -190,7 +190,7 @@ MISTAKES = [
     ([*PREDICT, "--with", "zero:stge=3"], ["unknown option 'stge'", "'stage'"]),
     ([*PREDICT, "--with", "zero:stage=9"], ["stage = 9 is not valid", "1, 2 or 3"]),
     ([*PREDICT, "--with", "zero:stage"], ["'stage' is not option=value"]),
-    ([*PREDICT, "--with", "rtn"], ["int8 base cannot be trained", "--with lora"]),
+    ([*PREDICT, "--with", "rtn"], ["integer base cannot be trained", "--with lora"]),
     ([*PREDICT, "--with", "zero", "--on", "a100"], ["only 1 process", "--on 2xa100-80g-sxm"]),
     ([*PREDICT, "--seq-len", "8k"], ["8192 tokens is longer than the 4096 positions", "at most 4096"]),
     ([*PREDICT, "--seq-len", "long"], ["--seq-len 'long' is not a whole number", "4k"]),

@@ -60,7 +60,7 @@ def test_a_missing_package_names_the_extra(name, corpus, monkeypatch):
 
 def test_what_backends_declare_are_techniques():
     for b in BACKENDS.values():
-        assert set(b.expresses) <= set(registry())
+        assert set(b.expresses) <= set(registry().values())
         assert bool(b.engine) != bool(b.refused)
         assert not b.refused or "; " in b.refused, "a reason and what works"
 

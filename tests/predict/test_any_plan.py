@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from ridgeline import experiments
 from ridgeline.predict import predict
 from ridgeline.spec.errors import UserError
-from ridgeline.techniques.registry import registry
+from ridgeline.spec.plan import Call
+from ridgeline.techniques.registry import make, partners, registry
 
 MODELS = ("llama2-7b", "llama2-70b", "mixtral-8x7b", "gpt3-175b", "gpt2", "opt-1.3b", "bert-large", "t5-large",
           "qwen3-235b-a22b", "gpt-oss-120b", "llama-tiny")  # fmt: skip
@@ -84,7 +85,8 @@ def questions(draw):
     fitting = sorted(name for name, t in known.items() if workload["kind"] in t.card.tasks)
     chosen = draw(st.lists(calls(fitting if draw(st.integers(0, 9)) else sorted(known)), max_size=4))
     plan = {c["technique"]: c for c in chosen}
-    for other in [o for name in plan for o in known[name].card.requires if workload["kind"] in known[o].card.tasks]:
+    partner = [o for name in plan for o in partners(make(Call(name=name, options=dict(known[name].card.example))))]
+    for other in [o for o in partner if workload["kind"] in known[o].card.tasks]:
         plan.setdefault(other, {"technique": other, **known[other].card.example})
     on = f"{draw(st.sampled_from([1, 1, 2, 3]))}x{draw(COUNTS)}x{draw(st.sampled_from(DEVICES))}"
     return draw(st.sampled_from(MODELS) | made_up()), on, workload, list(plan.values())

@@ -195,5 +195,5 @@ def test_two_stages_in_the_engine():
     assert got == {(k, 0): greedy(made, p, 5) for k, p in prompts.items()}
     with pytest.raises(Incompatible, match="two_stage"):
         engine(made, "multi_adapter:two_stage=true")
-    with pytest.raises(Incompatible, match="both order"):
+    with pytest.raises(Incompatible, match="order of the queue"):
         engine(made, "-padding_free", "length_dp", "multi_adapter:two_stage=true")

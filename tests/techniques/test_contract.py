@@ -107,9 +107,9 @@ def plan(*calls, on="2xa100", model="llama-tiny", **workload):
 REFUSED = [
     (lambda: plan("zero", on="a100"), ["only 1 process", "--on 2x"]),
     (lambda: plan("data_parallel", on="a100"), ["only 1 process", "--on 2x"]),
-    (lambda: plan("data_parallel", "zero"), ["already splits the batch", "keep one"]),
-    (lambda: plan("rtn"), ["int8 base cannot be trained", "--with lora"]),
-    (lambda: plan("rtn:bits=4"), ["int4 base cannot be trained", "--with lora"]),
+    (lambda: plan("data_parallel", "zero"), ["also decides how data-parallel ranks share the batch", "keep one"]),
+    (lambda: plan("rtn"), ["integer base cannot be trained", "--with lora"]),
+    (lambda: plan("rtn:bits=4"), ["integer base cannot be trained", "--with lora"]),
     (lambda: plan("lora", "rtn:group_size=7"), ["group_size 7 does not divide", "input width 192", "divisor of 192"]),
     (lambda: plan("recompute:policy=selective", "flash_attention"), ["never stores", "policy=full"]),
     (lambda: plan("recompute:policy=selective,every=2"), ["treats every block alike", "policy=full"]),

@@ -206,9 +206,9 @@ REFUSED = [
     (["expert_parallel:degree=8"], {"model": "mixtral-8x7b", "on": "4xa100"}, "do not form groups of 8"),
     (["zero:stage=3,degree=3"], {}, "do not form groups of 3"),
     (["zero:stage=2", "zero_infinity"], {}, "keeps whole parameters"),
-    (["zero", "zero_offload", "zero_infinity:parameters=device"], {}, "already moves"),
+    (["zero", "zero_offload", "zero_infinity:parameters=device"], {}, "also decides how the optimizer's states"),
     (["mixed_precision", "fp8"], {}, "no fp8 arithmetic"),
-    (["qlora", "lora"], {}, "it is LoRA itself"),
+    (["qlora", "lora"], {}, "also decides which parameters train"),
 ]  # fmt: skip
 
 

@@ -27,8 +27,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.techniques.matrix import judge, pair_experiment, support_matrix
-from ridgeline.techniques.optimizers.replaced_optimizer import NAMES as OPTIMIZERS
-from ridgeline.techniques.registry import check, normalize, registry, techniques_of
+from ridgeline.techniques.registry import check, normalize, partners, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 MATRIX = support_matrix()
@@ -78,9 +77,9 @@ def comparison(e: Experiment) -> Comparison:
     lossless = [t for t in made if t.card.lossless]
     same = [t for t in made if t.card.bound == "same"]
     gone = lossless or same[:1]
-    gone += [t for t in made if t not in gone and {g.card.name for g in gone} & set(t.card.requires)]
+    gone += [t for t in made if t not in gone and {g.card.name for g in gone} & set(partners(t))]
     # Low-precision arithmetic that stays on, coded states too, magnifies what a lossless technique merely reorders.
-    stays = [t for t in made if (t.phase == "optimizer" or t.card.name in OPTIMIZERS) and t not in gone]
+    stays = [t for t in made if t not in gone and (t.phase == "optimizer" or t.owns() >= {"weights", "optimizer"})]
     tolerance = max((t.card.tolerance for t in same + stays if t in gone or t.phase != "adapt"), default=0.0)
     linear, reordered = all(t.card.lossless for t in stays), all(t.card.lossless for t in gone)
     return Comparison(e, without(e, gone) if gone else None, tolerance, linear, reordered)

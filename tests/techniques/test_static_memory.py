@@ -128,7 +128,7 @@ def test_on_two_ranks(other, corpus):
     ("model", "plan", "says"),
     [
         ("mixtral-tiny", ["static_memory"], "routing changes the sizes"),
-        ("llama-tiny", ["static_memory", "swap_advisor"], "frees tensors one by one"),
+        ("llama-tiny", ["static_memory", "swap_advisor"], "also decides where saved activations are kept"),
         ("llama-tiny", ["static_memory", "zero"], "on GPUs collectives"),
     ],
 )

@@ -249,7 +249,7 @@ REFUSED = [
     (("lora:targets=layers.1.*", "pipeline:degree=2"), {"ranks": 2}, "first layer to adapt is layers.1"),
     (("bottleneck_adapter:size=32",), {}, "size 32 is not below"),
     (("mask_tuning:start=0.0",), {}, "start 0 is not above threshold"),
-    (("bitfit", "lora"), {}, "lora already decides what trains"),
+    (("bitfit", "lora"), {}, "lora also decides which parameters train"),
     (("bitfit", TP), {"ranks": 2}, "tensor_parallel divides linear layers"),
     (("diff_pruning", "mixed_precision:weights=low"), {}, "penalty does not reach"),
 ]  # fmt: skip

@@ -271,9 +271,9 @@ def test_the_disk_is_reserved_as_it_is_used(corpus):
 @pytest.mark.parametrize(
     ("plan", "ranks", "says"),
     [
-        (("zero:stage=2", "zero_infinity"), 2, "keeps whole parameters on the device"),
+        (("zero:stage=2", "zero_infinity"), 2, "keeps whole parameters on every device"),
         (("data_parallel", "zero_infinity"), 2, "keeps whole parameters on every device"),
-        (("zero_offload", "zero_infinity"), 1, "already moves"),
+        (("zero_offload", "zero_infinity"), 1, "also decides how the optimizer's states"),
         (("zero_infinity:tile=5",), 1, "tile=5 does not divide the rows of every linear"),
         (("zero_infinity:tile=2,parameters=device",), 1, "parameters=device keeps them"),
         (("zero_infinity:tile=2", "lora"), 1, "wraps whole linears"),

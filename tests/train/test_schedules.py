@@ -226,7 +226,7 @@ def test_energy_counters(tmp_path):
     ("plan", "says"),
     [
         (("cramming:minutes=1,tokens=5",), "several budgets"),
-        (("cramming", "growlength"), "tokens constant"),
+        (("cramming", "growlength"), "sizes of batches"),
         (("cramming", "static_memory"), "shapes must stay"),
     ],
     ids=lambda v: "+".join(v) if isinstance(v, tuple) else "",

@@ -57,12 +57,13 @@ def serve(
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
     from ridgeline.spec.errors import UserError
+    from ridgeline.techniques.registry import bringing
 
     keys, admin_keys = _keys("API", api_key), _keys("ADMIN", [admin_key] if admin_key is not None else None)
     if not (keys or insecure or loopback(host)):
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body = number_of_bytes("--max-body", max_body)
-    more = ("multi_adapter",) if adapters is not None or admin_keys else ()
+    more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more)
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)

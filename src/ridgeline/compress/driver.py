@@ -27,6 +27,7 @@ from ridgeline.nn.checkpoint.checkpoint import Reader, config_dtype, load_checkp
 from ridgeline.nn.checkpoint.formats import writer
 from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
 from ridgeline.nn.checkpoint.formats.gguf import require_gguf, write_gguf
+from ridgeline.nn.checkpoint.formats.gptq import GPTQFormat
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
 from ridgeline.nn.checkpoint.hf_names import links, require_twin
 from ridgeline.runtime.compress_build import CompressBuild, ModelJob
@@ -60,7 +61,7 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
     form = None if name == DENSE else writer(CompressedTensors.name if name == GGUF else name)
     if name == GGUF:
         require_gguf(spec)
-    wide = dtype == torch.bfloat16 and name not in ("gptq", GGUF)
+    wide = dtype == torch.bfloat16 and name not in (GPTQFormat.name, GGUF)
     scale_dtype = torch.bfloat16 if wide else torch.float16  # what the format stores, or the checkpoint
     run = CompressBuild(e, spec, here.device, scale_dtype)
     for technique in techniques:

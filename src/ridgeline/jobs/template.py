@@ -157,8 +157,9 @@ def serve() -> None:
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    watched: list[Any] = [requests, woken]
     while True:
-        ready: list[Any] = select.select([requests, woken], [], [])[0]
+        ready, _, _ = select.select(watched, [], [])
         if woken in ready:
             os.read(woken, 1024)
             _tell_of_the_dead(requests)

@@ -102,7 +102,7 @@ def with_settled(base: Experiment, chosen: Set, settled: Set) -> Set:
 
 def splits_batch(placement: Set) -> bool:
     """Whether it makes data-parallel ranks work together."""
-    return any(t.splits_batch for t in placement)
+    return any("batch_split" in t.parts for t in placement)
 
 
 def candidate(base: Experiment, chosen: Set, micro_batch: int | None = None) -> tuple[Experiment, list[Technique]]:

@@ -21,6 +21,7 @@ from ridgeline.serve.request import Invalid
 from ridgeline.serve.sequence import Sequence
 from ridgeline.spec.plan import Call
 from ridgeline.spec.targets import chosen
+from ridgeline.techniques.adapters.adapted import peft_kind
 from ridgeline.train.adapter_folder import Loaded, adapters, load_adapter
 
 PROBED = 8
@@ -82,7 +83,7 @@ class AdapterTable:
         wanted = chosen(spec, ("all-linear",))
         state = {f"{name}.{leaf}": torch.zeros(size) for name, (out, into) in wanted.items()
                  for leaf, size in (("lora_a", (PROBED, into)), ("lora_b", (out, PROBED)))}  # fmt: skip
-        call = Call(name="lora", options={"rank": PROBED, "targets": ["all-linear"]})
+        call = Call(name=peft_kind().card.name, options={"rank": PROBED, "targets": ["all-linear"]})
         self.tasks.add("", {at: fixed(a) for at, a in adapters(self.model, Loaded(call, state)).items()})
         self.tasks.activate_rows([("", slice(None))], dim=1)
         try:

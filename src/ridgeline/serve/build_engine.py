@@ -34,9 +34,9 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import context
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import mesh_axes, require_runnable, resolve, techniques_of
+from ridgeline.techniques.registry import default_plan, mesh_axes, require_runnable, resolve, techniques_of
 
-DEFAULT_PLAN = ("paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search")
+DEFAULT_PLAN = default_plan("serve")
 """What ``ridgeline serve`` switches on by itself."""
 DRAFTED = 16
 """Sequences of full length that a drafting model's cache has room for."""

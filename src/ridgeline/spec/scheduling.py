@@ -63,6 +63,8 @@ class Scheduling:
     """Whether equal prefixes share blocks."""
     cache_kind: str = ""
     """fp8, int8 or int4: the pool holds codes; empty: the weights' dtype."""
+    stages: tuple[int, ...] = ()
+    """Layers of each pipeline stage, where they are not divided evenly."""
     speculation: Speculation | None = None
     """Drafts of a known acceptance, for the prediction; None: none, or not known."""
 

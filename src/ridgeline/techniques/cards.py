@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeline.spec.system import System
-from ridgeline.techniques.registry import registry
+from ridgeline.techniques.registry import partners, registry
 from ridgeline.techniques.technique import PHASES, Technique
 
 
@@ -35,7 +35,7 @@ def card(cls: type[Technique]) -> dict[str, Any]:
         "quality": c.quality,
         "claim": c.claim,
         "min_ranks": c.min_ranks,
-        "requires": list(c.requires),
+        "requires": list(partners(cls.model_validate(dict(c.example)))),
         "unpredicted": dict(c.unpredicted),
         "runs": c.runs,
         "options": options,

@@ -14,7 +14,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.registry import check, make, mesh_axes, normalize, registry, techniques_of
+from ridgeline.techniques.registry import check, make, mesh_axes, normalize, partners, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 TINY = ModelSpec(
@@ -59,8 +59,8 @@ def pair_experiment(*names: str) -> Experiment:
     training = task in ("pretrain", "finetune")
     wanted = dict.fromkeys(names)
     if training:
-        for t in chosen:
-            wanted.update(dict.fromkeys(t.card.requires))
+        for n in names:
+            wanted.update(dict.fromkeys(partners(make(Call(name=n, options=dict(registry()[n].card.example))))))
     beside = {other: options for n in wanted for other, options in registry()[n].card.beside.items()}
     calls = tuple(Call(name=n, options={**registry()[n].card.example, **beside.get(n, {})}) for n in wanted)
     techniques = [make(call) for call in calls]

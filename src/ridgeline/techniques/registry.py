@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -17,7 +18,10 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve
+from ridgeline.techniques.parts import PARTS, Part
 from ridgeline.techniques.technique import PHASES, Ask, Technique
+
+T = TypeVar("T", bound=Technique)
 
 _made: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
@@ -80,13 +84,71 @@ def in_order(techniques: list[Technique]) -> list[Technique]:
     return sorted(techniques, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 
-def mesh_axes(task: str, techniques: Iterable[Technique]) -> dict[str, int]:
+def having(e: Experiment, part: Part) -> list[Technique]:
+    """The techniques of the plan that own or change ``part``."""
+    return [t for t in techniques_of(e.plan) if part in t.parts]
+
+
+def has(e: Experiment, part: Part) -> bool:
+    """Whether a technique of the plan owns or changes ``part``."""
+    return bool(having(e, part))
+
+
+def of_kind(e: Experiment, kind: type[T]) -> T | None:
+    """The technique of the plan that is of class ``kind``, for those who read its options."""
+    return next((t for t in techniques_of(e.plan) if type(t) is kind), None)
+
+
+def refuse(t: Technique, e: Experiment, part: Part, why: str, fix: str = "keep one of {name} and {other}") -> None:
+    """Raise :class:`Incompatible` when another technique of the plan owns or changes ``part``; in ``why`` and ``fix``,
+    ``{other}`` is its name and ``{name}`` that of ``t``."""
+    for other in having(e, part):
+        said = {"name": t.card.name, "other": other.card.name}
+        t.needs(said["other"] == said["name"], why.format(**said), fix.format(**said))
+
+
+def bringing(part: Part) -> tuple[str, ...]:
+    """Names of the techniques whose cards own or change ``part``."""
+    return tuple(name for name, cls in registry().items() if part in cls.card.owns | cls.card.changes)
+
+
+def default_plan(task: str) -> tuple[str, ...]:
+    """Names of the techniques that are on by themselves in a task (:attr:`Card.default_in`)."""
+    return tuple(name for name, cls in registry().items() if task in cls.card.default_in)
+
+
+def as_in_engines(made: Iterable[Technique]) -> list[Technique]:
+    """Techniques as a serving engine has them: with those that every engine does, at their defaults."""
+    always = [cls() for cls in registry().values() if cls.card.in_engines]
+    return in_order([*(t for t in made if not t.card.in_engines), *always])
+
+
+def partners(t: Technique) -> tuple[str, ...]:
+    """For each part that ``t`` needs in training, the first technique that brings it and goes with ``t``."""
+    found = []
+    for part in t.card.needs:
+        known = (make(Call(name=name, options=dict(cls.card.example))) for name, cls in registry().items())
+        found.append(next(p.card.name for p in known if part in p.parts and not _shared(t, p)))
+    return tuple(found)
+
+
+def _shared(a: Technique, b: Technique) -> list[Part]:
+    """What one of two techniques owns and the other owns or changes."""
+    return sorted((a.owns() & b.parts) | (b.owns() & a.parts))
+
+
+def mesh_axes(task: str, made: Iterable[Technique]) -> dict[str, int]:
     """The model-parallel axes that techniques take together in a task, and their degrees."""
-    techniques = list(techniques)
-    names = {t.card.name for t in techniques}
+    made = list(made)
     axes: dict[str, int] = {}
-    for t in techniques:
-        axes.update(t.serving_axes(names) if task == "serve" else t.axes())
+    for t in made:
+        axes.update(t.axes())
+    if task != "serve":
+        return axes
+    taken = frozenset(axes)
+    axes = {}
+    for t in made:
+        axes.update(t.serving_axes(taken))
     return axes
 
 
@@ -98,9 +160,8 @@ def normalize(e: Experiment) -> Experiment:
     techniques = techniques_of(e.plan)
     axes = mesh_axes(e.task, techniques)
     split = e.model_copy(update={"parallel": axes})
-    if e.is_training and split.gradient_ranks > 1 and not any(t.splits_batch for t in techniques):
-        techniques.append(make(Call(name="data_parallel")))
-        techniques.sort(key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    if e.is_training and split.gradient_ranks > 1 and not any("batch_split" in t.parts for t in techniques):
+        techniques = in_order([*techniques, *(make(Call(name=name)) for name in default_plan(e.task))])
     calls = tuple(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True)) for t in techniques)
     return e.model_copy(update={"plan": Plan(calls=calls), "parallel": axes})
 
@@ -147,6 +208,25 @@ def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
         t.check(e)
+        _check_parts(t, e, techniques)
+
+
+def _check_parts(t: Technique, e: Experiment, made: list[Technique]) -> None:
+    """What ``t`` needs is there; what it owns or does not go with is nobody else's."""
+    name = t.card.name
+    for part, why in t.card.needs.items() if e.is_training else ():
+        if not any(part in other.parts for other in made if other is not t):
+            missing = dict(zip(t.card.needs, partners(t), strict=True))[part]
+            raise Incompatible(f"{name}: {why}", f"add {missing} (--with {missing})")
+    for other in made:
+        if other is t:
+            continue
+        fix = f"keep one of {name} and {other.card.name}"
+        for part, why in t.card.conflicts.items():
+            if part in other.parts:
+                raise Incompatible(f"{name}: {why.format(other=other.card.name)}", fix)
+        for part in _shared(t, other):
+            raise Incompatible(f"{name}: {other.card.name} also decides {PARTS[part]}", fix)
 
 
 def require_runnable(e: Experiment) -> None:

@@ -17,6 +17,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.result import Result
+from ridgeline.techniques.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +68,19 @@ class Card:
     """Options that the generic tests and the support matrix use."""
     beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options that other techniques' examples need beside it, by their names."""
-    requires: tuple[str, ...] = ()
-    """Techniques that must be on with it in training (the support matrix adds them)."""
+    owns: frozenset[Part] = frozenset()
+    """What it decides alone: no other technique of the plan may own or change it (:meth:`Technique.owns`)."""
+    changes: frozenset[Part] = frozenset()
+    """What else it brings or changes, as others may too (:meth:`Technique.changes`)."""
+    needs: Mapping[Part, str] = field(default_factory=dict)
+    """What another technique must bring in training, and why."""
+    conflicts: Mapping[Part, str] = field(default_factory=dict)
+    """What no other technique may own or change, and why; ``{other}`` in a reason is that technique's name."""
+    default_in: frozenset[str] = frozenset()
+    """Tasks in which it is on by itself: in training where ranks share the batch and nothing else in the plan splits
+    it; in serve, in the plan of ``ridgeline serve``."""
+    in_engines: bool = False
+    """Whether serving engines do it whatever the plan says."""
     unpredicted: Mapping[str, str] = field(default_factory=dict)
     """Why the prediction of its example is the same without it, by task; in other tasks it is another (a test)."""
     runs: bool = True
@@ -88,8 +100,6 @@ class Technique(BaseModel):
     phase: ClassVar[Phase]
     order: ClassVar[int] = 0
     """Place within the phase, low first."""
-    splits_batch: ClassVar[bool] = False
-    """Whether it makes the ranks work on different parts of the batch (data parallelism of any kind)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,12 +121,30 @@ class Technique(BaseModel):
         """Whether what it makes of a checkpoint fits no format but our own."""
         return False
 
+    def owns(self) -> frozenset[Part]:
+        """What it decides alone with these options."""
+        return self.card.owns
+
+    def changes(self) -> frozenset[Part]:
+        """What else it brings or changes with these options."""
+        return self.card.changes
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        """All that it owns or changes."""
+        return self.owns() | self.changes()
+
+    @property
+    def cache_dtype(self) -> str:
+        """Storage of keys and values that it asks for; empty: as without it."""
+        return ""
+
     def axes(self) -> dict[str, int]:
         """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
         return {}
 
-    def serving_axes(self, beside: Collection[str]) -> dict[str, int]:
-        """Axes that it takes in task serve, where techniques of the names ``beside`` are on too; by default
+    def serving_axes(self, axes: Collection[str]) -> dict[str, int]:
+        """Axes that it takes in task serve, where the techniques of the plan take ``axes`` in training; by default
         :meth:`axes`."""
         return self.axes()
 
@@ -146,6 +174,11 @@ class Technique(BaseModel):
         closed = {k: get_args(f.annotation) for k, f in cls.model_fields.items() if get_origin(f.annotation) is Literal}
         closed |= {k: (False, True) for k, f in cls.model_fields.items() if f.annotation is bool}
         return [cls(**dict(zip(closed, values, strict=True))) for values in product(*closed.values())]
+
+    @classmethod
+    def saves_memory(cls, e: Experiment) -> str:
+        """How a plan writes it where it would lower the peak of a training step of ``e``; empty: it would not."""
+        return ""
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
         """Itself with concrete values in the options that it leaves to the predictor; by default itself.

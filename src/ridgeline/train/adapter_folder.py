@@ -16,8 +16,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call
-from ridgeline.techniques.adapters.adapted import Adapting
-from ridgeline.techniques.adapters.lora import LoRA
+from ridgeline.techniques.adapters.adapted import Adapting, peft_kind
 from ridgeline.techniques.registry import make, techniques_of
 from ridgeline.train.trainer import Trainer
 
@@ -56,7 +55,7 @@ def save_adapter(e: Experiment, state: Mapping[str, Tensor], folder: Path) -> No
     options = technique.model_dump(mode="json")
     base = e.training.checkpoint or ""
     own = state_of(state, technique.leaves)
-    if isinstance(technique, LoRA):
+    if technique.in_peft:
         save_lora(folder, e.model, options, own, base)
     else:
         save_own(folder, e.model, technique.card.name, options, technique.compact(dict(state)), base)
@@ -71,7 +70,7 @@ def load_adapter(folder: Path, spec: ModelSpec) -> Loaded:
     kind = str(read(folder)[0].get("peft_type", ""))
     if not kind.startswith(OWN):
         options, state = load_lora(folder, spec)
-        return Loaded(Call(name="lora", options=options), state)
+        return Loaded(Call(name=peft_kind().card.name, options=options), state)
     name, options, state = load_own(folder, spec)
     technique = make(Call(name=name, options=options))
     assert isinstance(technique, Adapting)

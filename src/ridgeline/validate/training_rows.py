@@ -16,7 +16,9 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Pretrain
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.memory.recompute import Recompute
+from ridgeline.techniques.precision.mixed_precision import MixedPrecision
+from ridgeline.techniques.registry import has, of_kind, resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import precision_of
@@ -161,7 +163,7 @@ def _speed(row: CsvRow, e: Experiment, result: Result) -> Case | None:
     rate = result.metrics["tokens_per_s_per_device"].value
     peak = peak_flops(e.cluster.device, _dtype(e))
     per_token = flops_per_token(m, length, row.text("flops_formula", ""))
-    executed = per_token * (4 / 3 if e.plan.option("recompute", "policy") == "full" else 1.0)
+    executed = per_token * (4 / 3 if _recomputed(e) else 1.0)
     # Published utilization counts the model's FLOPs against the dense peak.
     scale = {
         "tokens_per_s_per_device": 1.0,
@@ -209,9 +211,16 @@ def _memory(row: CsvRow, e: Experiment, result: Result) -> Case | None:
 
 
 def _dtype(e: Experiment) -> str:
-    if e.plan.has("fp8"):
+    if has(e, "products"):
         return "fp8"
-    return str(e.plan.option("mixed_precision", "dtype") or "fp32")
+    mixed = of_kind(e, MixedPrecision)
+    return mixed.dtype if mixed else "fp32"
+
+
+def _recomputed(e: Experiment) -> bool:
+    """Whether all blocks are computed again."""
+    recompute = of_kind(e, Recompute)
+    return recompute is not None and recompute.policy == "full"
 
 
 def _why(result: Result) -> str:

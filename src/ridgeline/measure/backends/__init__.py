@@ -14,6 +14,13 @@ from typing import TYPE_CHECKING
 from ridgeline.measure.backends.backend import BackendSpec, TrainingEngine, always, only
 from ridgeline.spec.errors import Incompatible, UserError, unknown
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.adapters.lora import LoRA
+from ridgeline.techniques.kernels.flash_attention import FlashAttention
+from ridgeline.techniques.memory.recompute import Recompute
+from ridgeline.techniques.memory.zero_offload import ZeroOffload
+from ridgeline.techniques.parallel.data_parallel import DataParallel
+from ridgeline.techniques.parallel.zero import Zero
+from ridgeline.techniques.precision.mixed_precision import MixedPrecision
 from ridgeline.techniques.registry import techniques_of
 
 if TYPE_CHECKING:
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "NATIVE", "TrainingEngine", "engine_versions", "make_engine", "require"]
 
 NATIVE = "native"
+OF_THE_MODEL: tuple[type[Technique], ...] = (FlashAttention, Recompute, LoRA)
+"""Techniques that act on the model, which DeepSpeed takes as it is; the others are options of its engine."""
 
 
 def _precision(weights: str, otherwise: str) -> Callable[[Technique, Experiment], str]:
@@ -74,12 +83,12 @@ BACKENDS = {
             "hf", "Hugging Face Trainer", "ridgeline.measure.backends.hf:HuggingFace",
             ("transformers", "accelerate"), "hf",
             expresses={
-                "data_parallel": always,
-                "flash_attention": always,
-                "lora": _peft,
-                "mixed_precision": _precision("fp32", "the Trainer keeps fp32 weights under autocast; use weights=fp32,"
+                DataParallel: always,
+                FlashAttention: always,
+                LoRA: _peft,
+                MixedPrecision: _precision("fp32", "the Trainer keeps fp32 weights under autocast; use weights=fp32,"
                                               " or --backend deepspeed"),
-                "recompute": only("the Trainer checkpoints every block whole; use policy=full with every=1",
+                Recompute: only("the Trainer checkpoints every block whole; use policy=full with every=1",
                                   policy=("full",), every=(1,)),
             },
             model=_hf_model,
@@ -88,16 +97,14 @@ BACKENDS = {
             "deepspeed", "DeepSpeed", "ridgeline.measure.backends.deepspeed_engine:DeepSpeed",
             ("deepspeed",), "deepspeed",
             expresses={
-                "data_parallel": always,
-                "zero": only("DeepSpeed shards over all data-parallel ranks and prefetches by itself; use only stage",
+                DataParallel: always,
+                Zero: only("DeepSpeed shards over all data-parallel ranks and prefetches by itself; use only stage",
                              degree=(None,), reshard=(None,), prefetch=(1,)),
-                "zero_offload": only("it is driven with an update in step; drop delayed", delayed=(False,)),
-                "mixed_precision": _precision("low", "DeepSpeed keeps low-precision weights beside fp32 masters; use"
+                ZeroOffload: only("it is driven with an update in step; drop delayed", delayed=(False,)),
+                MixedPrecision: _precision("low", "DeepSpeed keeps low-precision weights beside fp32 masters; use"
                                               " weights=low, or --backend hf"),
                 # These act on the model, which DeepSpeed takes as it is.
-                "flash_attention": always,
-                "recompute": always,
-                "lora": always,
+                **dict.fromkeys(OF_THE_MODEL, always),
             },
             model=_deepspeed_model,
         ),
@@ -112,7 +119,7 @@ BACKENDS = {
 }  # fmt: skip
 
 
-SERVED: dict[str, Callable[[Technique, Experiment], str]] = {"flash_attention": always}
+SERVED: dict[type[Technique], Callable[[Technique, Experiment], str]] = {FlashAttention: always}
 """What the baseline of serving has: static batches, and the library's attention."""
 
 
@@ -134,9 +141,9 @@ def require(name: str, e: Experiment, options: TrainOptions | None = None) -> No
     _say(name, "", backend.model(e))
     expresses = backend.expresses if e.is_training else SERVED
     for t in techniques_of(e.plan):
-        says = expresses.get(t.card.name)
+        says = expresses.get(type(t))
         if says is None:
-            known = ", ".join(expresses)
+            known = ", ".join(kind.card.name for kind in expresses)
             raise Incompatible(
                 f"backend {name} has no {t.card.name}",
                 f"drop it, or use --backend native; {name} has: {known}",

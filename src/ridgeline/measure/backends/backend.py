@@ -68,8 +68,8 @@ class BackendSpec:
     """What must be installed."""
     extra: str = ""
     """The optional dependencies of Ridgeline that bring them."""
-    expresses: Mapping[str, Says] = field(default_factory=dict)
-    """Techniques by name."""
+    expresses: Mapping[type[Technique], Says] = field(default_factory=dict)
+    """What it says of each technique that it has."""
     model: Callable[[Experiment], str] = lambda e: ""
     """Why the experiment's model or workload cannot be had, as :data:`Says`."""
     refused: str = ""

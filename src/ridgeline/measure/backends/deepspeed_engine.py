@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 
 from ridgeline.data.batches import IGNORE
+from ridgeline.measure.backends import OF_THE_MODEL
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.parallel.zero import Zero
+from ridgeline.techniques.precision.mixed_precision import MixedPrecision
+from ridgeline.techniques.registry import has, of_kind, resolve
 from ridgeline.train.trainer import StepStats, global_batches, whole_model
 from ridgeline.train.training_loop import plain_state
-
-_OF_THE_MODEL = ("flash_attention", "recompute", "lora")
-"""Techniques that act on the model, which DeepSpeed takes as it is; the others are options of its engine."""
 
 
 class DeepSpeed:
@@ -41,7 +41,7 @@ class DeepSpeed:
         self.run = TrainBuild(e, whole_model(e, device), device, rank=rank, world=world)
         self.run.assert_trainable()
         for technique in techniques:
-            if technique.card.name in _OF_THE_MODEL:
+            if type(technique) in OF_THE_MODEL:
                 technique.build(self.run)
                 self.run.assert_trainable()
         self.engine = self._initialize()
@@ -118,7 +118,7 @@ class DeepSpeed:
         from ridgeline.nn.model.transformer import Transformer
 
         root = self.run.root
-        stage3 = self.experiment.plan.option("zero", "stage") == 3
+        stage3 = _stage(self.experiment) == 3
         whole = deepspeed.zero.GatheredParameters([*root.parameters()]) if stage3 else contextlib.nullcontext()
         with whole:
             if self.rank:
@@ -134,8 +134,8 @@ class DeepSpeed:
 
 def configuration(e: Experiment, cpu: bool) -> dict[str, Any]:
     """DeepSpeed's configuration of an experiment."""
-    zero: dict[str, Any] = {"stage": e.plan.option("zero", "stage") or 0}
-    offload = e.plan.has("zero_offload")
+    zero: dict[str, Any] = {"stage": _stage(e)}
+    offload = has(e, "optimizer")
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not cpu}
         zero["stage"] = zero["stage"] or 1
@@ -149,7 +149,12 @@ def configuration(e: Experiment, cpu: bool) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": offload and not cpu,
         "steps_per_print": 2**31 - 1,
     }
-    low = e.plan.option("mixed_precision", "dtype")
-    if low:
-        out[low] = {"enabled": True}
+    mixed = of_kind(e, MixedPrecision)
+    if mixed:
+        out[mixed.dtype] = {"enabled": True}
     return out
+
+
+def _stage(e: Experiment) -> int:
+    zero = of_kind(e, Zero)
+    return zero.stage if zero else 0

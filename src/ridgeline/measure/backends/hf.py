@@ -23,7 +23,8 @@ from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.runtime.optimizer import learning_rate, make_optimizer, parameter_groups
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.precision.mixed_precision import MixedPrecision
+from ridgeline.techniques.registry import has, of_kind, resolve
 from ridgeline.train.adapter_folder import adapting, save_adapter
 from ridgeline.train.trainer import StepStats, global_batches, whole_model
 
@@ -43,12 +44,12 @@ class HuggingFace:
         e, quiet = self.experiment, cast(Any, logging)
         quiet.disable_progress_bar()
         model: Any = None
-        attention = "sdpa" if e.plan.has("flash_attention") else "eager"
+        attention = "sdpa" if has(e, "fused_attention") else "eager"
         if self.rank == 0:
             with tempfile.TemporaryDirectory() as folder:
                 save_checkpoint(whole_model(e, torch.device("cpu")), Path(folder))
                 model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
-                if e.plan.has("lora"):
+                if has(e, "low_rank"):
                     model = self._adapted(model, Path(folder) / "adapter")
         if self.world > 1:
             shape = [model.config if model is not None else None]
@@ -91,7 +92,8 @@ class HuggingFace:
         optimizer = make_optimizer(parameter_groups(trained, w), w)
         # Trainer's own warm-up starts at a rate of zero; ours is the workload's.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(w, step) / (w.lr or 1.0))
-        low = e.plan.option("mixed_precision", "dtype")
+        mixed = of_kind(e, MixedPrecision)
+        low = mixed.dtype if mixed else "fp32"
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 output_dir=folder, per_device_train_batch_size=e.micro_batch_size, max_steps=w.steps,
@@ -99,7 +101,7 @@ class HuggingFace:
                 logging_nan_inf_filter=False, save_strategy="no", disable_tqdm=True, log_level="error",
                 use_cpu=self.device.type == "cpu", remove_unused_columns=False,
                 dataloader_pin_memory=self.device.type == "cuda", train_sampling_strategy="sequential", seed=w.seed,
-                bf16=low == "bf16", fp16=low == "fp16", gradient_checkpointing=e.plan.has("recompute"),
+                bf16=low == "bf16", fp16=low == "fp16", gradient_checkpointing=has(e, "recomputation"),
                 gradient_checkpointing_kwargs={"use_reentrant": False},
                 ddp_find_unused_parameters=False,
                 ddp_backend="gloo" if self.device.type == "cpu" and self.world > 1 else None,

@@ -31,6 +31,7 @@ from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import has
 from ridgeline.train.trainer import DTYPES
 
 MOST = 16
@@ -108,7 +109,7 @@ def _model(e: Experiment, device: torch.device) -> Any:
     cast(Any, logging).disable_progress_bar()
     w, dtype = e.workload, DTYPES[e.dtype]
     assert isinstance(w, Serve)
-    attention = "sdpa" if e.plan.has("flash_attention") else "eager"
+    attention = "sdpa" if has(e, "fused_attention") else "eager"
     with tempfile.TemporaryDirectory() as folder:
         if not w.checkpoint:
             save_checkpoint(build(e.model, torch.device("cpu"), dtype, w.seed), Path(folder))

@@ -22,7 +22,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate, Pretrain, Serve
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.registry import bringing, default_plan, resolve
 from ridgeline.validate.samples import as_samples
 
 
@@ -109,7 +109,8 @@ def deep(layers: int) -> ModelSpec:
 
 NARROW_STEPS = ((2, 1), (2, 24), (8, 1), (8, 24))
 """(layers, sequences) of the decode steps of :func:`narrow` models that ``probe`` times."""
-SERVED = ("paged_kv", "continuous_batching", "chunked_prefill", "hierarchical_search")
+SERVED = tuple(name for name in default_plan("serve") if name not in bringing("packed_rows"))
+"""The plan under which serving is probed: the engine's own, with pads."""
 
 
 def narrow(layers: int) -> ModelSpec:

@@ -21,8 +21,7 @@ from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import Scheduling, Speculation
-from ridgeline.techniques.kernels.flash_attention import FlashAttention
-from ridgeline.techniques.registry import in_order
+from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
@@ -67,7 +66,7 @@ class Parts:
 
     def __init__(self, e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
-        self.made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
+        self.made = as_in_engines(made)
         self._graphs: dict[int, Graph] = {}
         self._attended: dict[tuple[int, int, int], float] = {}
         self.body = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))

@@ -14,6 +14,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.scheduling import Scheduling
 from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import techniques_of
 
 BLOCK = 16
 """Tokens of one block of the cache; half of one per sequence is empty on average."""
@@ -40,7 +41,7 @@ def bytes_per_token(e: Experiment) -> float:
     """Bytes of keys and values of one token on one device; a layer with a window keeps only that, so it counts not."""
     m = e.model
     layers = m.num_layers - m.windowed_layers if m.window_every > 1 else m.num_layers
-    dtype = e.plan.option("kv_quant", "dtype") or e.dtype
+    dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
     heads = max(1.0, m.num_kv_heads / e.parallel.get("tp", 1))  # fewer heads than ranks are replicated
     return 2.0 * layers * heads * m.head_dim * kv_bytes(dtype, m.head_dim)
 
@@ -74,7 +75,7 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     weights = sum(p.stored_bytes * n for p, n in surface.graph(1, 1, 1).params)
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
     m, heads = e.model, max(1.0, e.model.num_kv_heads / e.parallel.get("tp", 1))
-    stages = e.plan.option("pipeline", "layers") or even(m.num_layers, e.parallel.get("pp", 1))
+    stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
     each = s.block_bytes(stages[0], heads, m.head_dim, DTYPE_BYTES[e.dtype])
     blocks, longest = s.pool(m, w, each, device.memory_bytes - weights)
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")

@@ -14,8 +14,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate
-from ridgeline.techniques.kernels.flash_attention import FlashAttention
-from ridgeline.techniques.registry import in_order
+from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
 
@@ -27,7 +26,7 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
     cluster = cluster.model_copy(update={"device": cluster.device.generating()})
     engine = engine_of(e)
     if engine is not None:  # engines compute attention in one kernel whatever the plan says
-        made = in_order([*(t for t in made if not isinstance(t, FlashAttention)), FlashAttention()])
+        made = as_in_engines(made)
     prefill = rewritten(prefill_graph(e), e, made)
     decode = rewritten(decode_graph(e), e, made)
     steps = decode.decode_steps

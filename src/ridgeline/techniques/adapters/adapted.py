@@ -9,6 +9,7 @@ from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.targets import chosen, linears, matching, shortest
+from ridgeline.techniques.registry import refuse, registry
 from ridgeline.techniques.technique import Technique
 
 if TYPE_CHECKING:
@@ -16,17 +17,6 @@ if TYPE_CHECKING:
 
     from ridgeline.nn.adapters.adapter import Adapter
     from ridgeline.runtime.train_build import TrainBuild
-
-_CHANGE_THE_BASE = (
-    "lora",
-    "qlora",
-    "bitfit",
-    "bottleneck_adapter",
-    "diff_pruning",
-    "mask_tuning",
-    "alpha_tuning",
-    "qft",
-)
 
 Adapt = Callable[[Block, Op, str], None]
 """Adds to a block what adapts one of its linear layers: block, the layer's forward operator, the saved activation that
@@ -40,6 +30,8 @@ class Adapting(Technique):
     """Names of the adapter's tensors at each layer."""
     from_zero: ClassVar[bool] = True
     """Whether what decides the adapter's effect is zero at the start."""
+    in_peft: ClassVar[bool] = False
+    """Whether its folders are those of the ``peft`` library."""
 
     if TYPE_CHECKING:  # each kind has this option, in its own place among the others
         targets: tuple[str, ...]
@@ -53,16 +45,10 @@ class Adapting(Technique):
         """The adapter around one linear layer, at its start: as if it were not there."""
         raise NotImplementedError
 
-    def check_alone(self, e: Experiment, **also: str) -> None:
-        """Refuse what does not go with an adapter other than LoRA, and techniques in ``also`` for the reason given."""
-        for other in _CHANGE_THE_BASE:
-            self.needs(other == self.card.name or not e.plan.has(other),
-                       f"{other} already decides what trains beside, or in, the frozen base",
-                       f"keep one of {self.card.name} and {other}")  # fmt: skip
-        self.needs(not e.plan.has("tensor_parallel"), "tensor_parallel divides linear layers, and of adapters"
-                   " only those of lora", "use lora, or zero or pipeline instead of tensor_parallel")  # fmt: skip
-        for other, why in also.items():
-            self.needs(not e.plan.has(other), f"{other} {why}", f"keep one of {self.card.name} and {other}")
+    def check_whole(self, e: Experiment) -> None:
+        """Refuse to be divided, as every adapter but LoRA does."""
+        self.needs("tp" not in e.parallel, "tensor_parallel divides linear layers, and of adapters only those of lora",
+                   "use lora, or zero or pipeline instead of tensor_parallel")  # fmt: skip
 
     def build(self, run: TrainBuild) -> None:
         """Put the adapters in place, freeze the rest."""
@@ -82,6 +68,11 @@ class Adapting(Technique):
         return state
 
 
+def peft_kind() -> type[Adapting]:
+    """The plain kind of adapter that a folder of the ``peft`` library holds."""
+    return next(cls for cls in registry().values() if issubclass(cls, Adapting) and vars(cls).get("in_peft"))
+
+
 def check_targets(technique: Adapting, e: Experiment, targets: Iterable[str]) -> None:
     """Every target must name a linear layer; a pipeline's first stage must have something to train; the optimizer must
     move it."""
@@ -91,10 +82,11 @@ def check_targets(technique: Adapting, e: Experiment, targets: Iterable[str]) ->
             names = ", ".join(sorted(shortest(known, known)))
             technique.needs(False, f"target {t!r} matches no linear layer of {e.model.name}",
                             f"its linear layers: {names}")  # fmt: skip
-    technique.needs(not (technique.from_zero and e.plan.has("adalomo")), "adalomo sizes its updates by the parameters,"
-                    " and an adapter that starts at zero would hardly move", "use another optimizer")  # fmt: skip
+    if technique.from_zero:
+        refuse(technique, e, "relative_updates", "{other} sizes its updates by the parameters, and an adapter that"
+               " starts at zero would hardly move", "use another optimizer")  # fmt: skip
     first = next(iter(chosen(e.model, targets)))
-    technique.needs(first.startswith(("layers.0.", "encoder.0.")) or not e.plan.has("pipeline"),
+    technique.needs(first.startswith(("layers.0.", "encoder.0.")) or "pp" not in e.parallel,
                     f"the first layer to adapt is {first}, so stages of the pipeline may have nothing to train",
                     "adapt layer 0 too, or drop pipeline")  # fmt: skip
 

@@ -29,6 +29,7 @@ class AlphaTuning(Technique):
         claim="more than 10x compression at 4 bits and 1 000x fewer trainable parameters at competitive quality",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
+        owns=frozenset({"trainable", "weights"}),
     )
     phase: ClassVar[Phase] = "adapt"
 
@@ -40,18 +41,9 @@ class AlphaTuning(Technique):
     """Alternations between scales and signs after the greedy fit."""
 
     def check(self, e: Experiment) -> None:
-        """Signs come in bytes, groups divide rows, and nothing else decides what trains."""
-        from ridgeline.techniques.registry import techniques_of
-
-        for other in techniques_of(e.plan):
-            name = other.card.name
-            self.needs(other.phase != "adapt" or name == self.card.name,
-                       f"{name} also decides how the weights are stored or which parameters train",
-                       f"keep one of alpha_tuning and {name}")  # fmt: skip
-        self.needs(not e.plan.has("tensor_parallel"), "tensor-parallel ranks that divide a row would share its scale",
+        """Signs come in bytes, and groups divide rows."""
+        self.needs("tp" not in e.parallel, "tensor-parallel ranks that divide a row would share its scale",
                    "divide the model by zero:stage=3 or pipeline instead")  # fmt: skip
-        self.needs(not e.plan.has("fp8"), "fp8 would have no weights to code: they are signs and scales",
-                   "keep one of alpha_tuning and fp8")  # fmt: skip
         for p in e.model.block_parameters(0):
             if not _coded(p.name, p.shape):
                 continue

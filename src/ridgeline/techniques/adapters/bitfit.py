@@ -35,6 +35,7 @@ class BitFit(Adapting):
         claim="on small to medium data competitive with fine-tuning all of BERT, training 0.1 % of it",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
+        owns=frozenset({"trainable"}),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
@@ -45,7 +46,7 @@ class BitFit(Adapting):
 
     def check(self, e: Experiment) -> None:
         """Targets must exist; nothing else may train beside the base."""
-        self.check_alone(e)
+        self.check_whole(e)
         check_targets(self, e, self.targets)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:

@@ -34,6 +34,7 @@ class BottleneckAdapter(Adapting):
         claim="within 0.4 % of full fine-tuning on GLUE, adding 3.6 % parameters per task",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
+        owns=frozenset({"trainable"}),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
@@ -46,7 +47,7 @@ class BottleneckAdapter(Adapting):
 
     def check(self, e: Experiment) -> None:
         """Targets must exist, and be wider than the bottleneck."""
-        self.check_alone(e)
+        self.check_whole(e)
         check_targets(self, e, self.targets)
         for name, (out, _) in chosen(e.model, self.targets).items():
             leaf = name.rpartition(".")[2]

@@ -9,6 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.adapters.adapted import Adapting, adapt, check_targets, train_matrix, unwrapped
+from ridgeline.techniques.registry import refuse
 from ridgeline.techniques.technique import Card, Phase
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class DiffPruning(Adapting):
         bound="falls",
         example={"targets": ["*.attention.*", "down_proj"]},
         quality="another set of parameters trains: the training loss must fall below its starting value",
+        owns=frozenset({"trainable"}),
+        conflicts={"products": "{other} multiplies by weights of its own layers"},
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
@@ -51,15 +54,9 @@ class DiffPruning(Adapting):
 
     def check(self, e: Experiment) -> None:
         """Targets must exist; the weights must be plain, and the updated ones here."""
-        self.check_alone(
-            e,
-            fp8="multiplies by weights of its own layers",
-            zero_offload="keeps the gates where the penalty does not reach them",
-            zero_infinity="keeps the gates where the penalty does not reach them",
-        )
-        low = e.plan.option("mixed_precision", "weights") == "low"
-        self.needs(not low, "mixed_precision:weights=low keeps the gates in a copy that the penalty does not reach",
-                   "use mixed_precision:weights=fp32")  # fmt: skip
+        self.check_whole(e)
+        refuse(self, e, "masters", "{other} keeps the gates in a copy that the penalty does not reach",
+               "drop {other}, or have it keep none (mixed_precision:weights=fp32)")  # fmt: skip
         check_targets(self, e, self.targets)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:

@@ -35,10 +35,13 @@ class LoRA(Adapting):
         claim="10 000x fewer trainable parameters and 3x less GPU memory than full fine-tuning of GPT-3 175B",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
+        owns=frozenset({"trainable"}),
+        changes=frozenset({"low_rank"}),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
     leaves: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b", "lora_m")
+    in_peft: ClassVar[bool] = True
 
     rank: int = Field(default=8, ge=1)
     """Rank of the update."""
@@ -67,7 +70,7 @@ class LoRA(Adapting):
             leaf, side = name.rpartition(".")[2], min(shape)
             self.needs(self.rank < side, f"rank {self.rank} is not below {leaf}'s smaller side {side}",
                        f"use a rank below {side}")  # fmt: skip
-            self.needs(not (self.dora and leaf in ROW and e.plan.has("tensor_parallel")),
+            self.needs(not (self.dora and leaf in ROW and "tp" in e.parallel),
                        f"dora needs the lengths of {leaf}'s rows, which tensor_parallel divides over ranks",
                        "leave out o_proj and down_proj, or use dora=false")  # fmt: skip
 

@@ -31,6 +31,8 @@ class MaskTuning(Adapting):
         claim="masking BERT and RoBERTa performs comparably to fine-tuning, at one bit per weight and task",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",
+        owns=frozenset({"trainable"}),
+        conflicts={"products": "{other} multiplies by weights of its own layers"},
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 1
@@ -46,7 +48,7 @@ class MaskTuning(Adapting):
 
     def check(self, e: Experiment) -> None:
         """Targets must exist, scores start above the threshold, weights be plain."""
-        self.check_alone(e, fp8="multiplies by weights of its own layers")
+        self.check_whole(e)
         self.needs(self.start > self.threshold, f"start {self.start:g} is not above threshold {self.threshold:g}: all"
                    " weights would be off", "use a higher start")  # fmt: skip
         check_targets(self, e, self.targets)

@@ -9,8 +9,9 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.adapters.lora import LoRA
-from ridgeline.techniques.optimizers.replaced_optimizer import alone
+from ridgeline.techniques.optimizers.replaced_optimizer import no_masters
 from ridgeline.techniques.parallel.divide_operators import host_copy
+from ridgeline.techniques.parts import Part
 from ridgeline.techniques.technique import Card, Technique
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class QLoRA(LoRA):
         bound="falls",
         quality="training loss within 1 % of LoRA's on the unquantized base",
         needs_model={"head_dim": 32, "intermediate_size": 128},
+        owns=frozenset({"trainable", "weights"}),
+        changes=frozenset({"low_rank"}),
     )
 
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
@@ -48,6 +51,10 @@ class QLoRA(LoRA):
         """States on the device, and paged."""
         return [cls(paged=paged) for paged in (False, True)]
 
+    def owns(self) -> frozenset[Part]:
+        """Pages are a home of their own for the optimizer's states."""
+        return self.card.owns | ({"optimizer"} if self.paged else frozenset())
+
     def stored(self) -> dict[str, Any]:
         """LoRA's options; where optimizer states rest is nothing to a checkpoint."""
         return {k: v for k, v in super().stored().items() if k != "paged"}
@@ -55,12 +62,8 @@ class QLoRA(LoRA):
     def check(self, e: Experiment) -> None:
         """What LoRA asks; the base is quantized once, and divided between blocks only."""
         super().check(e)
-        self.needs(
-            not e.plan.has("lora"), "it is LoRA itself", "drop lora and give its options to qlora (qlora:rank=32)"
-        )
-        self.needs(not e.plan.has("rtn"), "rtn already stores the base as integers", "keep one of qlora and rtn")
         if self.paged:
-            alone(self, e)
+            no_masters(self, e)
         tp = e.parallel.get("tp", 1)
         for p in e.model.block_parameters(0):
             if p.name.endswith("_proj.weight") and len(p.shape) == 2:

@@ -11,6 +11,7 @@ from ridgeline.graph.graph import Graph, Op
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
+from ridgeline.techniques.parts import Part
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Cramming(Technique):
     ramp: float = Field(default=0.6, ge=0, le=1)
     """Share of the budget after which batches are whole; 0: always."""
 
+    def owns(self) -> frozenset[Part]:
+        """With a ramp, the size of the batches."""
+        return frozenset({"batch_shape"}) if self.grows else frozenset()
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """None: a budget is the user's."""
@@ -70,12 +75,7 @@ class Cramming(Technique):
         """One budget; nothing that needs every batch to be of one size."""
         given = [n for n in ("minutes", "joules", "tokens") if getattr(self, n) is not None]
         self.needs(len(given) <= 1, f"{' and '.join(given)} are several budgets", "give one of them")
-        for other in ("static_memory", "swap_advisor"):
-            self.needs(not (self.grows and e.plan.has(other)), f"{other} records a step whose shapes must stay, but"
-                       " batches grow", "use ramp=0, or drop it")  # fmt: skip
-        self.needs(not (self.grows and e.plan.has("growlength")), "batches cannot grow while growlength keeps their"
-                   " tokens constant", "use ramp=0, or drop growlength")  # fmt: skip
-        self.needs(not (self.grows and e.plan.has("pipeline") and e.micro_batch_size == e.batch_size), "a pipeline's"
+        self.needs(not (self.grows and "pp" in e.parallel and e.micro_batch_size == e.batch_size), "a pipeline's"
                    " batches cannot grow without micro-batches", "use micro_batch_size, or ramp=0")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:

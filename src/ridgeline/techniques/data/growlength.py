@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import techniques_of
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class GrowLength(Technique):
         bound="falls",
         quality="early steps see shorter contexts: the training loss must fall",
         example={"lengths": (8,), "shares": (0.4,)},
+        owns=frozenset({"batch_shape"}),
     )
     phase: ClassVar[Phase] = "loop"
     order: ClassVar[int] = -2
@@ -81,12 +83,8 @@ class GrowLength(Technique):
             self.needs(n >= 2 and full % n == 0 and n < full, f"length {n} does not divide seq_len {full}",
                        f"use smaller divisors of {full}")  # fmt: skip
         self.needs(lengths == sorted(lengths), f"lengths {lengths[:-1]} do not grow", "sort them")
-        for other in ("static_memory", "swap_advisor"):
-            self.needs(not e.plan.has(other), f"{other} records a step whose shapes must stay", "keep one of the two")
         self.needs(not getattr(e.workload, "instructions", None), "conversations cannot be cut into shorter rows",
                    "drop growlength, or train on text")  # fmt: skip
-        from ridgeline.techniques.registry import techniques_of
-
         for n in lengths[:-1]:
             for t in techniques_of(e.plan):
                 if t.card.name != self.card.name:

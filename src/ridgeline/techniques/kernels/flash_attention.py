@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ridgeline.graph.graph import Block, Graph, Op, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -29,8 +30,15 @@ class FlashAttention(Technique):
         lossless=True,
         claim="-35 % forward and -25 % backward attention time (measured in arXiv:2311.03687)",
         unpredicted={"serve": "engines attend in one kernel whatever the plan says"},
+        changes=frozenset({"fused_attention"}),
+        in_engines=True,
     )
     phase: ClassVar[Phase] = "compile"
+
+    @classmethod
+    def saves_memory(cls, e: Experiment) -> str:
+        """Without a score matrix."""
+        return "flash_attention" if not has(e, "fused_attention") else ""
 
     def lazy(self) -> bool:
         """It needs shapes only."""

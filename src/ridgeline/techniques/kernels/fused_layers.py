@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class FusedLayers(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="1.4-3.5x faster training of Transformers than with unfused kernels (LightSeq2)",
+        changes=frozenset({"fused_linears"}),
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 5
@@ -41,6 +44,10 @@ class FusedLayers(Technique):
     """Cross-entropy that reads the logits in the compute dtype and leaves their gradient in place."""
     chunked: bool = True
     """The head's product inside the loss, some rows at a time: the logits of a whole batch never exist."""
+
+    def changes(self) -> frozenset[Part]:
+        """Norms take the additions before them in."""
+        return self.card.changes | ({"fused_norms"} if self.elementwise else frozenset())
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -75,13 +82,13 @@ class FusedLayers(Technique):
         if self.elementwise:
             g.fused = True
             g.each_block(_fuse_elementwise, layers_only=True)
-            if e.plan.option("recompute", "policy") != "selective":  # which rebuilds attention by its plain operators
+            if not has(e, "plain_attention"):  # whose operators stay apart
                 wide = 3.0 if g.dtype in ("bf16", "fp16") else 1.0
                 g.each_block(lambda b: _fuse_softmax(b, wide), layers_only=True)
         if e.parallel.get("tp", 1) > 1:  # a divided vocabulary has its own loss
             return g
         if self.chunked:
-            low = g.weights_16bit or e.plan.has("zero")  # which gathers weights in the compute dtype
+            low = g.weights_16bit or has(e, "shards")  # which gathers weights in the compute dtype
             g.each_block(lambda b: _chunk_loss(b, _width(g), low))
         elif self.loss:
             g.each_block(lambda b: _fuse_loss(b, _width(g)))

@@ -27,6 +27,7 @@ class ActivationOffload(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="a network of 28 GB trained on a 12 GB GPU at 18 % less speed than on an infinite one (vDNN)",
+        owns=frozenset({"activations"}),
     )
     phase: ClassVar[Phase] = "offload"
     order: ClassVar[int] = 1

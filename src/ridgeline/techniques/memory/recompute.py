@@ -12,6 +12,8 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.sizes import Size, say_size
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import has, refuse, registry
 from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Recompute(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="activation memory of O(sqrt n) layers for about one third more compute; selective: arXiv:2205.05198",
+        changes=frozenset({"recomputation"}),
     )
     phase: ClassVar[Phase] = "recompute"
 
@@ -45,6 +48,10 @@ class Recompute(Technique):
     selective_blocks: int | None = Field(default=None, ge=0)
     """With policy budget: how many blocks after those recompute their score matrix; settled with ``full_blocks``."""
 
+    def changes(self) -> frozenset[Part]:
+        """Selective recomputation rebuilds attention by its plain operators."""
+        return self.card.changes | ({"plain_attention"} if self.policy == "selective" else frozenset())
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """Full, full in every other layer, selective."""
@@ -59,7 +66,7 @@ class Recompute(Technique):
         if self.policy != "budget" or self.budget is None or self.full_blocks is not None or not e.is_training:
             return self
         blocks = _blocks(e)
-        scores = 0 if _without_scores(e) else blocks
+        scores = 0 if has(e, "fused_attention") else blocks
         smallest = min(_peak(ask(self._with(blocks, 0).placed(e))), _peak(ask(self._with(0, scores).placed(e))))
         best: tuple[float, int, int] | None = None
         selective = scores
@@ -94,12 +101,9 @@ class Recompute(Technique):
 
     def check(self, e: Experiment) -> None:
         """Selective recomputation has nothing to drop when attention is fused; each policy has its own options."""
-        selective = self.policy == "selective" or bool(self.selective_blocks)
-        self.needs(
-            not (selective and e.plan.has("flash_attention")),
-            "policy 'selective' drops the score matrix, which flash_attention never stores",
-            "use policy=full, or drop one of the two",
-        )
+        if self.policy == "selective" or self.selective_blocks:
+            refuse(self, e, "fused_attention", "policy 'selective' drops the score matrix, which {other} never stores",
+                   "use policy=full, or drop one of the two")  # fmt: skip
         self.needs(
             not (self.policy == "selective" and self.every > 1),
             "policy 'selective' treats every block alike",
@@ -166,10 +170,6 @@ def _blocks(e: Experiment) -> int:
     return e.model.encoder_layers + e.model.num_layers
 
 
-def _without_scores(e: Experiment) -> bool:
-    return e.plan.has("flash_attention")
-
-
 def _peak(r: Result) -> float:
     return r.metrics["peak_bytes"].value
 
@@ -180,15 +180,9 @@ def _time(r: Result) -> float:
 
 def _advice(e: Experiment) -> str:
     """Techniques and settings not in the plan that lower the peak further."""
-    known = {
-        "flash_attention": not e.plan.has("flash_attention"),
-        "mixed_precision": not e.plan.has("mixed_precision") and e.dtype == "fp32",
-        "a smaller micro_batch_size": e.micro_batch_size > 1,
-        "zero:stage=3": e.data_parallel > 1 and e.plan.option("zero", "stage") != 3,
-        "more devices": e.data_parallel == 1,
-        "lora": not (e.plan.has("lora") or e.plan.has("qlora")),
-    }
-    return ", ".join(name for name, helps in known.items() if helps)
+    known = [cls.saves_memory(e) for cls in registry().values()]
+    known += ["a smaller micro_batch_size"] * (e.micro_batch_size > 1) + ["more devices"] * (e.data_parallel == 1)
+    return ", ".join(filter(None, known))
 
 
 def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:

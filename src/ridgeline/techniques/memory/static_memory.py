@@ -28,6 +28,9 @@ class StaticMemory(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="LightSeq2 as a whole trains 1.4-3.5x as fast as what came before, 308 % on WMT14 En-De",
+        owns=frozenset({"activations"}),
+        changes=frozenset({"recorded_step"}),
+        conflicts={"batch_shape": "shapes must stay as they were recorded, but {other} changes the sizes of batches"},
     )
     phase: ClassVar[Phase] = "loop"
 
@@ -38,10 +41,6 @@ class StaticMemory(Technique):
 
     def check(self, e: Experiment) -> None:
         """Needs the same operators, shapes and lifetimes in every step."""
-        self.needs(not e.plan.has("swap_advisor"), "swap_advisor frees tensors one by one, but the arena is one"
-                   " allocation", "keep one of the two")  # fmt: skip
-        self.needs(not e.plan.has("activation_offload"), "activation_offload frees tensors one by one, but the arena is"
-                   " one allocation", "keep one of the two")  # fmt: skip
         self.needs(not e.model.num_experts, "routing changes the sizes of tensors from step to step, so that no"
                    " recorded step stands for the next", "use a dense model, or drop static_memory")  # fmt: skip
         axes = ", ".join(e.parallel)

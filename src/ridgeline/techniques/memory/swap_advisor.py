@@ -33,7 +33,10 @@ class SwapAdvisor(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="models up to 12x the GPU's memory at 53-99 % of the throughput of an infinite memory",
-        example={"budget": "600kB"},
+        example={"budget": "640kB"},
+        owns=frozenset({"activations"}),
+        changes=frozenset({"recorded_step"}),
+        conflicts={"batch_shape": "shapes must stay as they were recorded, but {other} changes the sizes of batches"},
     )
     phase: ClassVar[Phase] = "offload"
     order: ClassVar[int] = 2
@@ -83,8 +86,6 @@ class SwapAdvisor(Technique):
 
     def check(self, e: Experiment) -> None:
         """Needs saved activations that are plain tensors of one rank's own step."""
-        self.needs(not e.plan.has("activation_offload"), "activation_offload already moves every saved activation",
-                   "keep one of the two")  # fmt: skip
         self.needs(not e.model.num_experts, "routing changes the sizes of saved tensors from step to step, so that no"
                    " recorded step stands for the next", "use activation_offload or recompute")  # fmt: skip
         axes = ", ".join(e.parallel)

@@ -11,12 +11,23 @@ from ridgeline.graph.graph import Graph, Op
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.memory.zero_offload import moved_together, offload_states
 from ridgeline.techniques.parallel.divide_operators import host_copy
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
     from ridgeline.nn.memory.tiered_store import Tier
     from ridgeline.runtime.train_build import TrainBuild
 
+_WHOLE_LINEARS: dict[Part, str] = {
+    "divided_tensors": "gathers or divides whole linears",
+    "low_rank": "wraps whole linears",
+    "weights": "packs or scales whole linears",
+    "fused_linears": "fuses whole linears",
+    "recomputation": "would fetch every tile once more",
+    "compute_dtype": "keeps a low-precision copy of every tile until backward",
+}
+"""What does not go with linears in tiles."""
 _TIER: dict[str, Tier] = {"cpu": "cpu", "nvme": "disk"}
 
 
@@ -35,6 +46,8 @@ class ZeroInfinity(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="over 25 PFLOP/s on 512 V100 (40 % of peak); a trillion parameters fine-tuned on one DGX-2",
+        owns=frozenset({"optimizer"}),
+        changes=frozenset({"masters"}),
     )
     phase: ClassVar[Phase] = "offload"
 
@@ -60,22 +73,13 @@ class ZeroInfinity(Technique):
     def check(self, e: Experiment) -> None:
         """Under data parallelism parameters can only leave when they are sharded."""
         self.needs(
-            self.parameters == "device" or not e.plan.has("pipeline"),
+            self.parameters == "device" or "pp" not in e.parallel,
             "a pipeline's stages have no step-wide order of layers to stream parameters in",
             "use parameters=device, or drop pipeline",
         )
-        self.needs(
-            self.parameters == "device" or not e.plan.has("data_parallel"),
-            "data_parallel keeps whole parameters on every device",
-            "use zero:stage=3 instead of data_parallel, or parameters=device",
-        )
-        stage = e.plan.option("zero", "stage")
-        self.needs(
-            self.parameters == "device" or not e.plan.has("zero") or stage == 3,
-            f"zero:stage={stage} keeps whole parameters on the device",
-            "use zero:stage=3, or parameters=device",
-        )
-
+        if self.parameters != "device":
+            refuse(self, e, "replicas", "{other} keeps whole parameters on every device",
+                   "use zero:stage=3, or parameters=device")  # fmt: skip
         if self.tile > 1:
             self._check_tiles(e)
 
@@ -87,15 +91,9 @@ class ZeroInfinity(Technique):
         width = math.gcd(m.hidden_size, m.intermediate_size)
         self.needs(width % self.tile == 0, f"tile={self.tile} does not divide the rows of every linear ({m.hidden_size}"
                    f" and {m.intermediate_size})", f"use a divisor of {width}")  # fmt: skip
-        for other, why in (
-            ("zero", "gathers whole blocks"), ("tensor_parallel", "divides the same linears"),
-            ("lora", "wraps whole linears"), ("rtn", "packs whole linears"),
-            ("qlora", "packs whole linears"), ("alpha_tuning", "packs whole linears"), ("fp8", "scales whole linears"),
-            ("recompute", "would fetch every tile once more"), ("fused_layers", "fuses whole linears"),
-            ("mixed_precision", "keeps a low-precision copy of every tile until backward"),
-        ):  # fmt: skip
-            self.needs(not e.plan.has(other), f"tile={self.tile} cannot be used with {other}, which {why}",
-                       f"drop tile, or {other}")  # fmt: skip
+        for part, why in _WHOLE_LINEARS.items():
+            refuse(self, e, part, f"tile={self.tile} cannot be used with {{other}}, which {why}",
+                   "drop tile, or {other}")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Copies in front of every use of a block; on NVMe also the disk's reads and writes."""

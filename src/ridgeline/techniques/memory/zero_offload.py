@@ -28,6 +28,8 @@ class ZeroOffload(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="13B parameters on one V100, 10x larger than without; 40 TFLOP/s at 10B",
+        owns=frozenset({"optimizer"}),
+        changes=frozenset({"masters"}),
     )
     phase: ClassVar[Phase] = "offload"
 
@@ -37,11 +39,6 @@ class ZeroOffload(Technique):
     def stored(self) -> dict[str, Any]:
         """A delayed update has a master copy one step ahead."""
         return {"delayed": True} if self.delayed else {}
-
-    def check(self, e: Experiment) -> None:
-        """Needs no other home for the states."""
-        self.needs(not e.plan.has("zero_infinity"), "zero_infinity already moves the optimizer's states",
-                   "keep one of the two")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Copy gradients out behind each block's backward, and new weights in after the update."""

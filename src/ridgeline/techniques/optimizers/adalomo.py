@@ -10,8 +10,9 @@ from pydantic import Field
 from ridgeline.graph.graph import Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.optimizers.lomo import check_recorded
-from ridgeline.techniques.optimizers.replaced_optimizer import alone, apply_in_backward, fuses, scaled
+from ridgeline.techniques.optimizers.replaced_optimizer import apply_in_backward, fuses, no_masters, scaled
 from ridgeline.techniques.parallel.divide_operators import ROW
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class AdaLomo(Technique):
         bound="falls",
         quality="another path to the minimum: the training loss must fall",
         example={"lr_ratio": 0.01, "least": 0.1},
+        owns=frozenset({"optimizer"}),
+        changes=frozenset({"relative_updates"}),
     )
     phase: ClassVar[Phase] = "optimizer"
 
@@ -54,10 +57,9 @@ class AdaLomo(Technique):
 
     def check(self, e: Experiment) -> None:
         """It is the only optimizer; an overflow must be known before anything is applied."""
-        alone(self, e)
-        half = e.plan.option("mixed_precision", "dtype") == "fp16"
-        self.needs(not (half and fuses(e)), "fp16 gradients may overflow, which must be known before any of them is"
-                   " applied", "use mixed_precision:dtype=bf16")  # fmt: skip
+        no_masters(self, e)
+        self.needs(not (has(e, "loss_scale") and fuses(e)), "fp16 gradients may overflow, which must be known before"
+                   " any of them is applied", "use mixed_precision:dtype=bf16")  # fmt: skip
         check_recorded(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:

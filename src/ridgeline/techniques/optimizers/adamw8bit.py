@@ -10,7 +10,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Graph, Param
 from ridgeline.graph.state_blocks import block_of
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.optimizers.replaced_optimizer import alone, scaled
+from ridgeline.techniques.optimizers.replaced_optimizer import no_masters, scaled
 from ridgeline.techniques.parallel.divide_operators import ROW
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -39,6 +39,7 @@ class AdamW8bit(Technique):
         quality="AdamW's losses within 1 %",
         example={"lr_ratio": 1e-3},
         beside={"swap_advisor": {"budget": "800kB"}},
+        owns=frozenset({"optimizer"}),
     )
     phase: ClassVar[Phase] = "optimizer"
 
@@ -54,7 +55,7 @@ class AdamW8bit(Technique):
 
     def check(self, e: Experiment) -> None:
         """It is the only optimizer."""
-        alone(self, e)
+        no_masters(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Two bytes and the blocks' scales instead of eight; a pass of coding for every moment."""

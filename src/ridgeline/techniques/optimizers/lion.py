@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.optimizers.replaced_optimizer import alone, scaled
+from ridgeline.techniques.optimizers.replaced_optimizer import no_masters, scaled
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Lion(Technique):
         quality="another path to the minimum: the training loss must fall",
         example={"lr_ratio": 1e-3},
         beside={"swap_advisor": {"budget": "740kB"}},
+        owns=frozenset({"optimizer"}),
     )
     phase: ClassVar[Phase] = "optimizer"
 
@@ -50,7 +51,7 @@ class Lion(Technique):
 
     def check(self, e: Experiment) -> None:
         """It is the only optimizer."""
-        alone(self, e)
+        no_masters(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """One state of four bytes; thirteen passes over tensors of four bytes."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.optimizers.replaced_optimizer import alone, apply_in_backward, fuses
+from ridgeline.techniques.optimizers.replaced_optimizer import apply_in_backward, fuses, no_masters
+from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Lomo(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="memory down to 10.8 % of DeepSpeed's; all parameters of a 65B model tuned on 8 RTX 3090",
+        owns=frozenset({"optimizer"}),
     )
     phase: ClassVar[Phase] = "optimizer"
 
@@ -43,8 +45,8 @@ class Lomo(Technique):
 
     def check(self, e: Experiment) -> None:
         """It is the only optimizer; an overflow must be known before anything is applied."""
-        alone(self, e)
-        half = e.plan.option("mixed_precision", "dtype") == "fp16"
+        no_masters(self, e)
+        half = has(e, "loss_scale")
         self.needs(
             not (half and fuses(e)) or (self.norm == "global" and e.training.grad_clip > 0),
             "fp16 gradients may overflow, which must be known before any of them is applied",
@@ -76,6 +78,6 @@ class Lomo(Technique):
 
 def check_recorded(t: Technique, e: Experiment) -> None:
     """Refuse what records a backward pass without updates in it."""
-    for other in ("static_memory", "swap_advisor"):
-        t.needs(not (fuses(e) and e.plan.has(other)), f"{other} records one backward pass as the step, but here updates"
-                " are part of it", f"drop {other}, or use micro_batch_size so that gradients are kept")  # fmt: skip
+    if fuses(e):
+        refuse(t, e, "recorded_step", "{other} records one backward pass as the step, but here updates are part of it",
+               "drop {other}, or use micro_batch_size so that gradients are kept")  # fmt: skip

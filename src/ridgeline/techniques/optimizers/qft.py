@@ -9,6 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.optimizers.replaced_optimizer import scaled
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class QFT(Technique):
         bound="falls",
         quality="another optimizer on rounded weights: the training loss must fall below its starting value",
         example={"lr_ratio": 1e-4},
+        owns=frozenset({"weights", "trainable", "optimizer"}),
     )
     phase: ClassVar[Phase] = "adapt"
 
@@ -54,24 +56,9 @@ class QFT(Technique):
 
     def check(self, e: Experiment) -> None:
         """One process that owns weights, gradients and optimizer."""
-        from ridgeline.techniques.registry import techniques_of
-
-        for other in techniques_of(e.plan):
-            name = other.card.name
-            if name == self.card.name:
-                continue
-            self.needs(other.phase != "adapt", f"{name} also decides how the weights are stored or which parameters"
-                       " train", f"keep one of qft and {name}")  # fmt: skip
-            owns = other.phase == "optimizer" or name in ("zero_offload", "zero_infinity")
-            self.needs(not owns, f"the update is its own integer Lion, within the backward pass; {name} owns it too",
-                       f"keep one of qft and {name}")  # fmt: skip
         self.needs(e.world == 1, "each layer is updated within the backward pass of one process: ranks would have to"
                    " agree on its gradient first", "run on 1 device, or use qlora with zero")  # fmt: skip
-        self.needs(not e.plan.has("fp8"), "the weights are int8 codes: fp8 would have none to code",
-                   "keep one of qft and fp8")  # fmt: skip
-        low = e.plan.has("mixed_precision") and (
-            e.plan.option("mixed_precision", "weights") == "low" or e.plan.option("mixed_precision", "dtype") == "fp16"
-        )
+        low = has(e, "masters") or has(e, "loss_scale")
         self.needs(not low, "integer weights have no 16-bit copy, and their updates cannot be taken back when a scaled"
                    " fp16 loss overflows", "use mixed_precision with dtype=bf16 and weights=fp32")  # fmt: skip
         self.needs(not e.model.num_experts, f"the experts of {e.model.name} are not linear layers of their own",

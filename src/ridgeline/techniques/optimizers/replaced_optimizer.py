@@ -6,27 +6,17 @@ from typing import TYPE_CHECKING
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Technique
 
 if TYPE_CHECKING:
     from ridgeline.runtime.train_build import TrainBuild
 
-NAMES = ("adalomo", "adamw8bit", "lion", "lomo", "qft")
 
-
-def alone(t: Technique, e: Experiment) -> None:
-    """Check that nothing else replaces the optimizer, or keeps its states."""
-    name = t.card.name
-    for other in NAMES:
-        t.needs(other == name or not e.plan.has(other), f"{other} is another optimizer", "keep one of the two")
-    for other in ("zero_offload", "zero_infinity"):
-        t.needs(not e.plan.has(other), f"{other} keeps and updates the workload's own optimizer states in host memory",
-                f"drop {other}, or {name}")  # fmt: skip
-    t.needs(
-        e.plan.option("mixed_precision", "weights") != "low",
-        "mixed_precision:weights=low updates a master copy of the weights by itself",
-        'use weights=fp32, or store the weights in 16 bits (workload dtype = "bf16")',
-    )
+def no_masters(t: Technique, e: Experiment) -> None:
+    """Check that nothing else updates a copy of the weights."""
+    refuse(t, e, "masters", "{other} updates a master copy of the weights by itself",
+           'use weights=fp32, or store the weights in 16 bits (workload dtype = "bf16")')  # fmt: skip
 
 
 def scaled(run: TrainBuild, ratio: float) -> None:
@@ -39,8 +29,7 @@ def scaled(run: TrainBuild, ratio: float) -> None:
 def fuses(e: Experiment) -> bool:
     """Whether backward yields complete gradients one by one: not where several micro-batches add to them, nor where
     they are summed over ranks in buckets."""
-    parallel = e.plan.has("data_parallel") or e.plan.has("pipeline")
-    return e.accumulation == 1 and not parallel
+    return e.accumulation == 1 and not has(e, "whole_gradients")
 
 
 def apply_in_backward(g: Graph, passes: int) -> None:

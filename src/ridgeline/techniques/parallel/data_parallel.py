@@ -32,9 +32,11 @@ class DataParallel(Technique):
         claim="near-linear scaling to 256 GPUs when communication overlaps with backward",
         min_ranks=2,
         unpredicted=dict.fromkeys(("pretrain", "finetune"), "several ranks train so in any case"),
+        owns=frozenset({"batch_split"}),
+        changes=frozenset({"replicas", "whole_gradients"}),
+        default_in=frozenset({"pretrain", "finetune"}),
     )
     phase: ClassVar[Phase] = "shard"
-    splits_batch: ClassVar[bool] = True
 
     bucket_mb: float = Field(default=25.0, gt=0)
     """Gradients are reduced in buckets of this many MiB."""
@@ -47,16 +49,11 @@ class DataParallel(Technique):
         return [cls()]
 
     def check(self, e: Experiment) -> None:
-        """Needs several ranks, and nothing else that splits the batch."""
+        """Needs several ranks."""
         self.needs(
             e.gradient_ranks > 1,
             "there is only 1 process to split the batch over",
             f"run on several, e.g. --on 2x{e.cluster.device.name}",
-        )
-        self.needs(
-            not e.plan.has("zero"),
-            "zero already splits the batch over the same ranks",
-            "keep one of data_parallel and zero",
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:

@@ -38,6 +38,8 @@ class ExpertParallel(Technique):
         min_ranks=2,
         example={"degree": 2},
         needs_model={"num_experts": 4, "experts_per_token": 2},
+        owns=frozenset({"rank_groups"}),
+        changes=frozenset({"divided_experts", "divided_tensors"}),
     )
     phase: ClassVar[Phase] = "tensor"
     order: ClassVar[int] = 2
@@ -52,9 +54,9 @@ class ExpertParallel(Technique):
         """The ranks that share the experts."""
         return self.degree
 
-    def serving_axes(self, beside: Collection[str]) -> dict[str, int]:
-        """None beside tensor_parallel, whose ranks it shares."""
-        return {} if "tensor_parallel" in beside else {"ep": self.degree}
+    def serving_axes(self, axes: Collection[str]) -> dict[str, int]:
+        """None beside tensor parallelism, whose ranks it shares."""
+        return {} if "tp" in axes else {"ep": self.degree}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -71,7 +73,7 @@ class ExpertParallel(Technique):
         self.needs(experts > 0, f"{e.model.name} has no experts", "use a mixture such as mixtral-8x7b")
         self.needs(experts % d == 0, f"{experts} experts do not divide over {d} ranks", f"use a divisor of {experts}")
         if e.task == "serve":
-            tp = e.plan.option("tensor_parallel", "degree")
+            tp = e.parallel.get("tp")
             self.needs(tp in (None, d), f"{d} ranks share the experts and {tp} all else; when serving these are one",
                        f"use degree={tp}, or drop tensor_parallel")  # fmt: skip
             self.needs(self.capacity is None, "a capacity would drop tokens of whoever is served",
@@ -81,11 +83,6 @@ class ExpertParallel(Technique):
             e.data_parallel % d == 0,
             f"{e.data_parallel} data-parallel ranks do not form groups of {d}",
             f"use a degree that divides {e.data_parallel}, or more devices",
-        )
-        self.needs(
-            e.plan.option("zero", "degree") is None,
-            "hybrid sharding (zero:degree) forms other groups of the same ranks",
-            "drop zero's degree, or use data_parallel",
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
@@ -120,7 +117,7 @@ class ExpertParallel(Technique):
         return g.each_block(divide, layers_only=True)
 
     def _shared(self, g: Graph, e: Experiment) -> Graph:
-        d, summed = self.degree, e.plan.has("tensor_parallel")  # which sums every layer's output already
+        d, summed = self.degree, "tp" in e.parallel  # which sums every layer's output already
         size = g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype]
         reduce = Op("mlp.reduce", "communication", "all_reduce", bytes=size, link_bytes=size, ranks=d,
                     axis="tp" if summed else "ep")  # fmt: skip

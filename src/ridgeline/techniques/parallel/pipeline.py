@@ -16,6 +16,7 @@ from ridgeline.techniques.technique import Ask, Card, Phase, Technique, degrees
 if TYPE_CHECKING:
     from ridgeline.runtime.serve_build import ServeBuild
     from ridgeline.runtime.train_build import TrainBuild
+    from ridgeline.spec.scheduling import Scheduling
 
 
 class PipelineParallel(Technique):
@@ -36,6 +37,7 @@ class PipelineParallel(Technique):
         claim="almost linear speed-up with the number of stages when micro-batches are many times as many",
         min_ranks=2,
         example={"degree": 2},
+        changes=frozenset({"whole_gradients"}),
     )
     phase: ClassVar[Phase] = "split"
 
@@ -166,6 +168,10 @@ class PipelineParallel(Technique):
         head = next(b for b in g.blocks if b.is_head)
         head.forward[:0] = sends
         return g
+
+    def scheduling(self, s: Scheduling) -> None:
+        """A rank's cache is that of its own layers."""
+        s.stages = self.layers or ()
 
     def serve(self, run: ServeBuild) -> None:
         """Keep this rank's layers; embedding, final norm and head stay with the first stage. A step goes through the

@@ -35,7 +35,7 @@ class RingAttention(Technique):
         claim="3.0x longer sequences than tensor parallelism on 64 P100; over 27x with sparse attention",
         min_ranks=2,
         example={"degree": 2},
-        requires=("flash_attention",),
+        needs={"fused_attention": "the score matrix never exists in a ring"},
     )
     phase: ClassVar[Phase] = "sequence"
 
@@ -68,8 +68,6 @@ class RingAttention(Technique):
         window = e.model.sliding_window or length
         self.needs(window >= length, f"the ring has no sliding window ({window} of {length} tokens)",
                    f"use a seq_len of at most {window}")  # fmt: skip
-        self.needs(e.plan.has("flash_attention"), "the score matrix never exists in a ring",
-                   "add flash_attention (--with flash_attention)")  # fmt: skip
         separate = e.is_training and e.training.separates_documents
         self.needs(not separate or e.cluster.device.kind == "cpu", "PyTorch's flash kernel for GPUs takes no mask, so"
                    " it cannot tell documents apart", "drop ring_attention, or do not mask documents: packing=false for"

@@ -31,7 +31,8 @@ class SequenceParallel(Technique):
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
         claim="5x less activation memory with selective recomputation, over 90 % of its time overhead gone",
-        requires=("tensor_parallel",),
+        changes=frozenset({"sequence_parts"}),
+        needs={"divided_linears": "it divides what tensor_parallel leaves whole, which is not on"},
     )
     phase: ClassVar[Phase] = "tensor"
     order: ClassVar[int] = 1
@@ -41,9 +42,7 @@ class SequenceParallel(Technique):
         return True
 
     def check(self, e: Experiment) -> None:
-        """Needs tensor parallelism, and a sequence that divides."""
-        self.needs(e.plan.has("tensor_parallel"), "it divides what tensor_parallel leaves whole, which is not on",
-                   "add tensor_parallel, or use ring_attention for long sequences")  # fmt: skip
+        """The sequence must divide."""
         t = e.parallel.get("tp", 1)
         length = e.training.seq_len
         self.needs(length % t == 0, f"seq_len {length} does not divide over {t} ranks", f"use a multiple of {t}")

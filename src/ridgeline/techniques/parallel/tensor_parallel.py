@@ -20,6 +20,7 @@ from ridgeline.techniques.parallel.divide_operators import (
     split_gemm,
     split_saved,
 )
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique, degrees, nearest_divisor
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TensorParallel(Technique):
         min_ranks=2,
         example={"degree": 2},
         runs_in=frozenset({"pretrain", "finetune", "serve"}),
+        changes=frozenset({"divided_linears", "divided_tensors"}),
     )
     phase: ClassVar[Phase] = "tensor"
 
@@ -95,7 +97,7 @@ class TensorParallel(Technique):
         """
         t = self.degree
         whole = isinstance(e.workload, Serve) and engine_name(e.workload.engine, e.cluster.device.name) == OWN
-        apart = e.task == "serve" and e.plan.has("expert_parallel")
+        apart = e.task == "serve" and has(e, "divided_experts")
         kv = min(t, e.model.num_kv_heads)
         g.kv_cache /= kv
         for b in g.blocks:
@@ -111,7 +113,7 @@ class TensorParallel(Technique):
             _divide_saved(b, t, kv)
             b.workspace /= t
             b.backward_workspace /= t
-        sequence = e.plan.has("sequence_parallel")
+        sequence = has(e, "sequence_parts")
         g.closing.append(lambda graph: _sum_partial(graph, t, sequence))
         return g
 
@@ -139,7 +141,7 @@ class TensorParallel(Technique):
         assert run.mesh is not None
         self._whole_heads(run.experiment)
         for block in run.model.layers.values():
-            divide(block, run.mesh.group("tp"), experts=not run.experiment.plan.has("expert_parallel"))
+            divide(block, run.mesh.group("tp"), experts=not has(run.experiment, "divided_experts"))
         run.kv_heads //= self.degree
 
 

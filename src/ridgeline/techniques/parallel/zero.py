@@ -13,6 +13,8 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.graph.schedule import gathers
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.parallel.divide_operators import reductions
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import of_kind
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -44,9 +46,10 @@ class Zero(Technique):
         lossless=True,
         claim="8x larger models and 10x the speed of the state of the art on 400 GPUs",
         min_ranks=2,
+        owns=frozenset({"batch_split"}),
+        changes=frozenset({"divided_tensors", "shards"}),
     )
     phase: ClassVar[Phase] = "shard"
-    splits_batch: ClassVar[bool] = True
 
     stage: Literal[1, 2, 3] = 2
     """1: optimizer states; 2: gradients too; 3: parameters too."""
@@ -58,6 +61,14 @@ class Zero(Technique):
     but not in a pipeline, where it would happen for every micro-batch."""
     prefetch: int = Field(default=1, ge=0)
     """Layers whose parameters are gathered ahead of use, in forward and backward."""
+
+    def owns(self) -> frozenset[Part]:
+        """Hybrid sharding forms groups of its own."""
+        return self.card.owns | ({"rank_groups"} if self.degree else frozenset())
+
+    def changes(self) -> frozenset[Part]:
+        """Before stage 3 parameters are whole when they are used next."""
+        return self.card.changes | ({"replicas"} if self.stage < 3 else frozenset())
 
     def reshards(self, pipelined: bool) -> bool:
         """Whether gathered parameters go after forward."""
@@ -76,6 +87,11 @@ class Zero(Technique):
             if e.cluster.nodes > 1:
                 out.append(cls(stage=stage, degree=e.cluster.devices_per_node))
         return out
+
+    @classmethod
+    def saves_memory(cls, e: Experiment) -> str:
+        """Every state as shards."""
+        return "zero:stage=3" if e.data_parallel > 1 and (not (own := of_kind(e, cls)) or own.stage != 3) else ""
 
     def lazy(self) -> bool:
         """It needs shapes only."""

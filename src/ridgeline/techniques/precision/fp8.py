@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class FP8(Technique):
         " gradients and states (FP8-LM, arXiv:2310.18313) GPT-175B in 39 % less memory, 75 % faster than BF16 on H100",
         tolerance=0.05,
         quality="training loss within 5 % of 16-bit training after the same tokens; perplexity within 2 %",
-        requires=("mixed_precision",),
+        changes=frozenset({"weights", "experts", "products"}),
+        needs={"compute_dtype": "the rest of the model runs in 16 bits, which is not on"},
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 2
@@ -55,37 +57,28 @@ class FP8(Technique):
         """Only where the device multiplies in fp8: elsewhere it is emulated, or a way to store weights."""
         if "fp8" not in e.cluster.device.peak_flops:
             return []
-        low = e.is_training and e.plan.option("mixed_precision", "weights") == "low"
+        low = e.is_training and has(e, "masters")
         return [cls(), *([cls(states=True)] if low else [])]
 
     def check(self, e: Experiment) -> None:
         """Training needs 16-bit arithmetic around it and a GPU that multiplies in fp8; inference one weight format."""
-        self.needs(not e.plan.has("rtn"), "rtn already stores the weights as integers", "keep one of them")
         if not e.is_training:
             self.needs(not (self.gradients or self.states), "there are no gradients or states without training",
                        "drop gradients and states")  # fmt: skip
             return
-        self.needs(not e.plan.has("qlora"), "qlora already stores the weights in 4 bits", "keep one of them")
-        self.needs(e.plan.has("mixed_precision"), "the rest of the model runs in 16 bits, which is not on",
-                   "add mixed_precision")  # fmt: skip
         device = e.cluster.device
         self.needs(device.kind != "gpu" or "fp8" in device.peak_flops, f"{device.name} has no fp8 arithmetic",
                    "use a device of the Hopper, Ada or later generations, or drop fp8")  # fmt: skip
-        self.needs(not (self.gradients and e.plan.has("zero")),
-                   "gradients=true sums whole buckets, but zero scatters them as it sums",
-                   "use data_parallel instead of zero, or gradients=false")  # fmt: skip
-        low = e.plan.option("mixed_precision", "weights") == "low"
-        self.needs(low or not self.states, "states=true narrows the master weights, but weights=fp32 has none",
-                   "add mixed_precision with weights=low, or use states=false")  # fmt: skip
-        for other, why in (
-            ("zero", "a rank that has a part of a tensor does not know its scale"),
-            ("tensor_parallel", "a rank that has a part of a tensor does not know its scale"),
-            ("expert_parallel", "a rank that has a part of a tensor does not know its scale"),
-            ("zero_offload", "the host's update keeps them in fp32"),
-            ("zero_infinity", "the host's update keeps them in fp32"),
-        ):
-            self.needs(not (self.states and e.plan.has(other)), f"states=true cannot be used with {other}: {why}",
-                       f"use states=false, or drop {other}")  # fmt: skip
+        if self.gradients:
+            refuse(self, e, "shards", "gradients=true sums whole buckets, but {other} scatters them as it sums",
+                   "use data_parallel instead of {other}, or gradients=false")  # fmt: skip
+        self.needs(has(e, "masters") or not self.states, "states=true narrows the master weights, but weights=fp32 has"
+                   " none", "add mixed_precision with weights=low, or use states=false")  # fmt: skip
+        if self.states:
+            fix = "use states=false, or drop {other}"
+            refuse(self, e, "divided_tensors", "states=true cannot be used with {other}: a rank that has a part of a"
+                   " tensor does not know its scale", fix)  # fmt: skip
+            refuse(self, e, "optimizer", "states=true cannot be used with {other}, which keeps them in fp32", fix)
 
     def build(self, run: Build) -> None:
         """Swap the linear layers; route gradient buckets and optimizer states through the codec."""

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class MixedPrecision(Technique):
         claim="about half the memory of fp32 at the same accuracy",
         tolerance=0.02,
         quality="training loss within 2 % of fp32 after the same tokens",
+        changes=frozenset({"compute_dtype"}),
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 1
@@ -54,6 +57,11 @@ class MixedPrecision(Technique):
     growth_interval: int = Field(default=2000, ge=1)
     """fp16: steps in a row without overflow after which the factor doubles."""
 
+    def changes(self) -> frozenset[Part]:
+        """Low weights have a master copy; fp16 scales the loss."""
+        low: frozenset[Part] = frozenset({"masters"}) if self.weights == "low" else frozenset()
+        return self.card.changes | low | ({"loss_scale"} if self.dtype == "fp16" else frozenset())
+
     def stored(self) -> dict[str, Any]:
         """16-bit weights are kept beside a master copy."""
         return {"weights": self.weights, "dtype": self.dtype} if self.weights == "low" else {}
@@ -63,6 +71,11 @@ class MixedPrecision(Technique):
         """bf16 where the device has it, else fp16; master weights kept either way."""
         dtype: Literal["bf16", "fp16"] = "bf16" if "bf16" in e.cluster.device.peak_flops else "fp16"
         return [cls(dtype=dtype, weights="fp32"), cls(dtype=dtype, weights="low")]
+
+    @classmethod
+    def saves_memory(cls, e: Experiment) -> str:
+        """Narrower activations."""
+        return "mixed_precision" if e.dtype == "fp32" and not has(e, "compute_dtype") else ""
 
     def lazy(self) -> bool:
         """It rounds parameters once they have values."""

@@ -38,6 +38,7 @@ class LLMPruner(Technique):
         quality="the smaller model computes exactly what the whole one does with the pruned units at zero",
         runs_in=frozenset({"compress"}),
         example={"multiple": 4},
+        owns=frozenset({"model_shape"}),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = PRUNE - 2
@@ -64,8 +65,6 @@ class LLMPruner(Technique):
     def check(self, e: Experiment) -> None:
         """The model must be one whose smaller shape its configuration can say."""
         m = e.model
-        others = [c.name for c in e.plan.calls if c.name == "sheared_llama"]
-        self.needs(not others, "sheared_llama decides the model's shape too", "keep one of them")
         self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
         self.needs(self.mode == "block" or m.norm == "rmsnorm",
                    "a LayerNorm's mean changes without some hidden channels", "use mode=block")  # fmt: skip

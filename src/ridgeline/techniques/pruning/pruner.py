@@ -10,7 +10,9 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.quantization.weight_only import PRUNE, is_weight_format, narrow, widths
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.quantization.weight_only import PRUNE, narrow, widths
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Phase, Technique
 
 if TYPE_CHECKING:
@@ -41,13 +43,12 @@ class Pruning(Technique):
         found = re.fullmatch(r"(\d+):(\d+)", self.pattern)
         return (int(found[1]), int(found[2])) if found else None
 
-    def check(self, e: Experiment) -> None:
-        """Patterns must fit the rows; one pruner at a time."""
-        from ridgeline.techniques.registry import registry
+    def owns(self) -> frozenset[Part]:
+        """One pruner at a time."""
+        return self.card.owns | {"zeros"}
 
-        known = registry()
-        others = [c.name for c in e.plan.calls if c.name != self.card.name and issubclass(known[c.name], Pruning)]
-        self.needs(not others, f"{', '.join(others)} already decides which weights stay", "keep one of them")
+    def check(self, e: Experiment) -> None:
+        """Patterns must fit the rows."""
         if self.groups is None:
             return
         n, m = self.groups
@@ -59,7 +60,7 @@ class Pruning(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """2:4 in 16 bits on sparse tensor cores: half the products, half the weights and two bits for the place of each
         that stays (arXiv:2104.08378). Any other zeros are stored and multiplied as dense weights are."""
-        dense = any(is_weight_format(c.name) for c in e.plan.calls) or DTYPE_BYTES[e.dtype] != 2
+        dense = has(e, "weights") or DTYPE_BYTES[e.dtype] != 2
         if self.groups != (2, 4) or dense or not e.cluster.device.sparse_cores:
             return g
         return g.each_block(_on_sparse_cores, layers_only=True)

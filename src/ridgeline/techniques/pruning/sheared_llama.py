@@ -35,6 +35,7 @@ class ShearedLLaMA(Technique):
         quality="the shape asked for exactly; after the same training a lower loss than the same shape from scratch",
         runs_in=frozenset({"compress"}),
         example={"intermediate": 32},
+        owns=frozenset({"model_shape"}),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = PRUNE - 2
@@ -67,7 +68,6 @@ class ShearedLLaMA(Technique):
     def check(self, e: Experiment) -> None:
         """The shape must be smaller, made of whole groups, and one that the configuration can say."""
         m = e.model
-        self.needs(not e.plan.has("llm_pruner"), "llm_pruner decides the model's shape too", "keep one of them")
         self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
         asked = {
             "layers": (self.layers, m.num_layers), "hidden": (self.hidden, m.hidden_size),

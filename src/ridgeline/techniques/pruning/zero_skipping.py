@@ -9,7 +9,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.quantization.weight_only import is_weight_format
+from ridgeline.techniques.registry import refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -59,13 +59,11 @@ class ZeroSkipping(Technique):
         sparse = m.activation == "relu" and not m.num_experts
         self.needs(sparse or self.attention, f"{m.name}'s feed-forward layers have no ReLU that would leave zeros, or "
                    "have experts", "use attention=true to skip in attention alone, or a model such as OPT")  # fmt: skip
-        self.needs(not (self.attention and e.plan.has("flash_attention")),
-                   "a fused kernel never shows its probabilities",
-                   "leave out flash_attention, or attention=true")  # fmt: skip
-        coded = [c.name for c in e.plan.calls if is_weight_format(c.name)]
-        self.needs(not (sparse and coded),
-                   f"{', '.join(coded)} stores the projection in codes, whose columns do not come singly",
-                   "keep one of them")  # fmt: skip
+        if self.attention:
+            refuse(self, e, "fused_attention", "a fused kernel never shows its probabilities",
+                   "leave out {other}, or attention=true")  # fmt: skip
+        if sparse:
+            refuse(self, e, "weights", "{other} stores the projection in codes, whose columns do not come singly")
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """The last projection shrinks to its expected active part, for few tokens at once. Attention's saving depends

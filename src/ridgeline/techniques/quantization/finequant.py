@@ -47,10 +47,8 @@ class FineQuant(WeightOnly):
         return []
 
     def check(self, e: Experiment) -> None:
-        """One weight format at a time; without weights to look at, rows are divided into the smallest groups."""
-        if e.task == "compress":
-            self.check_alone(e)
-        else:
+        """Without weights to look at, rows are divided into the smallest groups."""
+        if e.task != "compress":
             super().check(e)
 
     def compress(self, run: CompressBuild) -> None:

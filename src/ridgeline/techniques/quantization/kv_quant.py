@@ -39,6 +39,11 @@ class KVQuant(Technique):
     """Storage of keys and values: fp8 (e4m3, no scale), int8 (a scale per token and head), int4 (a minimum and a scale
     per 64 values of a token and head)."""
 
+    @property
+    def cache_dtype(self) -> str:
+        """What keys and values are held in."""
+        return self.dtype
+
     def check(self, e: Experiment) -> None:
         """Two 4-bit codes share a byte."""
         d = e.model.head_dim

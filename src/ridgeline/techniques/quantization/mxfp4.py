@@ -32,6 +32,7 @@ class MXFP4(Technique):
         quality="perplexity within 5 % of the 16-bit model",
         runs=False,
         needs_model={"num_experts": 4, "experts_per_token": 2},
+        changes=frozenset({"weights", "experts"}),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 2
@@ -41,8 +42,7 @@ class MXFP4(Technique):
     """Which linear layers: the experts of a mixture, or every projection of the blocks."""
 
     def check(self, e: Experiment) -> None:
-        """Needs something to shrink, and one weight format at a time."""
-        self.needs(not e.plan.has("rtn"), "rtn already stores the weights as integers", "keep one of them")
+        """Needs something to shrink."""
         self.needs(self.layers == "all" or e.model.num_experts > 0, f"{e.model.name} has no experts",
                    "use mxfp4:layers=all")  # fmt: skip
 

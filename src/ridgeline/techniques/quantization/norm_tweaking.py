@@ -9,7 +9,8 @@ from pydantic import Field
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import Compress
-from ridgeline.techniques.quantization.weight_only import TUNE, is_weight_format
+from ridgeline.techniques.quantization.weight_only import TUNE
+from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class NormTweaking(Technique):
     def check(self, e: Experiment) -> None:
         """Something must be quantized, blocks must be whole, and windows must be left to judge by."""
         if isinstance(e.workload, Compress):
-            self.needs(any(is_weight_format(c.name) for c in e.plan.calls), "nothing is quantized, so there is nothing"
+            self.needs(has(e, "weights"), "nothing is quantized, so there is nothing"
                        " to make up for", "add a quantizer (--with gptq:bits=2)")  # fmt: skip
             self.needs(e.workload.samples >= 4, f"of {e.workload.samples} windows none can be held out",
                        "use at least 4 calibration windows (--samples)")  # fmt: skip

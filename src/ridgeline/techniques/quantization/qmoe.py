@@ -44,6 +44,7 @@ class QMoE(Technique):
         quality="layer error below round-to-nearest on the same three values; decoding is exact",
         runs_in=frozenset({"compress"}),
         needs_model={"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
+        owns=frozenset({"experts"}),
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = QUANTIZE - 1
@@ -71,10 +72,8 @@ class QMoE(Technique):
         return []
 
     def check(self, e: Experiment) -> None:
-        """There must be experts, and no other code for them."""
+        """There must be experts."""
         self.needs(e.model.num_experts > 0, f"{e.model.name} has no experts", "use gptq for a dense model")
-        other = [c for c in ("rtn", "mxfp4", "fp8") if e.plan.has(c)]
-        self.needs(not other, f"{', '.join(other)} already decides how weights are stored", "keep one of them")
 
     def bytes_per_weight(self, width: int) -> float:
         """Expected bytes of one weight of a row of ``width``; below one bit for ternary rows from 274 inputs on."""

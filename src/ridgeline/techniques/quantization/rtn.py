@@ -32,7 +32,8 @@ class RTN(WeightOnly):
         claim="int8 weights at the quality of fp16; 4x smaller than fp32 (baseline of every later method)",
         tolerance=0.02,
         quality="loss or perplexity within 2 % of the unquantized plan at 8 bits",
-        requires=("lora",),
+        changes=frozenset({"experts"}),
+        needs={"low_rank": "an integer base cannot be trained: rounding has no useful gradient"},
     )
 
     bits: int = Field(default=8, ge=2, le=8)
@@ -48,12 +49,7 @@ class RTN(WeightOnly):
         return [cls(bits=4), cls(bits=8)]
 
     def check(self, e: Experiment) -> None:
-        """Integer weights cannot train, and groups must divide the rows."""
-        self.needs(
-            not e.is_training or e.plan.has("lora"),
-            f"an int{self.bits} base cannot be trained: rounding has no useful gradient",
-            "add lora (--with lora), or use task generate",
-        )
+        """Groups must divide the rows; a training base has fewer forms."""
         super().check(e)
         if not e.is_training:
             return

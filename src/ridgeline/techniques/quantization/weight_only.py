@@ -16,6 +16,8 @@ from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held, held_
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Generate, Serve
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import techniques_of
 from ridgeline.techniques.technique import Phase, Technique
 
 if TYPE_CHECKING:
@@ -46,18 +48,16 @@ class WeightOnly(Technique):
         return [cls()]
 
     def check(self, e: Experiment) -> None:
-        """Groups must divide the rows; one weight format at a time."""
-        self.check_alone(e)
+        """Groups must divide the rows."""
         for name, (_, width) in widths(e).items():
             if self.group_size:
                 self.needs(width % self.group_size == 0,
                            f"group_size {self.group_size} does not divide {name}'s input width {width}",
                            f"use a divisor of {width}, or 0 for whole rows")  # fmt: skip
 
-    def check_alone(self, e: Experiment) -> None:
+    def owns(self) -> frozenset[Part]:
         """One weight format at a time."""
-        others = [c.name for c in e.plan.calls if c.name != self.card.name and is_weight_format(c.name)]
-        self.needs(not others, f"{', '.join(others)} already decides how weights are stored", "keep one of them")
+        return self.card.owns | {"weights"}
 
     def build(self, run: Build) -> None:
         """A compressed checkpoint's layers hold their codes already; random weights get codes of the same form."""
@@ -195,17 +195,8 @@ def in_int8(g: Graph, e: Experiment) -> Graph:
     return g.each_block(lower, layers_only=True)
 
 
-def is_weight_format(name: str) -> bool:
-    """Whether the technique called ``name`` decides how weights are stored."""
-    from ridgeline.techniques.registry import registry
-
-    return name in ("mxfp4", "fp8") or issubclass(registry()[name], WeightOnly)
-
-
 def left(e: Experiment) -> ModelSpec:
     """The model that is left where the plan makes it smaller."""
-    from ridgeline.techniques.registry import techniques_of
-
     spec = e.model
     for t in techniques_of(e.plan):
         spec = t.resized(spec)

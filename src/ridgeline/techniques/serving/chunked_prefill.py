@@ -24,6 +24,7 @@ class ChunkedPrefill(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="up to 10x the decode throughput of LLaMA-13B on an A6000 (piggybacked decodes)",
+        default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
 

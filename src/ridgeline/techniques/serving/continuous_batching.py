@@ -23,6 +23,7 @@ class ContinuousBatching(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="36.9x the throughput of FasterTransformer at the same latency (GPT-3 175B)",
+        default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
 

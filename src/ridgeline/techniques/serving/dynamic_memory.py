@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
-from ridgeline.techniques.serving.length_aware_memory import planned_passes
+from ridgeline.techniques.serving.length_aware_memory import FROM_REQUESTS, planned_passes
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class DynamicMemory(Technique):
         lossless=True,
         claim="EET as a whole runs a decoder layer 1.40-4.20x as fast as FasterTransformer 4.0 on an A100",
         unpredicted={"serve": "what it saves is the allocator's work and gaps, of which the graph has none"},
+        owns=frozenset({"pass_memory"}),
+        conflicts=FROM_REQUESTS,
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 9

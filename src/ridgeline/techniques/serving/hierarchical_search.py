@@ -24,6 +24,7 @@ class HierarchicalSearch(Technique):
         lossless=True,
         claim="up to 14x TensorFlow's and 1.4x FasterTransformer's speed in machine translation (LightSeq as a whole)",
         unpredicted={"serve": "the host's time for a sequence is one measured number, of which the search is a part"},
+        default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
 

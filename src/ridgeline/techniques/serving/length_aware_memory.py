@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Graph
 from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.parts import Part
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ CHUNK = 2 << 20
 SLACK = 1.2
 """Bytes of a chunk made for a tensor larger than that, over the tensor's."""
 ALIGNMENT = 64
+FROM_REQUESTS: dict[Part, str] = {
+    "adapter_table": "which adapters a pass runs under {other} follows from its requests, not from its number of tokens"
+}
+"""What makes passes of as many tokens differ."""
 
 
 class LengthAwareMemory(Technique):
@@ -35,6 +40,8 @@ class LengthAwareMemory(Technique):
         lossless=True,
         claim="the smallest memory of the allocators compared, with few allocations, at lengths that vary",
         unpredicted={"serve": "what it saves is the allocator's work and gaps, of which the graph has none"},
+        owns=frozenset({"pass_memory"}),
+        conflicts=FROM_REQUESTS,
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 9
@@ -50,8 +57,6 @@ class LengthAwareMemory(Technique):
     def check(self, e: Experiment) -> None:
         """Needs passes whose operators follow from their number of tokens."""
         planned_passes(self, e)
-        self.needs(not e.plan.has("dynamic_memory"), "dynamic_memory places the same results in buffers of its own",
-                   "keep one of the two")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """The graph's inference memory is what lives at once, which is what a plan without gaps takes."""
@@ -75,11 +80,6 @@ def planned_passes(technique: Technique, e: Experiment) -> None:
         e.world == 1,
         "results that travel between ranks are freed when others have read them, which no plan of one rank knows",
         f"use one process, or drop {technique.card.name}",
-    )
-    technique.needs(
-        not e.plan.has("multi_adapter"),
-        "which adapters a pass runs follows from its requests, not from its number of tokens",
-        f"drop multi_adapter or {technique.card.name}",
     )
 
 

@@ -30,16 +30,10 @@ class LengthDP(Technique):
         unpredicted={
             "serve": "the order of the queue is not simulated: padding is predicted as first come, first served"
         },
+        owns=frozenset({"queue"}),
+        conflicts={"packed_rows": "the batches of {other} have no pads that another order of the queue could save"},
     )
     phase: ClassVar[Phase] = "loop"
-
-    def check(self, e: Experiment) -> None:
-        """Needs pads."""
-        self.needs(
-            not e.plan.has("padding_free"),
-            "the batches of padding_free have no pads that another order of the queue could save",
-            "leave out length_dp, which padding_free outdoes, or padding_free",
-        )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Operators stay as they are; the simulated engines pack their batches."""

@@ -13,6 +13,8 @@ from ridgeline.runtime.partition import cheapest_runs
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import refuse
 from ridgeline.techniques.serving.length_dp import dp_batches
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -34,6 +36,7 @@ class MultiAdapter(Technique):
         lossless=True,
         example={"adapters": 4},
         claim="26x the tasks, 1.53x (edge) to 1.63x (server) the throughput of one model a task",
+        changes=frozenset({"adapter_table"}),
     )
     phase: ClassVar[Phase] = "loop"
 
@@ -45,22 +48,22 @@ class MultiAdapter(Technique):
     rank: int = Field(default=8, ge=1)
     """For predictions: their rank."""
 
+    def owns(self) -> frozenset[Part]:
+        """With stages, the order of the queue."""
+        return frozenset({"queue"}) if self.two_stage else frozenset()
+
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
         """Without stages: what they save depends on which tasks are asked for."""
         return [cls()]
 
     def check(self, e: Experiment) -> None:
-        """Needs the model in one piece; stages need pads, and the queue for themselves."""
+        """Needs the model in one piece; stages need pads."""
         self.needs(not e.parallel, "adapters are loaded into one process, and the model is divided over several",
                    "use one process, or merge the adapter into the model")  # fmt: skip
         if self.two_stage:
-            self.needs(
-                not e.plan.has("padding_free"),
-                "two_stage saves padding, and the batches of padding_free have none",
-                "leave out two_stage, or padding_free",
-            )
-            self.needs(not e.plan.has("length_dp"), "two_stage and length_dp both order the queue", "keep one of them")
+            refuse(self, e, "packed_rows", "two_stage saves padding, and the batches of {other} have none",
+                   "leave out two_stage, or {other}")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Hold every adapter, and beside each product run two thin ones with those that the rows ask for, each as one

@@ -24,6 +24,8 @@ class PaddingFree(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="87 % faster than PyTorch, and attention 6.13x as fast, on sequences of varying length (ByteTransformer)",
+        changes=frozenset({"packed_rows"}),
+        default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
 

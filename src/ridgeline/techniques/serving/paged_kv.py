@@ -26,6 +26,7 @@ class PagedKV(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="2-4x the throughput of FasterTransformer and Orca at the same latency",
+        default_in=frozenset({"serve"}),
     )
     phase: ClassVar[Phase] = "loop"
 

@@ -29,10 +29,10 @@ class ThreadBlockFolding(Technique):
         lossless=True,
         claim="hidden sizes to 12288 and lengths to 4096; EET runs a decoder layer 1.40-4.20x as fast as"
         " FasterTransformer 4.0 on an A100",
-        requires=("fused_layers",),
         unpredicted=dict.fromkeys(
             ("pretrain", "finetune", "serve"), "a tile that is read again comes out of the cache"
         ),
+        needs={"fused_norms": "there are no fused norms to fold"},
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 6
@@ -51,11 +51,6 @@ class ThreadBlockFolding(Technique):
     def choices(cls, e: Experiment) -> list[Technique]:
         """None: what a kernel keeps in registers is not predicted."""
         return []
-
-    def check(self, e: Experiment) -> None:
-        """Needs kernels to fold."""
-        fused = e.plan.option("fused_layers", "elementwise") is not False and e.plan.has("fused_layers")
-        self.needs(fused or not e.is_training, "there are no fused norms to fold", "add fused_layers")
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """The same operators and bytes: a tile that is read again comes out of the cache."""
