@@ -1,20 +1,13 @@
 """What travels to the ranks of a job, and who does it there."""
 
-import ast
 from inspect import signature
-from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 
-import ridgeline
 from ridgeline import experiments
 from ridgeline.jobs.job import MODES, CompressOptions, EvaluateOptions, LaunchJob, TrainOptions, train_job
 
-SOURCE = Path(ridgeline.__file__).parent
-ABOVE = {"graph", "nn", "runtime", "techniques", "predict", "train", "compress", "serve", "search", "measure",
-         "validate", "cli"}  # fmt: skip
-"""The rooms on higher floors than jobs and data."""
 REQUIRED = {CompressOptions: {"out": "x"}, EvaluateOptions: {"checkpoint": "x", "text": "y"}}
 
 
@@ -37,18 +30,3 @@ def test_another_backend_is_another_mode():
     assert train_job(e, TrainOptions()).mode == "train"
     assert train_job(e, TrainOptions(backend="hf")).mode == "train_backend"
     assert train_job(e, TrainOptions()).ranks == 2
-
-
-@pytest.mark.parametrize("room", ["jobs", "data"])
-def test_a_lower_floor_imports_none_above(room):
-    for file in (SOURCE / room).glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or "", *(f"{node.module}.{a.name}" for a in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [a.name for a in node.names]
-            else:
-                continue
-            for name in names:
-                package, _, rest = name.partition(".")
-                assert package != "ridgeline" or rest.split(".")[0] not in ABOVE, f"{file.name} imports {name}"

@@ -11,10 +11,10 @@ from tests.training import MODEL, experiment
 from ridgeline import catalog
 from ridgeline.experiments import load_ablation
 from ridgeline.jobs.job import CellOptions, RankContext
-from ridgeline.measure.ablate import CellRef, cell_file, order, require_local, run_ablation
+from ridgeline.measure.ablate import cell_file, order, require_local, run_ablation
 from ridgeline.measure.cells.training_cell import training_cell
 from ridgeline.measure.merge import merge, sameness
-from ridgeline.spec.ablation import Ablation
+from ridgeline.spec.ablation import Ablation, CellRef
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.result import Result

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ridgeline.measure.compare import Comparison, compare, environment_differences
+from ridgeline.measure.compare import compare, environment_differences
+from ridgeline.spec.comparison import Comparison
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Memory, Metric, Result, Row, Sample
 

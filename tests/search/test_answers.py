@@ -4,8 +4,8 @@ import pytest
 
 from ridgeline import catalog, experiments
 from ridgeline.predict import predict
-from ridgeline.report.planning import write_plans
 from ridgeline.search import Question, search
+from ridgeline.search.answer_tables import write_plans
 
 FEW = frozenset({"zero", "recompute", "lora", "mixed_precision", "data_parallel", "tensor_parallel", "rtn"})
 SMALL = {"kind": "pretrain", "seq_len": 512, "batch_size": 16}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ridgeline.cli.base import Json, app, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ridgeline.predict.calibrate import Fit
 
 
 @app.command()
@@ -38,7 +43,7 @@ def calibrate(
         fits = [{"family": f.family, "rows": f.rows, "before": f.before, "after": f.after} for f in result.fits]
         print(js.dumps({"device": known.name, "profile": str(where), "fits": fits, "skipped": len(skipped)}))
     else:
-        console.print_fits(known.name, result.fits)
+        _print_fits(known.name, result.fits)
     for skip in skipped[:5]:
         say(f"skipped line {skip.line}: {skip.reason}")
     if len(skipped) > 5:
@@ -47,3 +52,14 @@ def calibrate(
     if not result.fits:
         say("too few rows of any family to fit: the constants are as they were")
         raise typer.Exit(1)
+
+
+def _print_fits(device: str, fits: Sequence[Fit]) -> None:
+    """What calibration did to each family of constants."""
+    from ridgeline.report.console import print_tables
+    from ridgeline.report.table import Column, Table
+    from ridgeline.report.units import percent
+
+    columns = [Column("Family", align="left"), Column("Rows"), Column("Mean error before"), Column("after")]
+    rows = [[f.family, str(f.rows), percent(f.before), percent(f.after)] for f in fits]
+    print_tables(Table(f"Constants of {device} fitted to measured operators", columns, rows))

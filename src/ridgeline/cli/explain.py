@@ -22,7 +22,7 @@ def explain(
     import json as js
 
     from ridgeline.predict.explain import explain as run
-    from ridgeline.report.explanation import as_dict, print_explanation
+    from ridgeline.predict.explanation_text import as_dict, print_explanation
 
     found = run(asked_experiment(model, on, task, with_, plan, given))
     print(js.dumps(as_dict(found))) if json else print_explanation(found)

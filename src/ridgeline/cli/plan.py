@@ -31,8 +31,8 @@ def plan(
     import json as js
 
     from ridgeline import catalog, experiments
-    from ridgeline.report import console, planning
-    from ridgeline.search import Question, search
+    from ridgeline.report import console
+    from ridgeline.search import Question, answer_tables, search
     from ridgeline.search.question import parse_slo
     from ridgeline.search.why import closest_miss, relaxations, why_not
 
@@ -51,11 +51,11 @@ def plan(
     if not answer.best:
         miss, ways = closest_miss(answer), relaxations(answer)
     folder = out or Path("runs") / f"plan-{e.model.name.replace('/', '-')}-{cluster.label}-{goal}"
-    files = planning.write_plans(answer, folder)
+    files = answer_tables.write_plans(answer, folder)
     if json:
-        print(js.dumps(planning.as_dict(answer, reasons, ways, miss)))
+        print(js.dumps(answer_tables.as_dict(answer, reasons, ways, miss)))
     elif answer.best:
-        console.print_tables(*planning.answer_tables(answer))
+        console.print_tables(*answer_tables.answer_tables(answer))
         print("Why not the others\n" + "\n".join(f"  {w}" for w in reasons))
         say(f"wrote {', '.join(map(str, files))}: each runs with `ridgeline predict FILE`")
     else:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ridgeline.cli.base import Json, app
 from ridgeline.spec.errors import unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ridgeline.techniques.matrix import Pair
 
 
 @app.command()
@@ -26,7 +31,7 @@ def techniques(
 
     if matrix:
         pairs = support_matrix()
-        print(js.dumps([p.model_dump() for p in pairs], indent=2)) if json else console.print_matrix(pairs)
+        print(js.dumps([p.model_dump() for p in pairs], indent=2)) if json else _print_matrix(pairs)
         return
     found = {c["name"]: c for c in cards()}
     if name is None:
@@ -43,3 +48,23 @@ def techniques(
         print(js.dumps(system_card(system), indent=2)) if json else print(system_table(system))
     else:
         raise unknown("technique", name, [*found, *catalog.systems()])
+
+
+def _print_matrix(pairs: Sequence[Pair]) -> None:
+    """The support matrix as a triangle, and the reasons below it."""
+    from ridgeline.report.console import print_tables
+    from ridgeline.report.table import Column, Table
+
+    names = sorted({p.a for p in pairs} | {p.b for p in pairs})
+    status = {(p.a, p.b): p for p in pairs}
+    cells = []
+    for a in names:
+        row = [a]
+        for b in names:
+            p = status.get((a, b)) or status.get((b, a))
+            row.append("" if p is None else p.mark)
+        cells.append(row)
+    reasons = [f"{p.a} × {p.b}: {p.reason}" for p in pairs if p.status == "refused"]
+    columns = [Column("", align="left"), *(Column(n) for n in names)]
+    title = "support matrix (✓ has a passing parity test, ○ predicted only, ✗ refused)"
+    print_tables(Table(title, columns, cells, notes=reasons))

@@ -19,20 +19,27 @@ def validate(
     """How far are predictions from measurements? Judges every row of the files, beside a trivial baseline."""
     import json as js
 
-    from ridgeline.report import console, validation
+    from ridgeline.report import console
     from ridgeline.validate.run import run
+    from ridgeline.validate.validation_report import (
+        regret_table,
+        score_table,
+        skipped_lines,
+        validation_html,
+        worst_table,
+    )
 
     with console.Status(f"validating {path.name}") as status:
         report = run(path, lambda file, at, rows: status.progress.update(status.task, note=f"{file} {at}/{rows}"))
     if plot:
-        validation.validation_html(report, plot)
+        validation_html(report, plot)
         say(f"wrote {plot}")
     if json:
         print(js.dumps(report.as_dict()))
     else:
-        tables = [validation.score_table(report), validation.regret_table(report), validation.worst_table(report)]
+        tables = [score_table(report), regret_table(report), worst_table(report)]
         console.print_tables(*(t for t in tables if t is not None))
-        for line in validation.skipped_lines(report):
+        for line in skipped_lines(report):
             say(line)
     if not report.judged:
         say("no row could be judged")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
 from ridgeline.measure.utilization import add_utilization
 from ridgeline.predict import predict
-from ridgeline.spec.ablation import Ablation, Outcome
+from ridgeline.spec.ablation import Ablation, CellRef, Outcome
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
@@ -32,15 +31,6 @@ from ridgeline.spec.result import Result
 from ridgeline.spec.scheduling import OWN
 from ridgeline.spec.workload import Compress, Pretrain, Serve, Training
 from ridgeline.techniques.registry import require_runnable
-
-
-@dataclass(frozen=True)
-class CellRef:
-    """One process-run of one plan."""
-
-    plan: str
-    repeat: int
-
 
 Watch = Callable[[CellRef, dict[str, Any]], None]
 Announce = Callable[[dict[str, Result]], None]

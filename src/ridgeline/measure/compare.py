@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from ridgeline.measure.stats import MARGIN, Interval, ratio_ci, step_blocks, verdict
+from ridgeline.spec.comparison import (
+    Comparison,
+    ComparisonKind,
+    Difference,
+    Judgement,
+    MemoryChange,
+    MetricChange,
+    RowChange,
+)
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Metric, Result
-
-Kind = Literal["measured vs measured", "predicted vs predicted", "prediction residual"]
-Judgement = Literal["faster", "slower", "better", "worse", "no difference", "no interval", "residual", ""]
 
 VOLATILE = ("load", "date", "time", "created", "host", "pid", "uptime", "free", "available")
 """Environment keys that begin so say when, not where: they never make two environments unlike."""
@@ -24,72 +28,6 @@ TIMED = ("step_time_s", "tokens_per_s")
 MOVERS = 12
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Difference(_Record):
-    """One key of the environment that is not the same."""
-
-    key: str
-    a: str
-    b: str
-
-
-class MetricChange(_Record):
-    """One metric in both results. ``ratio`` is b / a, with its 95 % interval where both sides carry a spread."""
-
-    name: str
-    unit: str = ""
-    a: float | None = None
-    b: float | None = None
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    verdict: Judgement = ""
-    """About b against a."""
-
-
-class RowChange(_Record):
-    """Seconds of one breakdown row; a row that one side lacks counts as zero there."""
-
-    phase: str
-    module: str
-    operator: str
-    kind: str
-    a_seconds: float
-    b_seconds: float
-
-
-class MemoryChange(_Record):
-    """Bytes of one category."""
-
-    category: str
-    a_bytes: float
-    b_bytes: float
-
-
-class Comparison(_Record):
-    """b against a. In a ``prediction residual`` a is the prediction and b the measurement, whatever was asked."""
-
-    a: str
-    b: str
-    kind: Kind
-    metrics: list[MetricChange] = Field(default_factory=list)
-    movers: list[RowChange] = Field(default_factory=list)
-    """Breakdown rows by how far they moved, furthest first."""
-    memory: list[MemoryChange] = Field(default_factory=list)
-    differences: list[Difference] = Field(default_factory=list)
-    """What differs between the two environments."""
-    flagged: bool = False
-    """The environments are unlike and the comparison was forced."""
-    environment: dict[str, Any] = Field(default_factory=dict)
-    """Of b."""
-    commands: list[str] = Field(default_factory=list)
-    """Those that reproduce a and b."""
-    notes: list[str] = Field(default_factory=list)
-
-
 def compare(a: Result, b: Result, force: bool = False) -> Comparison:
     """Compare b with a. Raises :class:`UserError` for two measured results of unlike environments, unless ``force``.
 
@@ -97,7 +35,7 @@ def compare(a: Result, b: Result, force: bool = False) -> Comparison:
     """
     if a.source != b.source and a.source == "measured":
         a, b = b, a
-    kind: Kind = (
+    kind: ComparisonKind = (
         "prediction residual"
         if a.source != b.source
         else "measured vs measured"
@@ -170,7 +108,7 @@ def _names(a: Result, b: Result) -> list[str]:
     return both + [n for n in (*a.metrics, *b.metrics) if n not in both]
 
 
-def _metric(name: str, a: Result, b: Result, kind: Kind) -> MetricChange:
+def _metric(name: str, a: Result, b: Result, kind: ComparisonKind) -> MetricChange:
     ma, mb = a.metrics.get(name), b.metrics.get(name)
     known = ma or mb
     assert known is not None

@@ -17,15 +17,12 @@ from ridgeline.report.tables import to_rich
 
 if TYPE_CHECKING:
     from ridgeline.experiments import AblationSpec
-    from ridgeline.measure.ablate import CellRef
-    from ridgeline.measure.compare import Comparison
-    from ridgeline.predict.calibrate import Fit
-    from ridgeline.spec.ablation import Ablation
+    from ridgeline.spec.ablation import Ablation, CellRef
+    from ridgeline.spec.comparison import Comparison
     from ridgeline.spec.device import Device
     from ridgeline.spec.result import Result
     from ridgeline.spec.system import System
     from ridgeline.store import Run
-    from ridgeline.techniques.matrix import Pair
 
 PLAIN_WIDTH = 160
 
@@ -278,13 +275,6 @@ def print_plan_predictions(rows: Sequence[tuple[str, Result]], title: str, note:
 # ---- lists ----------------------------------------------------------------------------------------------------------
 
 
-def print_fits(device: str, fits: Sequence[Fit]) -> None:
-    """What calibration did to each family of constants."""
-    columns = [Column("Family", align="left"), Column("Rows"), Column("Mean error before"), Column("after")]
-    rows = [[f.family, str(f.rows), units.percent(f.before), units.percent(f.after)] for f in fits]
-    print_tables(Table(f"Constants of {device} fitted to measured operators", columns, rows))
-
-
 def print_runs(rows: Sequence[Run]) -> None:
     """Stored runs, newest first."""
     cells = [
@@ -320,23 +310,6 @@ def print_systems(systems: Sequence[System]) -> None:
     names = ("system", "what", "paper", "techniques")
     print_tables(Table("systems: named plans, for --with as techniques are", [Column(n, align="left") for n in names],
                        cells))  # fmt: skip
-
-
-def print_matrix(pairs: Sequence[Pair]) -> None:
-    """The support matrix as a triangle, and the reasons below it."""
-    names = sorted({p.a for p in pairs} | {p.b for p in pairs})
-    status = {(p.a, p.b): p for p in pairs}
-    cells = []
-    for a in names:
-        row = [a]
-        for b in names:
-            p = status.get((a, b)) or status.get((b, a))
-            row.append("" if p is None else p.mark)
-        cells.append(row)
-    reasons = [f"{p.a} × {p.b}: {p.reason}" for p in pairs if p.status == "refused"]
-    columns = [Column("", align="left"), *(Column(n) for n in names)]
-    title = "support matrix (✓ has a passing parity test, ○ predicted only, ✗ refused)"
-    print_tables(Table(title, columns, cells, notes=reasons))
 
 
 def print_models(rows: Sequence[dict[str, Any]], detail: bool) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ridgeline.measure.compare import Comparison
 from ridgeline.report.charts.chart import Chart
 from ridgeline.report.charts.load_charts import cdf_charts, throughput_latency_charts
 from ridgeline.report.charts.moved import movers_charts
@@ -33,6 +32,7 @@ from ridgeline.report.tables import (
 )
 from ridgeline.report.units import metric, percent, size, times
 from ridgeline.spec.ablation import Ablation, Outcome
+from ridgeline.spec.comparison import Comparison
 from ridgeline.spec.result import Result
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ridgeline.measure.compare import Comparison
 from ridgeline.report import table as render
 from ridgeline.report.dissection import breakdown_table, memory_table
 from ridgeline.report.table import Column, Record, Table
 from ridgeline.report.units import COUNTS, NONE, SIZES, TIMES, Scale, metric, number, percent, scale, seconds, times
 from ridgeline.spec.ablation import Ablation, Outcome
+from ridgeline.spec.comparison import Comparison
 from ridgeline.spec.result import MEMORY_CATEGORIES, Metric, Result
 
 if TYPE_CHECKING:

@@ -350,7 +350,7 @@ class EngineLoop:
 
     def _read(self, event: OutputEvent) -> None:
         stream = self._streams.get(event.request)
-        if stream is None:  # given up
+        if stream is None:  # aborted
             return
         job, now = stream.jobs[event.request], time.monotonic()
         if event.request not in stream.first and (event.tokens or event.embedding):

@@ -1,10 +1,10 @@
 """What each step computes: ``n_computed`` chases ``total``, and nothing else (Orca, OSDI 2022; vLLM's V1 scheduler).
 
-There are no phases. A sequence that lacks one token decodes, one that lacks many reads its prompt; both are rows of one
-packed batch under a budget of tokens. Sequences that run go first, in the order in which they were admitted and those
-that lack one token before those that lack more; then the queue, by priority. What does not fit the pool sends the last
-admitted of the least urgent back to the front of the queue, to be computed again: a prefix of its blocks usually
-survives.
+There are no phases. A sequence that lacks one token decodes, one that lacks many prefills; both are rows of one packed
+batch under a token budget. Running sequences go first, in the order of their admission and those that lack one token
+before those that lack more; then the queue, by priority. When the pool is full, the last admitted sequence of the
+lowest priority is preempted: it returns to the front of the queue to be recomputed, and usually finds a prefix of its
+blocks still cached.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Scheduler:
         joins = lim.continuous or not lacking  # beams that wait for others of their search hold up nobody
         # Decodes first: a prompt must not delay the next token of those that already stream.
         for seq in sorted(lacking, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
-            if seq.admitted < 0:  # sent back meanwhile
+            if seq.admitted < 0:  # preempted meanwhile
                 continue
             if len(batch.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
                 seq.draft = []

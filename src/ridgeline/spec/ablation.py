@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,14 @@ Verdict = Literal["faster", "slower", "no difference", "baseline", "failed"]
 
 NOISY = 1.5
 """An interval of a speed-up whose ends differ by this factor allows no verdict."""
+
+
+@dataclass(frozen=True)
+class CellRef:
+    """One measured process of one plan of an ablation."""
+
+    plan: str
+    repeat: int
 
 
 class Outcome(BaseModel):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ridgeline.measure.compare import Comparison
 from ridgeline.report.charts.chart import GRAY, MEASURED, Chart, Figure, axis, layout, plain, plans_axis, rows_height
 from ridgeline.report.table import Table
 from ridgeline.report.units import SIZES, TIMES, Scale, scale
+from ridgeline.spec.comparison import Comparison
 
 
 def movers_charts(c: Comparison, tables: dict[str, Table]) -> list[Chart]:
