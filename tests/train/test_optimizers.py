@@ -247,7 +247,7 @@ def test_a_resumed_run_is_the_straight_one_on_other_ranks_too(call, corpus, tmp_
     ("plan", "says"),
     [
         (("lion", "lomo"), "also decides how the optimizer's states"),
-        (("adalomo", "zero_offload"), "master copy"),
+        (("adalomo", "zero_offload"), "also decides how the optimizer's states"),
         (("lion", "mixed_precision:weights=low"), "by itself"),
         (("lomo:norm=none", "mixed_precision:dtype=fp16"), "overflow"),
         (("adalomo", "mixed_precision:dtype=fp16"), "overflow"),

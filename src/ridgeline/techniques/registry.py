@@ -179,8 +179,9 @@ def check_made(e: Experiment, made: list[Technique]) -> None:
             raise Incompatible(
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
-        t.check(e)
     _check_parts(e, made)
+    for t in made:
+        t.check(e)
 
 
 def _check_parts(e: Experiment, made: list[Technique]) -> None:
