@@ -176,7 +176,7 @@ def test_bad_weights_are_named(bench, tmp_path):
         ((), {}, {}, "the plan compresses nothing"),
         (("gptq:group_size=48",), {}, {}, "group_size 48 does not divide"),
         (("gptq:bits=9",), {}, {}, "less than or equal to 8"),
-        (("gptq", "rtn"), {}, {}, "keep one of them"),
+        (("gptq", "rtn"), {}, {}, "keep one of"),
         ((GPTQ,), {}, {"samples": 100_000}, "too few for 100000 windows"),
         ((GPTQ,), {}, {"seq_len": 65}, "longer than the 64 positions"),
     ],

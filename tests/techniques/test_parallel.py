@@ -201,7 +201,7 @@ REFUSED = [
     (["pipeline:degree=8,schedule=interleaved,chunks=8"], {}, "do not fill 64 stages"),
     (["pipeline:degree=8,schedule=interleaved,chunks=2"], {"batch_size": 12}, "in groups of its 8 stages"),
     (["tensor_parallel:degree=4"], {"on": "6xa100", "batch_size": 6}, "do not split into groups of 4"),
-    (["ring_attention:degree=8"], {"seq_len": 2040}, "zigzag"),
+    (["ring_attention:degree=8", "flash_attention"], {"seq_len": 2040}, "zigzag"),
     (["expert_parallel:degree=2"], {}, "has no experts"),
     (["expert_parallel:degree=8"], {"model": "mixtral-8x7b", "on": "4xa100"}, "do not form groups of 8"),
     (["zero:stage=3,degree=3"], {}, "do not form groups of 3"),

@@ -86,17 +86,17 @@ def in_order(techniques: list[Technique]) -> list[Technique]:
 
 def having(e: Experiment, part: Part) -> list[Technique]:
     """The techniques of the plan that own or change ``part``."""
-    return [t for t in techniques_of(e.plan) if part in t.parts]
+    return [t for t in map(make, e.plan.calls) if part in t.parts]
 
 
 def has(e: Experiment, part: Part) -> bool:
     """Whether a technique of the plan owns or changes ``part``."""
-    return bool(having(e, part))
+    return any(part in make(call).parts for call in e.plan.calls)
 
 
 def of_kind(e: Experiment, kind: type[T]) -> T | None:
     """The technique of the plan that is of class ``kind``, for those who read its options."""
-    return next((t for t in techniques_of(e.plan) if type(t) is kind), None)
+    return next((t for t in map(make, e.plan.calls) if type(t) is kind), None)
 
 
 def refuse(t: Technique, e: Experiment, part: Part, why: str, fix: str = "keep one of {name} and {other}") -> None:
@@ -128,13 +128,8 @@ def partners(t: Technique) -> tuple[str, ...]:
     found = []
     for part in t.card.needs:
         known = (make(Call(name=name, options=dict(cls.card.example))) for name, cls in registry().items())
-        found.append(next(p.card.name for p in known if part in p.parts and not _shared(t, p)))
+        found.append(next(p.card.name for p in known if part in p.parts and not (t.owns() & p.owns())))
     return tuple(found)
-
-
-def _shared(a: Technique, b: Technique) -> list[Part]:
-    """What one of two techniques owns and the other owns or changes."""
-    return sorted((a.owns() & b.parts) | (b.owns() & a.parts))
 
 
 def mesh_axes(task: str, made: Iterable[Technique]) -> dict[str, int]:
@@ -207,26 +202,29 @@ def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
             raise Incompatible(
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
+    _check_parts(e, made)
+    for t in made:
         t.check(e)
-        _check_parts(t, e, techniques)
 
 
-def _check_parts(t: Technique, e: Experiment, made: list[Technique]) -> None:
-    """What ``t`` needs is there; what it owns or does not go with is nobody else's."""
-    name = t.card.name
-    for part, why in t.card.needs.items() if e.is_training else ():
-        if not any(part in other.parts for other in made if other is not t):
-            missing = dict(zip(t.card.needs, partners(t), strict=True))[part]
-            raise Incompatible(f"{name}: {why}", f"add {missing} (--with {missing})")
-    for other in made:
-        if other is t:
-            continue
-        fix = f"keep one of {name} and {other.card.name}"
-        for part, why in t.card.conflicts.items():
-            if part in other.parts:
-                raise Incompatible(f"{name}: {why.format(other=other.card.name)}", fix)
-        for part in _shared(t, other):
-            raise Incompatible(f"{name}: {other.card.name} also decides {PARTS[part]}", fix)
+def _check_parts(e: Experiment, made: list[Technique]) -> None:
+    """What each technique needs is there; what it owns or does not go with is nobody else's."""
+    having: dict[Part, list[Technique]] = {}
+    for t in made:
+        for part in t.parts:
+            having.setdefault(part, []).append(t)
+    for t in made:
+        name, card = t.card.name, t.card
+        for part, why in card.needs.items() if e.is_training else ():
+            if all(other is t for other in having.get(part, ())):
+                missing = dict(zip(card.needs, partners(t), strict=True))[part]
+                raise Incompatible(f"{name}: {why}", f"add {missing} (--with {missing})")
+        whys = {**card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
+        for part, why in whys.items():
+            for other in having.get(part, ()):
+                if other is not t:
+                    raise Incompatible(f"{name}: {why.format(other=other.card.name)}",
+                                       f"keep one of {name} and {other.card.name}")  # fmt: skip
 
 
 def require_runnable(e: Experiment) -> None:

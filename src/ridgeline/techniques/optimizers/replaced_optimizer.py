@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def no_masters(t: Technique, e: Experiment) -> None:
     """Check that nothing else updates a copy of the weights."""
     refuse(t, e, "masters", "{other} updates a master copy of the weights by itself",
-           'use weights=fp32, or store the weights in 16 bits (workload dtype = "bf16")')  # fmt: skip
+           'drop {other}, or use weights=fp32, or store 16-bit weights alone (workload dtype = "bf16")')  # fmt: skip
 
 
 def scaled(run: TrainBuild, ratio: float) -> None:
