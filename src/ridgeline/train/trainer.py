@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ridgeline.data.batches import IGNORE, TextBatches, load_tokens, own_tokenizer, token_ids
 from ridgeline.data.packing import InstructionBatches, load_instructions
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
-from ridgeline.nn.model.init import allocate, build, init_weights
+from ridgeline.nn.model.init import DTYPES, allocate, build, init_weights
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.gradients import holders, sum_partial
 from ridgeline.runtime.mesh import Mesh
@@ -26,8 +26,6 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.registry import resolve
 from ridgeline.techniques.technique import PHASES, Technique
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
-from ridgeline.nn.model.init import build
+from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.runtime.train_build import Build
@@ -21,7 +21,6 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import resolve
-from ridgeline.train.trainer import DTYPES
 
 ROUNDS = 3
 """Times the whole generation is repeated after one warm-up."""

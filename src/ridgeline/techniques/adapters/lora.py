@@ -10,9 +10,9 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ROW
 from ridgeline.spec.targets import chosen
 from ridgeline.techniques.adapters.adapted import Adapting, adapt, check_targets
-from ridgeline.techniques.parallel.divide_operators import ROW
 from ridgeline.techniques.technique import Card, Phase
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ROW
 from ridgeline.techniques.optimizers.lomo import check_recorded
 from ridgeline.techniques.optimizers.replaced_optimizer import alone, apply_in_backward, fuses, scaled
-from ridgeline.techniques.parallel.divide_operators import ROW
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pydantic import Field
 from ridgeline.graph.graph import Graph, Param
 from ridgeline.graph.state_blocks import block_of
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ROW
 from ridgeline.techniques.optimizers.replaced_optimizer import alone, scaled
-from ridgeline.techniques.parallel.divide_operators import ROW
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:

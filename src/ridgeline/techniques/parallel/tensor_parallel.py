@@ -10,12 +10,11 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import COLUMN, ROW
 from ridgeline.spec.scheduling import OWN, engine_name
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.parallel.divide_operators import (
     ATTENTION_CORE,
-    COLUMN,
-    ROW,
     split_bytes,
     split_gemm,
     split_saved,
