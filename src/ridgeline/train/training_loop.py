@@ -53,7 +53,7 @@ def train(
     out = Path(options["out"]) if options.get("out") else None
     evaluations = Evaluations()
     if options.get("eval_every"):
-        trainer.run.states["evaluations"] = evaluations
+        trainer.run.hooks.states["evaluations"] = evaluations
     losses = resume(trainer, out) if out and options.get("resume") else []
     if options.get("adapter_from") and not trainer.steps_done:
         from ridgeline.train.adapter_folder import go_on, load_adapter
@@ -120,7 +120,7 @@ def _evaluate(trainer: Trainer, evaluations: Evaluations, report: Any) -> None:
 
 def left_out(trainer: Trainer) -> dict[str, Any]:
     """What of instruction data was not trained on: bad records with their reasons, cut and dropped examples."""
-    data = getattr(trainer.run.batches, "data", None)
+    data = getattr(trainer.run.data.batches, "data", None)
     return {"bad": data.bad, "cut": data.cut, "dropped": data.dropped} if isinstance(data, Instructions) else {}
 
 
@@ -149,7 +149,7 @@ def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
     model.load_state_dict(plain, assign=True, strict=not trainer.experiment.model.tie_embeddings)
     model.tie()
     save_checkpoint(model, folder)
-    trainer.run.batches.tokenizer.save(str(folder / "tokenizer.json"))
+    trainer.run.data.batches.tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:

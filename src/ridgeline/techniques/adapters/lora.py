@@ -136,7 +136,7 @@ class LoRA(Adapting):
         if self.dropout:
             place = run.mesh.data_rank * run.mesh.size("cp") + run.mesh.at("cp") if run.mesh else 0
             dropout = Dropout(self.dropout, seed, place)
-            run.before_step.append(dropout.at)
+            run.hooks.before_step.append(dropout.at)
         generator = torch.Generator().manual_seed(seed)
         for i, name in enumerate(chosen(run.model.spec, self.targets)):
             base = run.model.get_submodule(name)

@@ -82,12 +82,12 @@ class AdaLomo(Technique):
         from ridgeline.runtime import optimizers
         from ridgeline.techniques.optimizers import lomo_torch as fused_update
 
-        run.make_optimizer = lambda groups, w: optimizers.AdaLomoOptimizer(groups, w.lr, self.decay, self.least)
+        run.update.make_optimizer = lambda groups, w: optimizers.AdaLomoOptimizer(groups, w.lr, self.decay, self.least)
         scaled(run, self.lr_ratio)
         if fuses(run.experiment):
             fused_update.FusedUpdate(run, "none")
         else:
-            run.clip = fused_update.unscale
+            run.gradients.clip = fused_update.unscale
 
 
 def _states(p: Param, tp: int, stride: int) -> tuple[float, list[Op]]:

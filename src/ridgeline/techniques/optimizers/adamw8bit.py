@@ -74,7 +74,7 @@ class AdamW8bit(Technique):
             wide = {p for name, p in run.root.named_parameters() if ".embed." in f".{name}"}
             return optimizers.AdamW8bitOptimizer(groups, w.lr, (w.beta1, w.beta2), self.block, wide)
 
-        run.make_optimizer = make
+        run.update.make_optimizer = make
         scaled(run, self.lr_ratio)
 
 

@@ -124,7 +124,7 @@ class TensorParallel(Technique):
         run.divider.transformer(run.model)
         for chunk in {id(c): c for c in (run.root, *run.chunks)}.values():
             chunk.loss = run.divider.loss
-        run.partial += run.divider.partial
+        run.gradients.partial += run.divider.partial
 
     def _whole_heads(self, e: Experiment) -> None:
         kv = e.model.num_kv_heads
