@@ -23,7 +23,7 @@ from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.probing.probe import device_of
 from ridgeline.measure.probing.probe_worker import probe_rank
-from ridgeline.nn.model.init import build
+from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import Build
@@ -33,7 +33,6 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import check, normalize
-from ridgeline.train.trainer import DTYPES
 
 MODEL = ModelSpec(
     name="bench-100m", family="llama", vocab_size=8000, hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=4,

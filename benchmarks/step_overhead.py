@@ -61,7 +61,7 @@ def main() -> None:
             if name == "engine":
                 losses[name] = trainer.step().loss
             else:
-                batch = trainer.run.batches.batch(step)
+                batch = trainer.run.data.batches.batch(step)
                 lr = learning_rate(e.training, step)
                 losses[name] = bare_step(root, optimizer, parameters, batch, e.training, lr)
             times[name].append(time.perf_counter() - start)

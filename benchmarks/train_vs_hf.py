@@ -64,7 +64,7 @@ def run_hf(steps: int, attention: str) -> dict:
     ours = Ours(e)
     rows = []
     for step in range(steps):
-        ids, labels, *_ = ours.run.batches.batch(step)
+        ids, labels, *_ = ours.run.data.batches.batch(step)
         # Trainer shifts labels itself: give it the ids and the one token beyond.
         rows += [{"input_ids": torch.cat((i, lab[-1:]))} for i, lab in zip(ids, labels, strict=True)]
     folder = tempfile.mkdtemp()

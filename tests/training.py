@@ -82,7 +82,7 @@ class UnevenBatches:
 def make_trainer(e: Experiment, rank: int = 0, uneven: bool = True) -> Trainer:
     trainer = Trainer(e, torch.device("cpu"), rank, e.world)
     if uneven:
-        trainer.run.batches = UnevenBatches(trainer.run.batches)
+        trainer.run.data.batches = UnevenBatches(trainer.run.data.batches)
     return trainer
 
 
@@ -95,7 +95,7 @@ def full(t: torch.Tensor) -> torch.Tensor:
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter, whole, by name; of 16-bit ones the fp32 master copy."""
     found = {}
-    with trainer.run.resident(False):
+    with trainer.run.hooks.resident(False):
         for name, p in trainer.run.root.named_parameters():
             master = trainer.optimizer.state.get(p, {}).get("master")
             wide = p.dtype != torch.float32 and master is not None and master.dtype == torch.float32

@@ -35,7 +35,7 @@ def test_parameters_of_every_catalogue_model(name):
 def really_saved(twins):
     """Bytes that autograd keeps from forward to backward: each storage once; no parameters, inputs or rope tables."""
     run, ids = twins.real(), twins.batch()
-    for prepare in run.before_step:
+    for prepare in run.hooks.before_step:
         prepare(0)
     known = {p.untyped_storage().data_ptr() for p in run.model.parameters()} | {ids.untyped_storage().data_ptr()}
     if run.model.rotary is not None:  # constants, which the graph counts as buffers

@@ -212,14 +212,14 @@ def test_logits_parity(names):
 
 def _never_reduced(rank: int, e: Experiment) -> Curve:
     trainer = make_trainer(e, rank)
-    trainer.run.after_backward.clear()
+    trainer.run.gradients.after_backward.clear()
     trainer.run.sync = lambda last: nullcontext()
     return curve_of(trainer)
 
 
 def _wrong_scale(rank: int, e: Experiment) -> Curve:
     trainer = make_trainer(e, rank)
-    trainer.run.after_backward.append(lambda: torch._foreach_mul_([p.grad for p in trainer.parameters], 0.5))
+    trainer.run.gradients.after_backward.append(lambda: torch._foreach_mul_([p.grad for p in trainer.parameters], 0.5))
     return curve_of(trainer)
 
 

@@ -293,7 +293,7 @@ def test_an_export_is_where_the_next_run_starts(corpus, tmp_path):
         first.step()
     export(first, save(first, tmp_path / "run", []), tmp_path)
     again = make_trainer(experiment(corpus, checkpoint=str(tmp_path), tokenizer=str(tmp_path)))
-    ids, labels, *_ = again.run.batches.batch(9)
+    ids, labels, *_ = again.run.data.batches.batch(9)
     with torch.no_grad():
         assert float(again.run.call(ids, labels)) == pytest.approx(float(first.run.call(ids, labels)), rel=1e-5)
     shutil.rmtree(tmp_path)

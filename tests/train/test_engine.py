@@ -27,7 +27,7 @@ def gradients(rank, e):
 def whole(corpus):
     """The reference: autograd on the plain mean over all valid tokens of the whole batch, by PyTorch's own loss."""
     trainer = make_trainer(experiment(corpus))
-    ids, labels, *_ = trainer.run.batches.batch(0)
+    ids, labels, *_ = trainer.run.data.batches.batch(0)
     counts = (labels != IGNORE).sum(1).tolist()
     assert len(set(counts)) == len(counts), "rows must differ in valid tokens, or the test sees nothing"
     logits = trainer.run.model(ids)
@@ -56,7 +56,7 @@ def test_loss_and_gradients_do_not_depend_on_how_the_batch_is_cut(ranks, micro, 
 def test_the_mean_of_means_is_another_loss(corpus, whole):
     """The batch of these tests can tell a mean of means from the mean."""
     trainer = make_trainer(experiment(corpus))
-    ids, labels, *_ = trainer.run.batches.batch(0)
+    ids, labels, *_ = trainer.run.data.batches.batch(0)
     each = torch.nn.functional.cross_entropy(trainer.run.model(ids).transpose(1, 2), labels, reduction="none")
     means = each.sum(1) / (labels != IGNORE).sum(1)
     assert abs(means.mean().item() - whole[0]) > 1e-4
@@ -64,8 +64,8 @@ def test_the_mean_of_means_is_another_loss(corpus, whole):
 
 def test_a_batch_without_labels_has_loss_zero(corpus):
     trainer = make_trainer(experiment(corpus), uneven=False)
-    ids, labels, *_ = trainer.run.batches.batch(0)
-    trainer.run.batches = type(
+    ids, labels, *_ = trainer.run.data.batches.batch(0)
+    trainer.run.data.batches = type(
         "NoLabels", (), {"batch": lambda self, step: Batch(ids, torch.full_like(labels, IGNORE))}
     )()
     assert trainer.step().loss == 0
@@ -111,7 +111,7 @@ def test_adamw_equals_torchs_over_several_steps(corpus):
         betas=(w.beta1, w.beta2), fused=False,
     )  # fmt: skip
     for step in range(4):
-        ids, labels, *_ = twin.run.batches.batch(step)
+        ids, labels, *_ = twin.run.data.batches.batch(step)
         logits = model(ids).flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE)
         reference.zero_grad()
@@ -165,7 +165,7 @@ def test_weights_stored_in_bf16_train(plan, corpus):
 
 def test_lora_starts_as_the_base_model_and_leaves_it_alone(corpus):
     plain, adapted = make_trainer(experiment(corpus)), make_trainer(experiment(corpus, "lora"))
-    ids, *_ = plain.run.batches.batch(0)
+    ids, *_ = plain.run.data.batches.batch(0)
     assert torch.equal(plain.run.model(ids), adapted.run.model(ids))
     curve = train(experiment(corpus, "lora", lr=0.01))
     assert {n.rpartition(".")[2] for n in curve.trained} == {"lora_a", "lora_b"}

@@ -18,13 +18,13 @@ def test_the_stream_of_tokens_is_that_of_a_fixed_length(corpus):
     fixed, grown = (make_trainer(experiment(corpus, *plan, steps=8), uneven=False) for plan in ((), (CALL,)))
     shapes = []
     for step in range(8):
-        a, b = fixed.run.batches.batch(step), grown.run.batches.batch(step)
+        a, b = fixed.run.data.batches.batch(step), grown.run.data.batches.batch(step)
         shapes.append(tuple(b.ids.shape))
         assert torch.equal(a.ids.flatten(), b.ids.flatten())
         assert torch.equal(a.labels.flatten(), b.labels.flatten())
         assert len(grown.local_batch(step)[0]) == 1
     assert shapes == [(16, 4)] * 2 + [(8, 8)] * 2 + [(4, 16)] * 4
-    assert grown.run.batches.held_out_batch().ids.shape == (4, 16)
+    assert grown.run.data.batches.held_out_batch().ids.shape == (4, 16)
 
 
 def test_micro_batches_keep_their_tokens(corpus):

@@ -97,7 +97,7 @@ def norms_of(rank, e):
     rest = []
     for _ in range(trainer.workload.steps):
         trainer.step()
-        with trainer.run.resident(False):
+        with trainer.run.hooks.resident(False):
             rest.append(full(weight()))
     return rest, state(trainer)
 

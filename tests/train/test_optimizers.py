@@ -205,7 +205,7 @@ def test_a_step_with_an_overflow_is_skipped_before_anything_moves(corpus):
     before = [full(p) for p in trainer.parameters]
     trainer.step()
     assert all(torch.equal(a, p.detach()) for a, p in zip(before, trainer.parameters, strict=True))
-    assert trainer.run.scaler.scale == 2.0**24 or trainer.run.scaler.scale == 5e29
+    assert trainer.run.update.scaler.scale == 2.0**24 or trainer.run.update.scaler.scale == 5e29
     ok = train(experiment(corpus, "lomo", "mixed_precision:dtype=fp16,loss_scale=1024", lr=0.5, optimizer="sgd"))
     sgd = train(experiment(corpus, "mixed_precision:dtype=fp16,loss_scale=1024", lr=0.5, optimizer="sgd"))
     assert ok.losses == pytest.approx(sgd.losses, rel=1e-6)

@@ -87,7 +87,7 @@ def test_hooks_fire_on_sharded_parameters(corpus):
 def gradients_rank(rank, e, patched=False):
     trainer = make_trainer(e, rank)
     if patched:
-        trainer.run.after_backward.clear()
+        trainer.run.gradients.after_backward.clear()
     trainer.forward_backward(0)
     return {n: full(p.grad) for n, p in trainer.run.root.named_parameters() if p.grad is not None}
 
@@ -110,7 +110,7 @@ def scaled(corpus, factor, **workload):
     e = experiment(corpus, **workload)
     trainer = make_trainer(e)
     if factor != 1:
-        trainer.run.after_backward.append(
+        trainer.run.gradients.after_backward.append(
             lambda: torch._foreach_mul_([p.grad for p in trainer.parameters], float(factor))
         )
     return [trainer.step().loss for _ in range(20)]
@@ -129,7 +129,7 @@ def clipped_per_stage_rank(rank, e):
     trainer = make_trainer(e, rank)
     stages = trainer.run.mesh.group("pp")
     assert dist.get_world_size(stages) == 2
-    trainer.run.norm = lambda parameters, copies, world: global_norm(parameters, copies, 1)
+    trainer.run.gradients.norm = lambda parameters, copies, world: global_norm(parameters, copies, 1)
     return [trainer.step().loss for _ in range(5)]
 
 

@@ -40,7 +40,7 @@ def test_scale_halves_doubles_and_is_kept():
 def test_a_step_that_overflows_is_skipped_and_the_scale_halved(plan, corpus):
     trainer = make_trainer(experiment(corpus, plan, optimizer="adamw"))
     trainer.step()
-    scaler = trainer.run.scaler
+    scaler = trainer.run.update.scaler
     assert scaler.scale == 1024
     before = copy.deepcopy([p.detach() for p in trainer.parameters])
     states = copy.deepcopy([v for s in trainer.optimizer.state.values() for v in s.values()])
@@ -48,9 +48,9 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(plan, corpus):
     def poison():
         trainer.parameters[3].grad.view(-1)[0] = float("inf")
 
-    trainer.run.after_backward.append(poison)
+    trainer.run.gradients.after_backward.append(poison)
     stats = trainer.step()
-    trainer.run.after_backward.remove(poison)
+    trainer.run.gradients.after_backward.remove(poison)
     assert scaler.scale == 512
     assert not torch.isfinite(torch.tensor(stats.grad_norm))
     assert all(torch.equal(a, p) for a, p in zip(before, trainer.parameters, strict=True))
@@ -78,13 +78,13 @@ def one_overflows(rank, e):
     scales = []
     for step in range(3):
         if step == 1 and rank == 1:
-            trainer.run.after_backward.append(
+            trainer.run.gradients.after_backward.append(
                 lambda: local(trainer.parameters[0].grad).view(-1)[:1].fill_(float("inf"))
             )
         trainer.step()
         if step == 1 and rank == 1:
-            trainer.run.after_backward.pop()
-        scales.append(trainer.run.scaler.scale)
+            trainer.run.gradients.after_backward.pop()
+        scales.append(trainer.run.update.scaler.scale)
     return scales, {n: bool(torch.isfinite(t).all()) for n, t in state(trainer).items()}
 
 
@@ -196,8 +196,8 @@ def test_checkpoints_hold_masters_moments_and_scale(plan, corpus, tmp_path):
     rest = [trainer.step().loss for _ in range(3)]
     again = make_trainer(e)
     assert resume(again, tmp_path) == losses
-    if again.run.scaler:
-        assert again.run.scaler.scale == 2048  # it grew after two steps
+    if again.run.update.scaler:
+        assert again.run.update.scaler.scale == 2048  # it grew after two steps
     assert [again.step().loss for _ in range(3)] == rest
     if "low" in plan:
         state = again.optimizer.state[again.parameters[0]]

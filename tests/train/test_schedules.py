@@ -91,7 +91,7 @@ def _part(rank, e, place, steps):
     for _ in range(steps):
         losses.append(trainer.step().loss)
     save(trainer, place, losses)
-    kept = [s.state_dict() for s in trainer.run.states.values()]
+    kept = [s.state_dict() for s in trainer.run.hooks.states.values()]
     return losses, kept
 
 
@@ -112,7 +112,7 @@ def test_sources(folder, corpus):
     assert [p.rsplit("/", 1)[1] for p in sources(str(folder))] == ["easy.txt", "hard.txt"]
     assert sources("a.txt, b") == ["a.txt", "b"]
     trainer = make_trainer(experiment(f"{folder / 'easy.txt'},{folder / 'hard.txt'}", CALL), uneven=False)
-    assert len(trainer.run.batches.domains) == 2
+    assert len(trainer.run.data.batches.domains) == 2
     with pytest.raises(UserError, match="is one domain"):
         make_trainer(experiment(corpus, "dynamic_batch_loading"))
     with pytest.raises(UserError, match="3 values in reference, but 2 domains"):
@@ -167,8 +167,8 @@ def test_training_stops_when_the_tokens_are_spent(corpus, tmp_path):
     for _ in range(40):
         stats = trainer.step()
         sizes.append(stats.tokens)
-        rates.append(trainer.run.lr)
-        ids.append(trainer.run.batches.batch(stats.step).ids)
+        rates.append(trainer.run.update.lr)
+        ids.append(trainer.run.data.batches.batch(stats.step).ids)
         seen += stats.tokens
         if stats.finished:
             break
@@ -179,7 +179,7 @@ def test_training_stops_when_the_tokens_are_spent(corpus, tmp_path):
     assert rates[: top + 1] == sorted(rates[: top + 1])
     assert rates[top:] == sorted(rates[top:], reverse=True)
     fixed = make_trainer(experiment(corpus, steps=40), uneven=False)
-    stream = torch.cat([fixed.run.batches.batch(s).ids for s in range(10)])
+    stream = torch.cat([fixed.run.data.batches.batch(s).ids for s in range(10)])
     mine = torch.cat(ids)
     assert torch.equal(mine, stream[: len(mine)]), "no row is left out or comes twice"
     half, place = make_trainer(e, uneven=False), tmp_path / "x"
@@ -187,9 +187,9 @@ def test_training_stops_when_the_tokens_are_spent(corpus, tmp_path):
     save(half, place, losses)
     rest = make_trainer(e, uneven=False)
     resume(rest, place)
-    assert torch.equal(rest.run.batches.batch(4).ids, ids[4])
+    assert torch.equal(rest.run.data.batches.batch(4).ids, ids[4])
     assert rest.step().tokens == sizes[4]
-    assert rest.run.lr == rates[4]
+    assert rest.run.update.lr == rates[4]
 
 
 def test_all_ranks_agree_and_the_steps_are_predicted(corpus):
@@ -206,7 +206,7 @@ def test_all_ranks_agree_and_the_steps_are_predicted(corpus):
 
 def _lengths(rank, e):
     trainer = make_trainer(e, rank)
-    return [(trainer.step().loss, trainer.run.lr) for _ in range(3)]
+    return [(trainer.step().loss, trainer.run.update.lr) for _ in range(3)]
 
 
 def test_energy_counters(tmp_path):
@@ -243,8 +243,8 @@ def largest_gap(folder, every):
     trainer = make_trainer(experiment(folder, call, steps=40, lr=1e-2, batch_size=10), uneven=False)
     for _ in range(40):
         trainer.step()
-    batches = trainer.run.batches
-    losses = [trainer.run.loss_of(batches.held_out_of(i)) for i in range(2)]
+    batches = trainer.run.data.batches
+    losses = [trainer.run.data.loss_of(batches.held_out_of(i)) for i in range(2)]
     return max(loss - reference for loss, reference in zip(losses, (0.2, 3), strict=True)), losses
 
 

@@ -126,13 +126,13 @@ class HostStates:
     def __post_init__(self) -> None:
         run = self.run
         self.parts = self.parts or parts_of(run.root)
-        self.late = run.keep_gradients or bool(run.after_backward)
+        self.late = run.gradients.keep or bool(run.gradients.after_backward)
         """Whether gradients are complete only after backward, so that they leave then."""
-        self.wide = dict(run.masters)
+        self.wide = dict(run.update.masters)
         """Masters of 16-bit weights, until there are optimizers over them."""
-        self.low = run.weights_16bit if self.wide else None
+        self.low = run.update.weights_16bit if self.wide else None
         """The dtype of those weights; None: the masters are the weights."""
-        run.masters.clear()
+        run.update.masters.clear()
         for part in self.parts:
             held = part.trained + (part.frozen if self.rest else [])
             if held and (self.rest or not self.low):
@@ -141,10 +141,15 @@ class HostStates:
                 self._of[p] = part
                 if not self.late:
                     p.register_post_accumulate_grad_hook(self._ready)
-        run.make_optimizer = lambda groups, w: HostOptimizer(self, groups, w)
-        run.norm, run.clip, run.clear, run.resident = self.norm, self.clip, self.clear, self._resident(run.resident)
+        run.update.make_optimizer = lambda groups, w: HostOptimizer(self, groups, w)
+        run.gradients.norm, run.gradients.clip, run.gradients.clear, run.hooks.resident = (
+            self.norm,
+            self.clip,
+            self.clear,
+            self._resident(run.hooks.resident),
+        )
         if self.late:
-            run.after_backward.append(self._collect)
+            run.gradients.after_backward.append(self._collect)
         else:
             run.sync = self._around(run.sync)
 
@@ -183,7 +188,7 @@ class HostStates:
         part.norms = self.store.send(part.gradients(self._turn), grads, add=bool(part.arrived), wire=self.low)
         part.arrived.update(came)
         del grads
-        if not self.run.keep_gradients:
+        if not self.run.gradients.keep:
             for p in came:
                 p.grad = None
 

@@ -141,6 +141,83 @@ class Build:
 
 
 @dataclass
+class Data:
+    """Where a run's batches and texts come from; set by the engine before it builds."""
+
+    batches: BatchSource = field(init=False)
+    """Where batches come from; set by the engine before it builds."""
+    tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
+    """Token ids (int32 [tokens]) of another source of text, of which so many bytes are read, by the run's tokenizer."""
+    loss_of: Callable[[Batch], float] = field(init=False)
+    """Mean loss over all ranks of a batch that nothing learns from."""
+
+
+@dataclass
+class Gradients:
+    """How gradients are completed, measured, scaled and dropped."""
+
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Before the norm is taken, in order: what reduces and completes gradients."""
+    tied: tuple[nn.Module, str, ProcessGroup] | None = None
+    """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
+    send_bucket: Callable[[Bucket], Waitable] | None = None
+    """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
+    experts_divided: bool = False
+    """Whether each rank of an inner data-parallel group holds other experts."""
+    keep: bool = False
+    """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
+    partial: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Replicated parameters, as (module, name), whose gradients are summed over the tensor-parallel ranks."""
+    norm: Callable[[list[nn.Parameter], dict[nn.Parameter, int], int], Tensor] = global_norm
+    """Global norm of the gradients, wherever they are."""
+    clip: Callable[[list[nn.Parameter], Tensor, float, float], None] = clip
+    """Scales the gradients, wherever they are."""
+    clear: Callable[[list[nn.Parameter], bool], None] = clear
+    """Drops the gradients, or zeroes them in place, wherever they are."""
+
+
+@dataclass
+class Update:
+    """The optimizer, its learning rate and what its weights rest in."""
+
+    schedule: Callable[[int], float]
+    """Learning rate of a step."""
+    weights_16bit: torch.dtype | None = None
+    """16-bit dtype in which parameters rest beside the fp32 values that are updated; None: there is one copy."""
+    masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Those fp32 values, of this rank's part of each trained parameter, until what updates them takes them."""
+    lr: float = 0.0
+    """Learning rate of the step under way, known before its forward pass (for updates within the backward)."""
+    make_optimizer: MakeOptimizer = make_optimizer
+    """Builds the optimizer from parameter groups and the workload."""
+    optimizer: torch.optim.Optimizer | None = None
+    """What ``make_optimizer`` gave, once the engine has called it."""
+    scaler: Scaler | None = None
+    """Dynamic loss scaling; None: the loss as it is."""
+
+
+@dataclass
+class Hooks:
+    """What runs at certain points of training, and what checkpoints keep for it."""
+
+    filled: list[Callable[[], None]] = field(default_factory=list)
+    """Once this rank's parts of the parameters have their values, in order; nothing is offloaded yet."""
+    after_evaluation: Callable[[], None] = lambda: None
+    """What to undo after a forward pass that no backward follows."""
+    before_step: list[Callable[[int], None]] = field(default_factory=list)
+    """Before each step, with its number."""
+    finished: Callable[[], bool] = lambda: False
+    """Whether training should end after this step though steps are left (a budget is spent); asked of rank 0."""
+    states: dict[str, Stateful] = field(default_factory=dict)
+    """What checkpoints keep for techniques, by name."""
+    resident: Callable[[bool], AbstractContextManager[object]] = lambda changed: nullcontext()
+    """Context in which parameters and optimizer states are in memory, for checkpoints and exports; argument: whether
+    they are overwritten."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """After the optimizer's step, in order (new weights handed round)."""
+
+
+@dataclass
 class TrainBuild(Build):
     """What the training engine offers a technique. ``root`` holds the parameters, ``chunks`` are what is called."""
 
@@ -160,66 +237,17 @@ class TrainBuild(Build):
     """Forward and backward of all micro-batches, with the factor on the loss; returns the sum of losses times it."""
     score: Callable[[list[Micro]], Tensor] = field(init=False)
     """Sum of the losses of all micro-batches without gradients."""
-    after_backward: list[Callable[[], None]] = field(default_factory=list)
-    """Before the norm is taken, in order: what reduces and completes gradients."""
-    tied: tuple[nn.Module, str, ProcessGroup] | None = None
-    """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
-    send_bucket: Callable[[Bucket], Waitable] | None = None
-    """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
-    weights_16bit: torch.dtype | None = None
-    """16-bit dtype in which parameters rest beside the fp32 values that are updated; None: there is one copy."""
-    masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """Those fp32 values, of this rank's part of each trained parameter, until what updates them takes them."""
-    filled: list[Callable[[], None]] = field(default_factory=list)
-    """Once this rank's parts of the parameters have their values, in order; nothing is offloaded yet."""
-    experts_divided: bool = False
-    """Whether each rank of an inner data-parallel group holds other experts."""
-    keep_gradients: bool = False
-    """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
-    after_evaluation: Callable[[], None] = lambda: None
-    """What to undo after a forward pass that no backward follows."""
-    batches: BatchSource = field(init=False)
-    """Where batches come from; set by the engine before it builds."""
-    tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
-    """Token ids (int32 [tokens]) of another source of text, of which so many bytes are read, by the run's tokenizer."""
-    loss_of: Callable[[Batch], float] = field(init=False)
-    """Mean loss over all ranks of a batch that nothing learns from."""
-    schedule: Callable[[int], float] = field(init=False)
-    """Learning rate of a step."""
-    lr: float = 0.0
-    """Learning rate of the step under way, known before its forward pass (for updates within the backward)."""
-    before_step: list[Callable[[int], None]] = field(default_factory=list)
-    """Before each step, with its number."""
-    finished: Callable[[], bool] = lambda: False
-    """Whether training should end after this step though steps are left (a budget is spent); asked of rank 0."""
-    states: dict[str, Stateful] = field(default_factory=dict)
-    """What checkpoints keep for techniques, by name."""
-    partial: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """Replicated parameters, as (module, name), whose gradients are summed over the tensor-parallel ranks."""
-    norm: Callable[[list[nn.Parameter], dict[nn.Parameter, int], int], Tensor] = global_norm
-    """Global norm of the gradients, wherever they are."""
-    clip: Callable[[list[nn.Parameter], Tensor, float, float], None] = clip
-    """Scales the gradients, wherever they are."""
-    clear: Callable[[list[nn.Parameter], bool], None] = clear
-    """Drops the gradients, or zeroes them in place, wherever they are."""
-    resident: Callable[[bool], AbstractContextManager[object]] = lambda changed: nullcontext()
-    """Context in which parameters and optimizer states are in memory, for checkpoints and exports; argument: whether
-    they are overwritten."""
-    make_optimizer: MakeOptimizer = make_optimizer
-    """Builds the optimizer from parameter groups and the workload."""
-    optimizer: torch.optim.Optimizer | None = None
-    """What ``make_optimizer`` gave, once the engine has called it."""
-    after_update: list[Callable[[], None]] = field(default_factory=list)
-    """After the optimizer's step, in order (new weights handed round)."""
     store: TieredStore | None = None
     """What rests in host memory or on disk, with its traffic."""
-    scaler: Scaler | None = None
-    """Dynamic loss scaling; None: the loss as it is."""
     root: LossModel = field(init=False)
     chunks: list[LossModel] = field(init=False)
     """This rank's consecutive parts of the model: one, or several thin pipeline stages."""
     call: nn.Module = field(init=False)
     """What a micro-batch without a pipeline is given to: the whole model, maybe wrapped."""
+    data: Data = field(default_factory=Data)
+    gradients: Gradients = field(default_factory=Gradients)
+    update: Update = field(init=False)
+    hooks: Hooks = field(default_factory=Hooks)
 
     def __post_init__(self) -> None:
         self.root = LossModel(self.model)
@@ -227,7 +255,7 @@ class TrainBuild(Build):
         self.call = self.root
         self.execute = self._execute
         self.score = self._score
-        self.schedule = functools.partial(learning_rate, self.experiment.training)
+        self.update = Update(functools.partial(learning_rate, self.experiment.training))
 
     def tell_last(self, tell: Callable[[bool], None]) -> None:
         """Have ``tell`` hear before each micro-batch whether it is the step's last."""

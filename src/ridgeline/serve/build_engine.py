@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ridgeline import catalog
-from ridgeline.nn.model.init import build
+from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.runtime.mesh import Mesh
@@ -40,7 +40,6 @@ DEFAULT_PLAN = default_plan("serve")
 """What ``ridgeline serve`` switches on by itself."""
 DRAFTED = 16
 """Sequences of full length that a drafting model's cache has room for."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_engine(e: Experiment, device: torch.device, model: Transformer | None = None) -> Engine:

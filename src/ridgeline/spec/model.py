@@ -25,6 +25,11 @@ Head = Literal["lm", "mlm", "classify"]
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
           "max_positions", "moe_every", "window_every")  # fmt: skip
 
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Linear layers whose outputs tensor parallelism divides (Megatron's column-parallel layers)."""
+ROW = ("o_proj", "down_proj")
+"""Linear layers whose inputs it divides, so that their outputs are partial sums."""
+
 
 class Parameter(NamedTuple):
     """One parameter tensor: its dotted name in the torch twin, its shape, and the block it belongs to."""

@@ -202,8 +202,8 @@ def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
             raise Incompatible(
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
-    _check_parts(e, made)
-    for t in made:
+    _check_parts(e, techniques)
+    for t in techniques:
         t.check(e)
 
 

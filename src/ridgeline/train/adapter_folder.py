@@ -96,7 +96,7 @@ def go_on(trainer: Trainer, loaded: Loaded) -> None:
             raise UserError(f"the loaded adapter has {key}={saved[key]}, the plan {key}={plan[key]}",
                             f"use --with {call_text(loaded.call)}")  # fmt: skip
     state: dict[str, Any] = {f"model.{n}": t for n, t in loaded.state.items() if n in mine}
-    with trainer.run.resident(True):
+    with trainer.run.hooks.resident(True):
         set_model_state_dict(root, state, options=StateDictOptions(strict=False, full_state_dict=True))
 
 

@@ -42,7 +42,7 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
         tidy(folder)
         draft.mkdir()
     _barrier()
-    with trainer.run.resident(False):
+    with trainer.run.hooks.resident(False):
         tensors, _ = _state(trainer)
         _quietly(lambda: dcp.save(tensors, checkpoint_id=str(draft), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
     _barrier()
@@ -53,7 +53,7 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
             "step": trainer.steps_done,
             "losses": losses,
             "experiment": experiment,
-            "states": {name: kept.state_dict() for name, kept in trainer.run.states.items()},
+            "states": {name: kept.state_dict() for name, kept in trainer.run.hooks.states.items()},
             "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
         }
         _write(draft / "state.json", json.dumps(state))
@@ -125,14 +125,14 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
             raise UserError(f"checkpoint {newest} is damaged: {name} is missing", mend)
         if _checksum(newest / name) != checksum:
             raise UserError(f"checkpoint {newest} is damaged: {name} is not the file that was saved", mend)
-    with trainer.run.resident(True):
+    with trainer.run.hooks.resident(True):
         tensors, optimizer = _state(trainer)
         try:
             _quietly(lambda: dcp.load(tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
         except Exception as e:
             raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
         set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=_by_name())
-    for name, kept in trainer.run.states.items():
+    for name, kept in trainer.run.hooks.states.items():
         if name in states:
             kept.load_state_dict(states[name])
     trainer.steps_done = step

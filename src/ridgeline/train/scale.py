@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ridgeline.nn.model.init import build
+from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.runtime.mesh import Mesh, forget
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import resolve
-from ridgeline.train.trainer import DTYPES, assemble
+from ridgeline.train.trainer import assemble
 
 
 @contextmanager

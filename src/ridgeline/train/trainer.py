@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ridgeline.data.batches import IGNORE, Batch, TextBatches, load_tokens, own_tokenizer, token_ids
 from ridgeline.data.packing import InstructionBatches, load_instructions
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into
-from ridgeline.nn.model.init import allocate, build, init_weights
+from ridgeline.nn.model.init import DTYPES, allocate, build, init_weights
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.runtime.gradients import holders, sum_partial
 from ridgeline.runtime.mesh import Mesh
@@ -26,8 +26,6 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.workload import FineTune
 from ridgeline.techniques.registry import resolve
 from ridgeline.techniques.technique import PHASES, Technique
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
@@ -41,10 +39,10 @@ def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[Train
     divided = False
 
     def complete() -> None:
-        if run.partial and run.mesh:
-            sum_partial([getattr(module, name) for module, name in run.partial], run.mesh.group("tp"))
-        if run.tied:
-            module, name, ends = run.tied
+        if run.gradients.partial and run.mesh:
+            sum_partial([getattr(module, name) for module, name in run.gradients.partial], run.mesh.group("tp"))
+        if run.gradients.tied:
+            module, name, ends = run.gradients.tied
             sum_partial([getattr(module, name)], ends)
 
     for technique in (*techniques, None):
@@ -52,10 +50,10 @@ def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[Train
             divided = True
             if fill:
                 fill(run)
-            for finish in run.filled:
+            for finish in run.hooks.filled:
                 finish()
-            if run.partial or run.tied:
-                run.after_backward.append(complete)
+            if run.gradients.partial or run.gradients.tied:
+                run.gradients.after_backward.append(complete)
         if technique is not None:
             technique.build(run)
         run.assert_trainable()
@@ -123,10 +121,12 @@ class Trainer:
             raise UserError("this plan leaves no parameter to train", "add lora, or drop what freezes the model")
         stages = self.run.mesh.size("pp") if self.run.mesh else 1
         self.copies = {p: holders(p, world // stages) for p in self.parameters}
-        if self.run.tied:
-            module, name, _ = self.run.tied
+        if self.run.gradients.tied:
+            module, name, _ = self.run.gradients.tied
             self.copies[getattr(module, name)] *= 2
-        self.optimizer = self.run.optimizer = self.run.make_optimizer(parameter_groups(self.parameters, w), w)
+        self.optimizer = self.run.update.optimizer = self.run.update.make_optimizer(
+            parameter_groups(self.parameters, w), w
+        )
         self.steps_done = 0
         self.stop_requested = False
 
@@ -137,9 +137,9 @@ class Trainer:
         lazy = self.world > 1 and not e.model.tie_embeddings and all(t.lazy() for t in early)
         model = whole_model(e, torch.device("meta") if lazy else self.device)
         run = TrainBuild(e, model, self.device, rank=self.rank, world=self.world)
-        run.batches = global_batches(e, self.rank, self.world)
-        run.tokens_of = functools.partial(token_ids, tokenizer=run.batches.tokenizer)
-        run.loss_of = self.loss_of
+        run.data.batches = global_batches(e, self.rank, self.world)
+        run.data.tokens_of = functools.partial(token_ids, tokenizer=run.data.batches.tokenizer)
+        run.data.loss_of = self.loss_of
         if self.world > 1:
             run.mesh = Mesh.make(e, self.device.type, max((t.inner() for t in techniques), default=1))
         assemble(run, techniques, self._fill if lazy else None)
@@ -160,7 +160,7 @@ class Trainer:
 
         Every rank derives the global batch from the step, so counting needs no communication.
         """
-        return self._mine(self.run.batches.batch(step))
+        return self._mine(self.run.data.batches.batch(step))
 
     def _mine(self, batch: Batch) -> tuple[list[Micro], int]:
         valid = max(1, int((batch.labels != IGNORE).sum()))
@@ -181,13 +181,13 @@ class Trainer:
         Returns this rank's part of the mean loss, and the global count of valid tokens.
         """
         run = self.run
-        run.lr = run.schedule(step)
-        for prepare in run.before_step:
+        run.update.lr = run.update.schedule(step)
+        for prepare in run.hooks.before_step:
             prepare(step)
         micros, valid = self.local_batch(step)
-        scale = run.scaler.scale if run.scaler else 1.0
+        scale = run.update.scaler.scale if run.update.scaler else 1.0
         total = run.execute(micros, scale / valid) / scale
-        for finish in run.after_backward:
+        for finish in run.gradients.after_backward:
             finish()
         return self._counted_once(total), valid
 
@@ -198,7 +198,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss over one held-out batch, the same for every plan; None when the corpus has none to spare."""
-        batch = self.run.batches.held_out_batch()
+        batch = self.run.data.batches.held_out_batch()
         if batch is None:
             return None
         return self.loss_of(batch)
@@ -208,7 +208,7 @@ class Trainer:
         """Mean loss of a batch that nothing learns from."""
         micros, valid = self._mine(batch)
         total = self._counted_once(self.run.score(micros)) / valid
-        self.run.after_evaluation()
+        self.run.hooks.after_evaluation()
         if self.world > 1:
             dist.all_reduce(total)
         return float(total)
@@ -219,20 +219,20 @@ class Trainer:
         With loss scaling, gradients that are not finite are dropped and the scale is lowered.
         """
         run = self.run
-        scale = run.scaler.scale if run.scaler else 1.0
-        norm = run.norm(self.parameters, self.copies, self.world) / scale
+        scale = run.update.scaler.scale if run.update.scaler else 1.0
+        norm = run.gradients.norm(self.parameters, self.copies, self.world) / scale
         limit = self.workload.grad_clip
-        finite = run.scaler is None or bool(torch.isfinite(norm))
+        finite = run.update.scaler is None or bool(torch.isfinite(norm))
         if finite:
-            run.clip(self.parameters, norm, limit, scale)
+            run.gradients.clip(self.parameters, norm, limit, scale)
             for group in self.optimizer.param_groups:
-                group["lr"] = run.lr
+                group["lr"] = run.update.lr
             self.optimizer.step()
-        run.clear(self.parameters, run.keep_gradients)
-        for finish in run.after_update:
+        run.gradients.clear(self.parameters, run.gradients.keep)
+        for finish in run.hooks.after_update:
             finish()
-        if run.scaler:
-            run.scaler.update(finite)
+        if run.update.scaler:
+            run.update.scaler.update(finite)
         return norm
 
     def step(self) -> StepStats:
@@ -249,7 +249,7 @@ class Trainer:
 
     def report(self, loss: torch.Tensor) -> tuple[float, bool, bool]:
         """The loss over all ranks, whether any of them was asked to stop, and whether rank 0 finds training done."""
-        finished = self.rank == 0 and self.run.finished()
+        finished = self.rank == 0 and self.run.hooks.finished()
         report = torch.tensor(
             [0.0, float(self.stop_requested), float(finished)], dtype=torch.float64, device=self.device
         )

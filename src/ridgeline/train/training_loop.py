@@ -49,7 +49,7 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
     out = Path(options.out) if options.out else None
     evaluations = Evaluations()
     if options.eval_every:
-        trainer.run.states["evaluations"] = evaluations
+        trainer.run.hooks.states["evaluations"] = evaluations
     losses = resume(trainer, out) if out and options.resume else []
     if options.adapter_from and not trainer.steps_done:
         from ridgeline.train.adapter_folder import go_on, load_adapter
@@ -116,7 +116,7 @@ def _evaluate(trainer: Trainer, evaluations: Evaluations, report: Progress) -> N
 
 def left_out(trainer: Trainer) -> dict[str, Any]:
     """What of instruction data was not trained on: bad records with their reasons, cut and dropped examples."""
-    data = getattr(trainer.run.batches, "data", None)
+    data = getattr(trainer.run.data.batches, "data", None)
     return {"bad": data.bad, "cut": data.cut, "dropped": data.dropped} if isinstance(data, Instructions) else {}
 
 
@@ -145,7 +145,7 @@ def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
     model.load_state_dict(plain, assign=True, strict=not trainer.experiment.model.tie_embeddings)
     model.tie()
     save_checkpoint(model, folder)
-    trainer.run.batches.tokenizer.save(str(folder / "tokenizer.json"))
+    trainer.run.data.batches.tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.predict.serving.simulate import percentile
 from ridgeline.validate.case import Case
 
 
@@ -73,7 +74,7 @@ def _score(file: str, group: str, quantity: str, rows: list[Case]) -> Score:
         n=len(rows),
         median_ape=statistics.median(sizes),
         mean_ape=statistics.fmean(sizes),
-        p90_ape=quantile(sizes, 0.9),
+        p90_ape=percentile(sizes, 0.9),
         bias=statistics.fmean(errors),
         within_10=sum(x <= 0.1 for x in sizes) / len(sizes),
         within_20=sum(x <= 0.2 for x in sizes) / len(sizes),
@@ -112,14 +113,6 @@ def baseline(rows: list[Case]) -> tuple[float, str]:
     said = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
     name = "one constant" if width == 1 else f"{width}-constant roofline"
     return float(np.mean(np.abs(said / measured - 1)[usable])) if usable.any() else 1.0, name
-
-
-def quantile(ordered: list[float], q: float) -> float:
-    """Linear interpolation between order statistics of an ascending list."""
-    at = q * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def spearman(a: list[float], b: list[float]) -> float | None:
@@ -183,7 +176,7 @@ def regret_summary(found: list[PlanChoice]) -> dict[str, Any] | None:
         "n": len(sizes),
         "median": statistics.median(sizes),
         "mean": statistics.fmean(sizes),
-        "p90": quantile(sizes, 0.9),
+        "p90": percentile(sizes, 0.9),
         "max": sizes[-1],
         "best_picked": sum(x == 0 for x in sizes) / len(sizes),
     }

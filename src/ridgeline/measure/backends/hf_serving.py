@@ -26,13 +26,12 @@ from ridgeline.measure.load.record import Record
 from ridgeline.measure.load.summary import summarize
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.memory.meter import process_memory
-from ridgeline.nn.model.init import build
+from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import has
-from ridgeline.train.trainer import DTYPES
 
 MOST = 16
 """Sequences in one batch where the workload does not say."""

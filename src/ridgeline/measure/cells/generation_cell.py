@@ -14,7 +14,7 @@ from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
-from ridgeline.nn.model.init import build
+from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
 from ridgeline.runtime.train_build import Build
@@ -23,7 +23,6 @@ from ridgeline.spec.result import Check, Memory, Metric, Result, Sample
 from ridgeline.spec.workload import Generate
 from ridgeline.techniques.registry import resolve
 from ridgeline.techniques.technique import Technique
-from ridgeline.train.trainer import DTYPES
 
 ROUNDS = 3
 """Times the whole generation is repeated after one warm-up."""

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.model import ModelSpec
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Torch's dtype of each storage dtype of the spec."""
 _STD = 0.02
 _RESIDUAL = ("o_proj", "o_proj.weight", "down_proj", "down_proj.weight")
 

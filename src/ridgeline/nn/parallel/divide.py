@@ -25,10 +25,7 @@ from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.transformer import InputEmbedding, MLMHead, Transformer
 from ridgeline.nn.parallel.collectives import enter, leave, linear, local
 from ridgeline.nn.quant.quantized import QuantizedLinear
-
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROW = ("o_proj", "down_proj")
-
+from ridgeline.spec.model import COLUMN, ROW
 
 Partial = Literal["never", "sequence", "always"]
 """When a replicated parameter's gradient is only a part: where it works on a part of the sequence, or ever."""

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ridgeline.nn.model.moe import MoE
-from ridgeline.nn.parallel.divide import COLUMN, ROW
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import Dense, PackedExperts
 from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.model import COLUMN, ROW
 
 OUT, IN = 0, 1
 """Dimensions of a weight [out, in]."""

@@ -84,7 +84,7 @@ class DiffPruning(Adapting):
 
         super().build(run)
         noise = Dropout(0.0, run.experiment.training.seed)
-        run.before_step.append(noise.at)
+        run.hooks.before_step.append(noise.at)
         for _, adapter in placed(run.model):
             assert isinstance(adapter, DiffLinear)
             adapter.noise = noise
@@ -95,10 +95,10 @@ class DiffPruning(Adapting):
                 if name.endswith("adapter_gate"):
                     gate = local(p)
                     p_open = open_chance(gate)
-                    gate.sub_(p_open.mul_(1 - p_open), alpha=run.lr * self.penalty)
+                    gate.sub_(p_open.mul_(1 - p_open), alpha=run.update.lr * self.penalty)
 
         if self.penalty:
-            run.after_update.append(shut)
+            run.hooks.after_update.append(shut)
 
     def _kept(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The projected difference of each layer."""

@@ -10,9 +10,9 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ROW
 from ridgeline.spec.targets import chosen
 from ridgeline.techniques.adapters.adapted import Adapting, adapt, check_targets
-from ridgeline.techniques.parallel.divide_operators import ROW
 from ridgeline.techniques.technique import Card, Phase
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class LoRA(Adapting):
         if self.dropout:
             place = run.mesh.data_rank * run.mesh.size("cp") + run.mesh.at("cp") if run.mesh else 0
             dropout = Dropout(self.dropout, seed, place)
-            run.before_step.append(dropout.at)
+            run.hooks.before_step.append(dropout.at)
         generator = torch.Generator().manual_seed(seed)
         for i, name in enumerate(chosen(run.model.spec, self.targets)):
             base = run.model.get_submodule(name)

@@ -102,5 +102,5 @@ class PagedOptimizer(torch.optim.Optimizer):
 def page_states(run: TrainBuild) -> None:
     """Let the run's optimizer keep its states in host memory."""
     store = run.store = run.store or TieredStore(run.device)
-    inner = run.make_optimizer
-    run.make_optimizer = lambda groups, w: PagedOptimizer(run, store, groups, w, inner)
+    inner = run.update.make_optimizer
+    run.update.make_optimizer = lambda groups, w: PagedOptimizer(run, store, groups, w, inner)

@@ -132,23 +132,23 @@ class Cramming(Technique):
             return float(told)
 
         spending = Spending(budget, count, agree)
-        run.states["budget"] = spending
-        peak = run.schedule(e.training.warmup_steps)
-        run.schedule = lambda step: peak * triangle(_inside(spending.share(step)), self.top)
-        run.finished = spending.finished
+        run.hooks.states["budget"] = spending
+        peak = run.update.schedule(e.training.warmup_steps)
+        run.update.schedule = lambda step: peak * triangle(_inside(spending.share(step)), self.top)
+        run.hooks.finished = spending.finished
         if self.grows:
             least = e.data_parallel * e.micro_batch_size if e.accumulation > 1 else e.data_parallel
-            run.batches = run.states["ramp"] = Ramp(
-                run.batches, e.batch_size, least, self.start, self.ramp, spending.share
+            run.data.batches = run.hooks.states["ramp"] = Ramp(
+                run.data.batches, e.batch_size, least, self.start, self.ramp, spending.share
             )
-        batches = run.batches
+        batches = run.data.batches
 
         def used() -> None:
             step = spending.known[0]
             size = batches.rows(step) if isinstance(batches, Ramp) else e.batch_size
             done[0] += size * e.training.seq_len
 
-        run.after_update.append(used)
+        run.hooks.after_update.append(used)
 
 
 def _inside(share: float) -> float:

@@ -97,20 +97,20 @@ class DynamicBatchLoading(Technique):
             if given and len(given) != len(names):
                 raise UserError(f"dynamic_batch_loading: {len(given)} values in {what}, but {len(names)} domains:"
                                 f" {', '.join(names)}", "give one for each")  # fmt: skip
-        batches = DomainBatches.read(run.tokens_of, run.batches.tokenizer, names, w.seq_len, run.experiment.batch_size,
-                                     w.seed, int(self.limit), self.weights)  # fmt: skip
+        batches = DomainBatches.read(run.data.tokens_of, run.data.batches.tokenizer, names, w.seq_len,
+                                     run.experiment.batch_size, w.seed, int(self.limit), self.weights)  # fmt: skip
         batches.reference = list(self.reference)
-        run.batches = run.states["domains"] = batches
+        run.data.batches = run.hooks.states["domains"] = batches
         measured = [-1]
 
         def prepare(step: int) -> None:
             if step == measured[0] or step % self.every or (step == 0 and batches.reference):
                 return
             measured[0] = step
-            losses = [run.loss_of(batches.held_out_of(i)) for i in range(len(names))]
+            losses = [run.data.loss_of(batches.held_out_of(i)) for i in range(len(names))]
             if not batches.reference:
                 batches.reference = losses
             elif step:
                 batches.weights = updated(batches.weights, losses, batches.reference, self.clipped, self.floor)
 
-        run.before_step.append(prepare)
+        run.hooks.before_step.append(prepare)

@@ -107,4 +107,4 @@ class GrowLength(Technique):
         for _, share in stages:
             starts.append(round(done * e.training.steps))
             done += share
-        run.batches = GrowingLength(run.batches, tuple(n for n, _ in stages), tuple(starts))
+        run.data.batches = GrowingLength(run.data.batches, tuple(n for n, _ in stages), tuple(starts))

@@ -101,7 +101,9 @@ class SwapAdvisor(Technique):
         """Put the swapper around the step's execution."""
         from ridgeline.techniques.memory.swap_advisor_torch import Swapper
 
-        run.execute = Swapper(run.execute, run.root, run.device, int(self.limit(run.experiment)), lambda: run.optimizer)
+        run.execute = Swapper(
+            run.execute, run.root, run.device, int(self.limit(run.experiment)), lambda: run.update.optimizer
+        )
 
 
 def _peak(r: Result) -> float:

@@ -138,7 +138,7 @@ class ZeroInfinity(Technique):
         if "disk" in (weights, states):
             folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
             optimizer = run.experiment.training.optimizer
-            need = disk_bytes(parts_of(run.root), weights, states, optimizer, bool(run.masters))
+            need = disk_bytes(parts_of(run.root), weights, states, optimizer, bool(run.update.masters))
         run.store = TieredStore(run.device, folder, need)
         host = HostStates(run, run.store, states, weights, rest)
         if rest:

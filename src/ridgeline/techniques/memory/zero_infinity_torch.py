@@ -55,8 +55,8 @@ class Residency:
                 module.fetch, module.drop = partial(self._tile, name, len(module.tiles)), partial(self._tile_done, name)
         self.host.left = lambda part: self._drop([part.name] if ".tiles." in part.name else [])
         run.sync = self._around(run.sync)
-        run.after_evaluation = self._undone(run.after_evaluation)
-        run.resident = self._resident(run.resident)
+        run.hooks.after_evaluation = self._undone(run.hooks.after_evaluation)
+        run.hooks.resident = self._resident(run.hooks.resident)
 
     # ---- one part ----
 

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from ridgeline.graph.graph import Graph, Op, Param
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ROW
 from ridgeline.techniques.optimizers.lomo import check_recorded
 from ridgeline.techniques.optimizers.replaced_optimizer import apply_in_backward, fuses, no_masters, scaled
-from ridgeline.techniques.parallel.divide_operators import ROW
 from ridgeline.techniques.registry import has
 from ridgeline.techniques.technique import Card, Phase, Technique
 
@@ -84,12 +84,12 @@ class AdaLomo(Technique):
         from ridgeline.runtime import optimizers
         from ridgeline.techniques.optimizers import lomo_torch as fused_update
 
-        run.make_optimizer = lambda groups, w: optimizers.AdaLomoOptimizer(groups, w.lr, self.decay, self.least)
+        run.update.make_optimizer = lambda groups, w: optimizers.AdaLomoOptimizer(groups, w.lr, self.decay, self.least)
         scaled(run, self.lr_ratio)
         if fuses(run.experiment):
             fused_update.FusedUpdate(run, "none")
         else:
-            run.clip = fused_update.unscale
+            run.gradients.clip = fused_update.unscale
 
 
 def _states(p: Param, tp: int, stride: int) -> tuple[float, list[Op]]:

@@ -10,8 +10,8 @@ from pydantic import Field
 from ridgeline.graph.graph import Graph, Param
 from ridgeline.graph.state_blocks import block_of
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ROW
 from ridgeline.techniques.optimizers.replaced_optimizer import no_masters, scaled
-from ridgeline.techniques.parallel.divide_operators import ROW
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class AdamW8bit(Technique):
             wide = {p for name, p in run.root.named_parameters() if ".embed." in f".{name}"}
             return optimizers.AdamW8bitOptimizer(groups, w.lr, (w.beta1, w.beta2), self.block, wide)
 
-        run.make_optimizer = make
+        run.update.make_optimizer = make
         scaled(run, self.lr_ratio)
 
 

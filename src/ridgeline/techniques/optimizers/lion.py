@@ -63,5 +63,5 @@ class Lion(Technique):
         from ridgeline.runtime import optimizers
 
         betas = (self.beta1, self.beta2)
-        run.make_optimizer = lambda groups, w: optimizers.LionOptimizer(groups, w.lr, betas)
+        run.update.make_optimizer = lambda groups, w: optimizers.LionOptimizer(groups, w.lr, betas)
         scaled(run, self.lr_ratio)

@@ -67,13 +67,13 @@ class Lomo(Technique):
         from ridgeline.runtime import optimizers
         from ridgeline.techniques.optimizers import lomo_torch as fused_update
 
-        run.make_optimizer = lambda groups, w: optimizers.SGD(groups, w.lr)
+        run.update.make_optimizer = lambda groups, w: optimizers.SGD(groups, w.lr)
         if fuses(run.experiment):
             fused_update.FusedUpdate(run, self.norm)
         elif self.norm == "tensor":
-            run.clip = fused_update.clip_tensors
+            run.gradients.clip = fused_update.clip_tensors
         elif self.norm == "none":
-            run.clip = fused_update.unscale
+            run.gradients.clip = fused_update.unscale
 
 
 def check_recorded(t: Technique, e: Experiment) -> None:

@@ -69,7 +69,7 @@ class FusedUpdate:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.partial = [getattr(module, name) for module, name in run.partial]
+        self.partial = [getattr(module, name) for module, name in run.gradients.partial]
         late = set(self.partial)
         self.trained = [p for p in run.root.parameters() if p.requires_grad]
         for p in self.trained:
@@ -78,7 +78,7 @@ class FusedUpdate:
         self.inner = run.execute
         run.execute = self.execute
         run.tell_last(self._hear)
-        run.norm = self.norm
+        run.gradients.norm = self.norm
 
     @property
     def limit(self) -> float:
@@ -99,9 +99,9 @@ class FusedUpdate:
         loss: Tensor | None = None
         if self.two_passes:
             loss = self._pass(micros, factor, measuring=True)
-            scale = self.run.scaler.scale if self.run.scaler else 1.0
+            scale = self.run.update.scaler.scale if self.run.update.scaler else 1.0
             self.total = self._combined()
-            if self.run.scaler and not bool(torch.isfinite(self.total)):
+            if self.run.update.scaler and not bool(torch.isfinite(self.total)):
                 return loss
             self.factor = clip_factor(self.total / scale, self.limit, scale)
         again = self._pass(micros, factor, measuring=False)
@@ -138,14 +138,14 @@ class FusedUpdate:
             if factor is not None:
                 grad.mul_(factor)
             group = self._group(p)
-            group["lr"] = self.run.lr
-            cast(Optimizer, self.run.optimizer).update(p, group)
+            group["lr"] = self.run.update.lr
+            cast(Optimizer, self.run.update.optimizer).update(p, group)
         p.grad = None
 
     def _group(self, p: nn.Parameter) -> dict[str, Any]:
         if not self._groups:
-            assert self.run.optimizer is not None
-            self._groups = {q: g for g in self.run.optimizer.param_groups for q in g["params"]}
+            assert self.run.update.optimizer is not None
+            self._groups = {q: g for g in self.run.update.optimizer.param_groups for q in g["params"]}
         return self._groups[p]
 
     def _combined(self) -> Tensor:

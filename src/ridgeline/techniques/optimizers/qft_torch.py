@@ -81,16 +81,16 @@ class IntegerUpdates:
         self._generator = torch.Generator("cpu" if run.device.type == "meta" else run.device)
         self._place: dict[IntegerWeight, int] = {}
         run.tell_last(self._hear)
-        run.before_step.append(self._begin)
-        inner = run.norm
+        run.hooks.before_step.append(self._begin)
+        inner = run.gradients.norm
 
         def norm(parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
             rest = inner(parameters, copies, world)
             return (rest.double().square() + self.squares).sqrt().float()
 
-        run.norm = norm
-        run.clip = _unclipped
-        run.make_optimizer = lambda groups, w: IntegerLion(groups, self.layers, w)
+        run.gradients.norm = norm
+        run.gradients.clip = _unclipped
+        run.update.make_optimizer = lambda groups, w: IntegerLion(groups, self.layers, w)
 
     def code(self) -> None:
         """Put integer layers in the place of every linear of the layers, the head, and the table of tokens."""
@@ -120,7 +120,7 @@ class IntegerUpdates:
     def take(self, layer: IntegerWeight, dw: Tensor) -> None:
         """A matrix's gradient [out, in] of one micro-batch."""
         run = self.run
-        assert run.optimizer is not None
+        assert run.update.optimizer is not None
         held = self._held.pop(layer, None)
         if not self.last:
             with making("gradients"):
@@ -128,7 +128,7 @@ class IntegerUpdates:
         self._generator.manual_seed(
             (run.experiment.training.seed * 1_000_003 + self.step) * 65_537 + self._place[layer]
         )  # a resumed run draws the same numbers
-        state = run.optimizer.state[layer.codes]
+        state = run.update.optimizer.state[layer.codes]
         step = max(1, at_once(dw.device.type) // dw.shape[1])
         for at in range(0, len(dw), step):
             rows = slice(at, at + step)
@@ -142,6 +142,6 @@ class IntegerUpdates:
             self.squares += float(g.double().square().sum())
             lion_rows(
                 layer, rows, torch.mul(codes, scale), state["momentum"][rows], state["momentum_scale"][rows],
-                lr=run.lr, decay=run.experiment.training.weight_decay, betas=BETAS,
+                lr=run.update.lr, decay=run.experiment.training.weight_decay, betas=BETAS,
                 generator=self._generator,
             )  # fmt: skip

@@ -22,8 +22,8 @@ def no_masters(t: Technique, e: Experiment) -> None:
 def scaled(run: TrainBuild, ratio: float) -> None:
     """Multiply the learning rate."""
     if ratio != 1.0:
-        before = run.schedule
-        run.schedule = lambda step: ratio * before(step)
+        before = run.update.schedule
+        run.update.schedule = lambda step: ratio * before(step)
 
 
 def fuses(e: Experiment) -> bool:

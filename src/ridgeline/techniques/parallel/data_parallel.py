@@ -77,17 +77,17 @@ class DataParallel(Technique):
         whole, shared = mesh.group("outer", "inner", "cp"), mesh.group("outer", "cp")
 
         def fill_buckets() -> None:
-            experts = {p for n, p in run.root.named_parameters() if ".experts." in n and run.experts_divided}
+            experts = {p for n, p in run.root.named_parameters() if ".experts." in n and run.gradients.experts_divided}
             trained = [p for p in run.root.parameters() if p.requires_grad]
             reducer = Reducer.make(
                 trained,
                 lambda p: shared if p in experts else whole,
                 self.bucket_mb * 2**20,
                 self.overlap,
-                run.send_bucket,
+                run.gradients.send_bucket,
             )
             run.sync = reducer.sync
-            run.after_backward.append(reducer.finish)
+            run.gradients.after_backward.append(reducer.finish)
 
-        run.filled.append(fill_buckets)
-        run.keep_gradients = True  # dropped ones would be made anew beside the buckets that they are copied into
+        run.hooks.filled.append(fill_buckets)
+        run.gradients.keep = True  # dropped ones would be made anew beside the buckets that they are copied into

@@ -6,10 +6,6 @@ from collections.abc import Iterable
 
 from ridgeline.graph.graph import Block, Op, Saved, changed
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Linear layers whose outputs tensor parallelism divides (Megatron's column-parallel layers)."""
-ROW = ("o_proj", "down_proj")
-"""Linear layers whose inputs it divides, so that their outputs are partial sums."""
 ATTENTION_CORE = ("scores", "mask", "softmax", "values", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq",
                   "scores.dk", "q_rope", "k_rope", "q_rope.bwd", "k_rope.bwd")  # fmt: skip
 

@@ -177,7 +177,7 @@ class ExpertParallel(Technique):
                 else:
                     mine = DTensor.from_local(part, mesh.sub("inner"), [Shard(0)], run_check=False)
                 moe.experts.register_parameter(name, nn.Parameter(mine, requires_grad=p.requires_grad))
-        run.experts_divided = True
+        run.gradients.experts_divided = True
 
 
 def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:

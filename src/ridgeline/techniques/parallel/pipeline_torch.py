@@ -201,10 +201,10 @@ class PipelineRuntime:
         if ends is None:
             return
         if model.embed is not None:
-            self.run.tied = (model.embed.tokens, "weight", ends)
+            self.run.gradients.tied = (model.embed.tokens, "weight", ends)
         elif model.head is not None:
             model.head.out.weight = nn.Parameter(model.head.out.weight.detach().clone())
-            self.run.tied = (model.head.out, "weight", ends)
+            self.run.gradients.tied = (model.head.out, "weight", ends)
 
     # ---- running ----------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class SequenceParallel(Technique):
         run.divider.sequence = True
         for chunk in run.chunks:
             chunk.model.sequence_parts = run.experiment.parallel["tp"]
-        run.partial[:] = run.divider.partial
+        run.gradients.partial[:] = run.divider.partial
 
 
 def _rewritten(op: Op, t: int) -> Op:

@@ -10,12 +10,11 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import COLUMN, ROW
 from ridgeline.spec.scheduling import OWN, engine_name
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.parallel.divide_operators import (
     ATTENTION_CORE,
-    COLUMN,
-    ROW,
     split_bytes,
     split_gemm,
     split_saved,
@@ -127,7 +126,7 @@ class TensorParallel(Technique):
         run.divider.transformer(run.model)
         for chunk in {id(c): c for c in (run.root, *run.chunks)}.values():
             chunk.loss = run.divider.loss
-        run.partial += run.divider.partial
+        run.gradients.partial += run.divider.partial
 
     def _whole_heads(self, e: Experiment) -> None:
         kv = e.model.num_kv_heads

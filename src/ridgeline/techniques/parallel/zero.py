@@ -215,10 +215,10 @@ class Zero(Technique):
 
         16-bit weights with master copies stay whole in stages 1 and 2, and only their update is divided.
         """
-        if run.weights_16bit is not None and self.stage < 3:
+        if run.update.weights_16bit is not None and self.stage < 3:
             from ridgeline.techniques.parallel.zero_torch import ShardedUpdate
 
-            run.filled.append(lambda: ShardedUpdate(run, self.stage, self._among(run)).start())
+            run.hooks.filled.append(lambda: ShardedUpdate(run, self.stage, self._among(run)).start())
             return
         from torch.distributed.fsdp import FSDPModule
 
@@ -231,7 +231,7 @@ class Zero(Technique):
             module.set_gradient_divide_factor(1.0)
             if run.device.type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
-            if run.weights_16bit is not None:
+            if run.update.weights_16bit is not None:
                 keep_wide(module)
 
         def release() -> None:
@@ -239,7 +239,7 @@ class Zero(Technique):
             for module in sharded:
                 module.reshard()
 
-        run.after_evaluation = release
+        run.hooks.after_evaluation = release
         root = run.root
         if not isinstance(root, FSDPModule):
             run.sync = lambda last: nullcontext()
@@ -258,14 +258,14 @@ class Zero(Technique):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy()
-        if run.compute_dtype is not None or run.weights_16bit is not None:
+        if run.compute_dtype is not None or run.update.weights_16bit is not None:
             policy = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
         mesh, others = self._ranks(run)
         for chunk in run.chunks:
             for block in chunk.model.layers.children():
                 feed: Any = block.mlp
                 held = set()  # experts that are divided over ranks are shared by fewer
-                if run.experts_divided and hasattr(feed, "experts"):
+                if run.gradients.experts_divided and hasattr(feed, "experts"):
                     if others.size() > 1:
                         fully_shard(feed.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
                     else:
@@ -291,7 +291,7 @@ class Zero(Technique):
         mesh, others = self._ranks(run)
 
         def among(name: str) -> Among | None:
-            if not run.experts_divided or ".experts." not in name:
+            if not run.gradients.experts_divided or ".experts." not in name:
                 return Among(mesh)
             return Among(others, experts=True) if others.size() > 1 else None
 

@@ -99,9 +99,9 @@ class ShardedUpdate:
         run = self.run
         run.execute, run.score = self._around(run.execute), self._around(run.score)
         run.sync = self.sync
-        run.resident = self._resident(run.resident)
-        run.after_update.append(self._end)
-        run.keep_gradients = self.stage == 1
+        run.hooks.resident = self._resident(run.hooks.resident)
+        run.hooks.after_update.append(self._end)
+        run.gradients.keep = self.stage == 1
         self._use(own=True)
 
     def _divide(self, among: Callable[[str], Among | None]) -> None:
@@ -117,8 +117,8 @@ class ShardedUpdate:
             unit.own.append(own)
             self._of[p] = unit
             p.register_post_accumulate_grad_hook(self._ready)
-            wide = run.masters.pop(p)
-            run.masters[own] = _rows(wide, ranks.shards).clone()
+            wide = run.update.masters.pop(p)
+            run.update.masters[own] = _rows(wide, ranks.shards).clone()
         self.units = list(made.values())[::-1]  # as backward comes to them
         for module in run.root.modules():
             for leaf, p in module.named_parameters(recurse=False):

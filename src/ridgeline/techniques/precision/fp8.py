@@ -97,11 +97,11 @@ class FP8(Technique):
         if self.gradients:
             from ridgeline.techniques.precision.fp8_torch import sum_bucket
 
-            run.send_bucket = sum_bucket
+            run.gradients.send_bucket = sum_bucket
         if self.states:
             from ridgeline.runtime.flat import FlatWeights
 
-            owner = run.make_optimizer.__self__  # type: ignore[attr-defined]
+            owner = run.update.make_optimizer.__self__  # type: ignore[attr-defined]
             assert isinstance(owner, FlatWeights)
             owner.compact = True
 

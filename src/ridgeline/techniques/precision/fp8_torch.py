@@ -26,7 +26,7 @@ class Done:
 
 
 def sum_bucket(b: Bucket) -> Done:
-    """:data:`~ridgeline.runtime.train_build.TrainBuild.send_bucket` in float8."""
+    """:data:`~ridgeline.runtime.train_build.Gradients.send_bucket` in float8."""
     sum_fp8(b.flat, [local(p).numel() for p in b.parameters], b.group)
     return Done()
 

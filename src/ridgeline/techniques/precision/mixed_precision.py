@@ -102,17 +102,17 @@ class MixedPrecision(Technique):
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
         if self.dtype == "fp16":
-            run.scaler = run.states["scaler"] = DynamicScale(self.loss_scale, self.growth_interval)
+            run.update.scaler = run.hooks.states["scaler"] = DynamicScale(self.loss_scale, self.growth_interval)
         if self.weights == "fp32":
             run.compute_dtype = dtype
             return
         from ridgeline.runtime.flat import FlatWeights, lower
 
-        flat = FlatWeights(run.masters)
-        run.weights_16bit = dtype
-        run.filled.append(lambda: run.masters.update(lower(run.root, dtype)))
+        flat = FlatWeights(run.update.masters)
+        run.update.weights_16bit = dtype
+        run.hooks.filled.append(lambda: run.update.masters.update(lower(run.root, dtype)))
         run.sync = flat.sync
-        run.make_optimizer = flat.optimizer
+        run.update.make_optimizer = flat.optimizer
 
 
 def _all_low(g: Graph, dtype: str) -> Graph:
