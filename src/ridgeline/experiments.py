@@ -60,7 +60,7 @@ class MeasureOptions(BaseModel):
     margin: float = Field(default=0.02, ge=0)
     """A speed-up within this share of 1 counts as no difference."""
     timeout_s: float = Field(default=900.0, gt=0)
-    """Seconds after which one cell is given up."""
+    """Timeout of one cell in seconds."""
     memory: bool = True
     """Record memory by category in one extra step of each plan's first process."""
     warm_start: int = Field(default=0, ge=0)

@@ -21,7 +21,7 @@ def ablate(
     data: Data = None,
     out: Annotated[Path | None, typer.Option(help="Directory of cells and results (default runs/NAME-ID).")] = None,
     report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("report.html"),
-    fresh: Annotated[bool, typer.Option(help="Measure again what an earlier run already measured.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Measure again, ignoring the results of an earlier run.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would be measured, with predictions, and stop.")] = False,
     json: Json = False,
 ) -> None:

@@ -29,14 +29,14 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 With = Annotated[
-    list[str] | None, typer.Option("--with", help="Switch a technique (or a system) on: NAME or NAME:option=value,…")
+    list[str] | None, typer.Option("--with", help="Enable a technique or a system: NAME or NAME:option=value,…")
 ]
 On = Annotated[str, typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME; `local` is this machine.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: workload.steps=40 model.num_layers=2")]
 File = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).")]
-PlanName = Annotated[str | None, typer.Option("--plan", help="Which plan of an ablation file.")]
-Backend = Annotated[str, typer.Option(help="The engine: native, hf or deepspeed.")]
-Data = Annotated[str | None, typer.Option("--data", help="Text: a file, a directory, stdlib, or hf:NAME.")]
+PlanName = Annotated[str | None, typer.Option("--plan", help="Plan of an ablation file.")]
+Backend = Annotated[str, typer.Option(help="Training backend: native, hf or deepspeed.")]
+Data = Annotated[str | None, typer.Option("--data", help="Training text: a file, a directory, stdlib, or hf:NAME.")]
 
 
 def predicted_trace(e: Experiment, path: Path) -> None:

@@ -15,7 +15,7 @@ def bench(
     overrides: Overrides = None,
     plan: PlanName = None,
     data: Data = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Processes to measure.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of processes to measure, one after another.")] = 3,
     backend: Backend = "native",
     json: Json = False,
 ) -> None:

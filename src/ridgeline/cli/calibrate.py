@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 @app.command()
 def calibrate(
-    paths: Annotated[list[Path], typer.Argument(metavar="CSV_OR_DIR...", help="Measured operators (see validate).")],
-    device: Annotated[str, typer.Option(help="Whose rows to fit: a catalogue name, an alias, or a device TOML.")],
-    out: Annotated[Path | None, typer.Option(help="Write the profile there; default: under its name, for all.")] = None,
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="CSV_OR_DIR...", help="CSV files of measured operators (see validate).")
+    ],
+    device: Annotated[str, typer.Option(help="Device whose rows to fit: a catalog name, an alias, or a device TOML.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the profile (default: the user's device catalog).")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Fit a device's constants to measured operators, and keep them as its profile from now on."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def compare(
     a: Annotated[str, typer.Argument(help="Stored id or result file.")],
     b: Annotated[str, typer.Argument(help="Stored id or result file.")],
-    force: Annotated[bool, typer.Option(help="Compare although the environments differ.")] = False,
+    force: Annotated[bool, typer.Option(help="Compare even if the environments differ.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write an HTML page.")] = None,
     json: Json = False,
 ) -> None:

@@ -14,25 +14,25 @@ from ridgeline.cli.jobs import failed
 @app.command()
 def compress(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory, with its tokenizer.")],
-    out: Annotated[Path, typer.Option(help="Directory of the result.")],
+    out: Annotated[Path, typer.Option(help="Output directory.")],
     with_: With = None,
     calib: Annotated[
         str, typer.Option(help="Calibration text: a file, a directory, stdlib, hf:NAME, or self.")
     ] = "stdlib",
-    samples: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Number of calibration windows.")] = 128,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens per window (2048, or fewer if the model has fewer).")
+        int | None, typer.Option(help="Tokens per window (default 2048, capped at the model's context length).")
     ] = None,
     format_: Annotated[
         str | None,
         typer.Option(
             "--format",
-            help="How codes are written: compressed-tensors (where that can hold them), gptq, gguf, ridgeline, dense.",
+            help="Checkpoint format: compressed-tensors (default where possible), gptq, gguf, ridgeline, dense.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on where the same command was stopped.")] = True,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the calibration windows.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Resume where the same command was stopped.")] = True,
+    tokenizer: Annotated[str | None, typer.Option(help="Path to a tokenizer.json, if the checkpoint has none.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the calibration windows.")] = 0,
     json: Json = False,
 ) -> None:
     """Compress a checkpoint, layer by layer. What is done survives Ctrl-C; the same command goes on."""

@@ -13,7 +13,7 @@ from ridgeline.spec.errors import UserError
 @app.command()
 def devices(
     name: Annotated[str | None, typer.Argument()] = None,
-    toml: Annotated[bool, typer.Option("--toml", help="Print the one device as a TOML file.")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Print the device as a TOML file.")] = False,
     json: Json = False,
 ) -> None:
     """List the catalogue's devices (and `local`, once probed), or show one."""

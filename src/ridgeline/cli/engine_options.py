@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory with its tokenizer.json.")]
-Tokenizer = Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Path to a tokenizer.json, if the checkpoint has none.")]
 ChatTemplate = Annotated[
     str | None, typer.Option(help="A Jinja file, or chatml, llama2, alpaca (the checkpoint's own).")
 ]
-Length = Annotated[int | None, typer.Option(min=2, help="Longest prompt and output together, in tokens.")]
-Seqs = Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")]
-BatchedTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")]
-Pool = Annotated[str | None, typer.Option(help="Memory of the key/value pool: 600MB, 1.5GiB, …")]
+Length = Annotated[int | None, typer.Option(min=2, help="Maximum sequence length (prompt plus output), in tokens.")]
+Seqs = Annotated[int | None, typer.Option(min=1, help="Maximum sequences per step.")]
+BatchedTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per step.")]
+Pool = Annotated[str | None, typer.Option(help="Memory for the KV cache: 600MB, 1.5GiB, …")]
 
 
 def make_engine(

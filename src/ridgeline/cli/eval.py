@@ -15,15 +15,17 @@ from ridgeline.cli.jobs import failed
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory, compressed or not.")],
     text: Annotated[str, typer.Option(help="Held-out text: a file, a directory, stdlib-prose, or hf:NAME.")],
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window (fewer if the model has fewer).")] = 2048,
-    windows: Annotated[int, typer.Option(min=2, help="Most windows that are read, spread over the text.")] = 128,
+    seq_len: Annotated[
+        int, typer.Option(min=2, help="Tokens per window, capped at the model's context length.")
+    ] = 2048,
+    windows: Annotated[int, typer.Option(min=2, help="Maximum number of windows, spread over the text.")] = 128,
     against: Annotated[
-        Path | None, typer.Option(help="Another checkpoint to compare with, window by window (the dense one).")
+        Path | None, typer.Option(help="Checkpoint to compare with, window by window (usually the dense one).")
     ] = None,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Prompt of the timed generation.")] = 64,
-    output_len: Annotated[int, typer.Option(min=0, help="Tokens of the timed generation; 0: not timed.")] = 32,
-    tasks: Annotated[str | None, typer.Option(help="Benchmarks of lm-eval, with commas between them.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of the timed generation.")] = 64,
+    output_len: Annotated[int, typer.Option(min=0, help="Tokens of the timed generation; 0 to skip it.")] = 32,
+    tasks: Annotated[str | None, typer.Option(help="lm-eval tasks, comma-separated.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Path to a tokenizer.json, if the checkpoint has none.")] = None,
     json: Json = False,
 ) -> None:
     """Perplexity with its interval, bits per weight, bytes and tokens/s of a checkpoint."""

@@ -22,36 +22,44 @@ def finetune(
         str,
         typer.Option(help="Chat, Alpaca or prompt/completion records (.jsonl, .json), or text: a file, a directory, …"),
     ],
-    out: Annotated[Path, typer.Option(help="Directory of the result: an adapter, or without one the whole model.")],
+    out: Annotated[Path, typer.Option(help="Output directory: the adapter, or the whole model if there is none.")],
     with_: With = None,
     on: On = "local",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate (2e-4 with an adapter, else 2e-5).")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per row (1024, or fewer if the model has fewer).")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step over all devices.")] = 8,
-    micro_batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and forward pass.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of rising rate (3 % of the steps).")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate (default 2e-4 with an adapter, else 2e-5).")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Sequence length (default 1024, capped at the model's context length).")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Global batch size, in sequences.")] = 8,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batch size per device, in sequences.")
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Learning-rate warm-up steps (default 3 % of the steps).")
+    ] = None,
     weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
     template: Annotated[
         str | None, typer.Option(help="Chat template: a Jinja file, or chatml, llama2, alpaca (the checkpoint's own).")
     ] = None,
-    packing: Annotated[bool, typer.Option(help="Put several examples in a row; each still sees only itself.")] = True,
-    train_on_prompt: Annotated[bool, typer.Option(help="Let the loss count prompts too.")] = False,
-    skip_bad: Annotated[bool, typer.Option(help="Leave out and count records that cannot be read.")] = False,
+    packing: Annotated[
+        bool, typer.Option(help="Pack several examples into a sequence; attention stays within each.")
+    ] = True,
+    train_on_prompt: Annotated[bool, typer.Option(help="Compute the loss on prompts, too.")] = False,
+    skip_bad: Annotated[bool, typer.Option(help="Skip unreadable records, and report how many.")] = False,
     eval_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between evaluations (a tenth of the steps); 0: none.")
+        int | None, typer.Option(min=0, help="Steps between evaluations (default a tenth of the steps); 0 to disable.")
     ] = None,
-    eval_batches: Annotated[int, typer.Option(min=1, help="Batches held out for evaluation.")] = 8,
-    adapter: Annotated[
-        Path | None, typer.Option(help="Go on from this adapter (a folder as peft writes them).")
-    ] = None,
-    merged: Annotated[bool, typer.Option(help="Write the whole model, the adapter merged into it.")] = False,
-    save_every: Annotated[int, typer.Option(min=0, help="Checkpoint to resume from every so many steps.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on where the same command was stopped.")] = True,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
+    eval_batches: Annotated[int, typer.Option(min=1, help="Number of held-out evaluation batches.")] = 8,
+    adapter: Annotated[Path | None, typer.Option(help="Continue from this adapter (a PEFT directory).")] = None,
+    merged: Annotated[bool, typer.Option(help="Write the whole model with the adapter merged.")] = False,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 to disable.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Resume where the same command was stopped.")] = True,
+    tokenizer: Annotated[str | None, typer.Option(help="Path to a tokenizer.json, if the checkpoint has none.")] = None,
     dtype: Annotated[str, typer.Option(help="Storage dtype of the weights: auto, fp32, bf16.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of adapters and of the order of the data.")] = 0,
-    device_memory: Annotated[str | None, typer.Option(help="Most memory that each device may use: 600MB, …")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of adapters and data order.")] = 0,
+    device_memory: Annotated[str | None, typer.Option(help="Memory limit per device: 600MB, …")] = None,
     json: Json = False,
 ) -> None:
     """Fine-tune a checkpoint for real. Keeps the weights of the lowest held-out loss; Ctrl-C saves, and the same

@@ -27,21 +27,23 @@ if TYPE_CHECKING:
 @app.command()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str | None, typer.Option(help="One prompt; its text goes to standard output.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="A single prompt; its output goes to standard output.")] = None,
     input_: Annotated[
         Path | None,
         typer.Option("--input", help='JSON lines of {"prompt": …} or {"messages": […]}, with id if wanted.'),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File of results (.jsonl); what it holds is not done again.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output file (.jsonl); prompts it already answers are skipped.")
+    ] = None,
     with_: With = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0: all.")] = 0,
-    n: Annotated[int, typer.Option(min=1, help="Outputs per prompt.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an output (repeatable).")] = None,
-    seed: Annotated[int, typer.Option(help="Of each prompt.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
+    n: Annotated[int, typer.Option(min=1, help="Number of outputs per prompt.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of each prompt.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False,
     tokenizer: Tokenizer = None,
     chat_template: ChatTemplate = None,
     max_model_len: Length = None,

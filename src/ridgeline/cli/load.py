@@ -15,36 +15,39 @@ if TYPE_CHECKING:
 
 @app.command()
 def load(
-    url: Annotated[str, typer.Argument(help="Address of a server with the OpenAI API: http://HOST:PORT[/v1].")],
-    rate: Annotated[str | None, typer.Option(help="Requests per second; several with commas: a sweep.")] = None,
+    url: Annotated[str, typer.Argument(help="URL of an OpenAI-compatible server: http://HOST:PORT[/v1].")],
+    rate: Annotated[str | None, typer.Option(help="Requests per second; comma-separated for a sweep.")] = None,
     arrival: Annotated[
         str, typer.Option(help="poisson, burst[:SHAPE], even, trace:FILE, or closed:N (N clients, no rate).")
     ] = "poisson",
     input_len: Annotated[
         str, typer.Option(help="Prompt tokens: 512, uniform:100-900, lognormal:512,0.8 or gamma:512,0.8 (mean,cv).")
     ] = "512",
-    output_len: Annotated[str, typer.Option(help="Tokens to generate, written likewise.")] = "128",
+    output_len: Annotated[str, typer.Option(help="Output tokens, in the same notation.")] = "128",
     requests: Annotated[
-        int | None, typer.Option(min=1, help="How many per rate (default: a minute's, at least 100; a trace: all).")
+        int | None, typer.Option(min=1, help="Requests per rate (default: one minute's, at least 100; all of a trace).")
     ] = None,
-    slo: Annotated[str | None, typer.Option(help="Limits of a good request: ttft=500ms,tpot=50ms.")] = None,
-    model: Annotated[str, typer.Option(help="Model to ask for (default: the only one).")] = "",
-    api: Annotated[str | None, typer.Option(help="completions or chat.")] = None,
-    key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The server's API key.")] = "",
-    data: Annotated[str | None, typer.Option(help="Prompts from text: a file, a directory, stdlib.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json or checkpoint: cuts text to the token.")] = None,
-    vocab_size: Annotated[int, typer.Option(min=2, help="Random token ids are below this.")] = 256,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="First tokens of a prompt that all share.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for outputs of exactly the asked length.")] = True,
-    extra_body: Annotated[str, typer.Option(help="More fields of each request, as JSON.")] = "{}",
-    warmup: Annotated[int, typer.Option(min=1, help="Requests before those that count, one by one.")] = 3,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a request has failed.")] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and prompts.")] = 0,
+    slo: Annotated[str | None, typer.Option(help="Service level objectives for goodput: ttft=500ms,tpot=50ms.")] = None,
+    model: Annotated[str, typer.Option(help="Model name to request (default: the only one served).")] = "",
+    api: Annotated[str | None, typer.Option(help="Endpoint: completions or chat.")] = None,
+    key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")] = "",
+    data: Annotated[str | None, typer.Option(help="Text to cut prompts from: a file, a directory, stdlib.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer.json or checkpoint, for exact prompt lengths.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=2, help="Upper bound of random token ids.")] = 256,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Length of the shared prompt prefix, in tokens.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option(help="Request outputs of exactly the given length.")] = True,
+    extra_body: Annotated[str, typer.Option(help="Extra fields for each request, as JSON.")] = "{}",
+    warmup: Annotated[int, typer.Option(min=1, help="Warm-up requests, sent one by one and not counted.")] = 3,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Request timeout in seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of arrivals, lengths and prompts.")] = 0,
     run: Annotated[
-        int | None, typer.Option(min=0, help="Prompts differ from run to run; a run's number gives its prompts again.")
+        int | None,
+        typer.Option(min=0, help="Run number: prompts differ between runs, and the same number repeats them."),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report with pictures.")] = None,
-    records: Annotated[Path | None, typer.Option(help="Write every request as a line of JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Write every request as a JSON line.")] = None,
     json: Json = False,
 ) -> None:
     """Send load to a server: TTFT, TPOT, ITL, throughput, goodput.

@@ -13,7 +13,7 @@ from ridgeline.cli.base import app
 @app.command()
 def merge(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory.")],
-    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter trained on it.")],
+    adapter: Annotated[Path, typer.Argument(help="Directory of an adapter trained on it.")],
     out: Annotated[Path, typer.Option(help="Directory of the merged model.")],
 ) -> None:
     """Merge an adapter into the weights of its base: a plain checkpoint that needs no adapter library."""

@@ -14,17 +14,17 @@ from ridgeline.cli.workload_options import Given, Task, workload_fields, workloa
 @app.command()
 @workload_options
 def plan(
-    model: Annotated[str, typer.Argument(help="Model: catalogue name, config.json or checkpoint directory.")],
+    model: Annotated[str, typer.Argument(help="Model: catalog name, config.json or checkpoint directory.")],
     on: On = "local",
     task: Task = "pretrain",
-    goal: Annotated[str, typer.Option(help="throughput, latency, cost or memory.")] = "throughput",
+    goal: Annotated[str, typer.Option(help="What to optimize: throughput, latency, cost or memory.")] = "throughput",
     slo: Annotated[list[str] | None, typer.Option(help="A limit: METRIC=VALUE, e.g. tpot_s=50ms. Repeatable.")] = None,
-    allow: Annotated[list[str] | None, typer.Option(help="Only these techniques. Repeatable.")] = None,
-    forbid: Annotated[list[str] | None, typer.Option(help="Never this technique. Repeatable.")] = None,
+    allow: Annotated[list[str] | None, typer.Option(help="Consider only these techniques. Repeatable.")] = None,
+    forbid: Annotated[list[str] | None, typer.Option(help="Exclude this technique. Repeatable.")] = None,
     *,
     given: Given,
-    out: Annotated[Path | None, typer.Option(help="Directory for the plans as files (default runs/plan-…).")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that search.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Directory for the plan files (default runs/plan-…).")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Number of search processes.")] = 2,
     json: Json = False,
 ) -> None:
     """Which plan is best for this model, cluster and goal, and what stops the others? Exit code 1 when none fits."""

@@ -22,7 +22,7 @@ def predict(
     given: Given,
     plan: PlanName = None,
     trace: Annotated[Path | None, typer.Option(help="Also write the predicted step as a Chrome trace.")] = None,
-    save: Annotated[bool, typer.Option(help="Keep the result in the store.")] = False,
+    save: Annotated[bool, typer.Option(help="Store the result.")] = False,
     json: Json = False,
 ) -> None:
     """What will this plan give on that hardware? Exit code 1 when it does not fit."""

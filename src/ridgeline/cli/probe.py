@@ -11,8 +11,8 @@ from ridgeline.cli.base import Json, app, say
 
 @app.command()
 def probe(
-    ranks: Annotated[int, typer.Option(help="Measure up to this many processes sharing the machine.")] = 2,
-    quick: Annotated[bool, typer.Option(help="Shorter and rougher.")] = False,
+    ranks: Annotated[int, typer.Option(help="Maximum number of processes that share the machine.")] = 2,
+    quick: Annotated[bool, typer.Option(help="Run fewer and shorter measurements.")] = False,
     json: Json = False,
 ) -> None:
     """Measure this machine (operators, memory, loopback collectives) and keep the profile as device `local`."""

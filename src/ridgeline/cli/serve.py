@@ -24,30 +24,39 @@ from ridgeline.cli.engine_options import (
 def serve(
     checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
     with_: With = None,
-    adapters: Annotated[Path | None, typer.Option(help="Directory whose folders are adapters to serve.")] = None,
+    adapters: Annotated[Path | None, typer.Option(help="Directory of LoRA and other adapters to serve.")] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(envvar="RIDGELINE_API_KEY", help="Key that clients must bring (repeatable).")
+        list[str] | None, typer.Option(envvar="RIDGELINE_API_KEY", help="API key that clients must send. Repeatable.")
     ] = None,
     admin_key: Annotated[
-        str | None, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="Key to load and unload adapters with.")
+        str | None, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for loading and unloading adapters.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a key.")] = False,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow listening on other interfaces without an API key.")
+    ] = False,
+    served_model_name: Annotated[str | None, typer.Option(help="Model name in the API.")] = None,
     tokenizer: Tokenizer = None,
     chat_template: ChatTemplate = None,
     max_model_len: Length = None,
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
     kv_cache: Pool = None,
-    max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Outputs that may wait to be scheduled.")] = 512,
-    max_num_queued_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that may wait.")] = 1 << 20,
-    first_token_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait to be scheduled.")] = 300.0,
-    stall_timeout: Annotated[float, typer.Option(min=0.1, help="A step of so many seconds is ill health.")] = 120.0,
-    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds to finish in after SIGTERM.")] = 30.0,
-    max_body: Annotated[str, typer.Option(help="Largest request body.")] = "8MiB",
-    max_connections: Annotated[int, typer.Option(min=1, help="Connections that may be open at once.")] = 1000,
+    max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Maximum number of queued outputs.")] = 512,
+    max_num_queued_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of queued prompt tokens.")] = 1
+    << 20,
+    first_token_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Reject a request that is not scheduled within this many seconds.")
+    ] = 300.0,
+    stall_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Report unhealthy if a step takes longer than this many seconds.")
+    ] = 120.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM.")
+    ] = 30.0,
+    max_body: Annotated[str, typer.Option(help="Maximum size of a request body.")] = "8MiB",
+    max_connections: Annotated[int, typer.Option(min=1, help="Maximum number of open connections.")] = 1000,
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible API."""
     _require("fastapi")

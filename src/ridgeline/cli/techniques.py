@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @app.command()
 def techniques(
     name: Annotated[str | None, typer.Argument(help="Show one technique's card and options, or one system's.")] = None,
-    matrix: Annotated[bool, typer.Option("--matrix", help="Which pairs work together, and why others do not.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Show which pairs work together, and why the others do not.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List the techniques and the systems made of them, show a card, or the support matrix."""

@@ -34,22 +34,20 @@ def train(
     overrides: Overrides = None,
     plan: PlanName = None,
     data: Data = None,
-    procs: Annotated[int | None, typer.Option(help="Processes on this machine.")] = None,
+    procs: Annotated[int | None, typer.Option(help="Number of processes on this machine.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the exported model.")] = None,
-    save_every: Annotated[int, typer.Option(help="Checkpoint every so many steps (with --out).")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = True,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints (with --out).")] = 0,
+    resume: Annotated[bool, typer.Option(help="Resume from the newest checkpoint in --out.")] = True,
     export: Annotated[bool, typer.Option(help="Write a Hugging Face checkpoint at the end (with --out).")] = True,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Most memory that each rank's device may use: 600MB, 1.5GiB, …")
-    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Memory limit per device: 600MB, 1.5GiB, …")] = None,
     backend: Backend = "native",
-    launcher: Annotated[str, typer.Option(help="What starts the processes: local or ray.")] = "local",
+    launcher: Annotated[str, typer.Option(help="Process launcher: local or ray.")] = "local",
     timeout: Annotated[
-        float | None, typer.Option(min=1, help="Seconds that a rank waits for the others (default 300).")
+        float | None, typer.Option(min=1, help="Timeout of collectives in seconds (default 300).")
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, help="Starts again from the last checkpoint when a rank is lost (default: 3 on Ray)."),
+        typer.Option(min=0, help="Maximum restarts from the last checkpoint after a rank is lost (default: 3 on Ray)."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -13,7 +13,9 @@ from ridgeline.cli.base import Json, app, say
 @app.command()
 def validate(
     path: Annotated[Path, typer.Argument(metavar="DIR_OR_CSV", help="Measured data: a CSV file, or a directory.")],
-    plot: Annotated[Path | None, typer.Option(help="Also write a page of measured-against-predicted pictures.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also write an HTML page of measured against predicted values.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """How far are predictions from measurements? Judges every row of the files, beside a trivial baseline."""

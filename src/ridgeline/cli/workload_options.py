@@ -15,25 +15,29 @@ from ridgeline.spec.errors import UserError
 if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
 
-Model = Annotated[str, typer.Argument(help="Model: catalogue name, config.json, checkpoint directory, or a TOML.")]
-Task = Annotated[str, typer.Option(help="pretrain, finetune, generate or serve.")]
+Model = Annotated[str, typer.Argument(help="Model: catalog name, config.json, checkpoint directory, or a TOML.")]
+Task = Annotated[str, typer.Option(help="Task: pretrain, finetune, generate or serve.")]
 Given = dict[str, Any]
 """A workload's fields as given; None where an option was left out."""
 
 
 def _options(
-    seq_len: Annotated[str | None, typer.Option(help="Tokens per sequence (training); 4k is 4096.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences per step over all devices.")] = None,
-    micro_batch_size: Annotated[int | None, typer.Option(help="Sequences per device and forward pass.")] = None,
-    prompt_len: Annotated[str | None, typer.Option(help="Prompt tokens (generate; mean in serve).")] = None,
-    output_len: Annotated[str | None, typer.Option(help="Tokens to generate (generate; mean in serve).")] = None,
+    seq_len: Annotated[str | None, typer.Option(help="Sequence length in tokens (training); 4k is 4096.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch size, in sequences.")] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(help="Micro-batch size per device, in sequences.")] = None,
+    prompt_len: Annotated[str | None, typer.Option(help="Prompt length in tokens (generate; mean for serve).")] = None,
+    output_len: Annotated[str | None, typer.Option(help="Output length in tokens (generate; mean for serve).")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second (serve).")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Clients of a closed loop (serve).")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Number of closed-loop clients (serve).")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many requests (serve).")] = None,
-    engine: Annotated[str | None, typer.Option(help="Serving software: ridgeline, vllm, vllm-2023, trtllm.")] = None,
-    slo_ttft: Annotated[float | None, typer.Option(help="Seconds allowed to the first token (serve).")] = None,
-    slo_tpot: Annotated[float | None, typer.Option(help="Seconds allowed per further token (serve).")] = None,
+    requests: Annotated[int | None, typer.Option(help="Number of requests (serve).")] = None,
+    engine: Annotated[str | None, typer.Option(help="Serving engine: ridgeline, vllm, vllm-2023, trtllm.")] = None,
+    slo_ttft: Annotated[
+        float | None, typer.Option(help="Objective for the time to first token, in seconds (serve).")
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(help="Objective for the time per output token, in seconds (serve).")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Storage dtype of the weights: fp32, bf16, fp16.")] = None,
 ) -> Given:
     return {

@@ -82,7 +82,7 @@ class Template:
         try:
             self._template = env.from_string(self.source)
         except TemplateError as e:
-            raise UserError(f"chat template {self.name} is not valid Jinja: {e}", "mend it, or give another") from None
+            raise UserError(f"chat template {self.name} is not valid Jinja: {e}", "fix it, or give another") from None
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         """The text of ``messages``; with ``prompt`` it ends where the assistant is to begin. Raises BadRecord."""
@@ -179,7 +179,7 @@ def records(file: Path, skip_bad: bool = False) -> Iterator[tuple[str, Any]]:
         try:
             listed = json.loads(text)
         except ValueError as e:
-            raise UserError(f"{file} is not a JSON list: {e}", "mend it, or write one record a line (.jsonl)") from None
+            raise UserError(f"{file} is not a JSON list: {e}", "fix it, or write one record a line (.jsonl)") from None
         yield from ((f"{file}: record {i}", record) for i, record in enumerate(listed, 1))
         return
     for number, line in enumerate(text.splitlines(), 1):
@@ -191,7 +191,7 @@ def records(file: Path, skip_bad: bool = False) -> Iterator[tuple[str, Any]]:
         except ValueError as e:
             if not skip_bad:
                 raise UserError(
-                    f"{place}: not JSON: {e}", "mend the line, or leave such lines out: --skip-bad"
+                    f"{place}: not JSON: {e}", "fix the line, or leave such lines out: --skip-bad"
                 ) from None
             yield place, BadRecord(f"not JSON: {e}")
 
@@ -212,7 +212,7 @@ def read_examples(
             examples.append(_example(record, template, place))
         except BadRecord as e:
             if not skip_bad:
-                fix = "mend the record, or leave such records out: --skip-bad"
+                fix = "fix the record, or leave such records out: --skip-bad"
                 raise UserError(f"{place}: {e}", fix) from None
             bad.append((place, str(e)))
     if not examples:

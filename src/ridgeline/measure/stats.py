@@ -214,7 +214,7 @@ def _clean(blocks: Blocks) -> list[Array]:
 def _widen(data: list[Array], statistic: Statistic) -> float:
     """Factor on the bootstrap's deviations that makes up for few runs.
 
-    Resampling R runs with replacement shows (R-1)/R of the variance between them: √(R/(R-1)) mends that (Davison &
+    Resampling R runs with replacement shows (R-1)/R of the variance between them: √(R/(R-1)) corrects that (Davison &
     Hinkley, *Bootstrap Methods*, §3.8). That variance is itself known from R runs only: Student's t with R-1 degrees of
     freedom instead of the normal's 1.96, as far as runs differ by more than their own steps explain.
     """

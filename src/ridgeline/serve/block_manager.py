@@ -48,7 +48,7 @@ class Blocks:
         return self.count - self.free - self.borrowed
 
     def needed(self, tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Number of blocks that hold this many tokens."""
         return -(-tokens // self.size)
 
     # ---- prefixes ------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ TERM = 256
 
 @dataclass
 class Trial:
-    """Seconds and tokens with and without drafts while about so many sequences run."""
+    """Seconds and tokens with and without drafts at about this number of running sequences."""
 
     steps: int = 0
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])

@@ -59,7 +59,7 @@ def _text(record: dict[str, Any], template: Template | None, place: str) -> str:
     try:
         return template.render(messages, prompt=True)
     except BadRecord as e:
-        raise UserError(f"{place}: {e}", "mend the messages") from None
+        raise UserError(f"{place}: {e}", "fix the messages") from None
 
 
 def done_ids(out: Path) -> set[str]:

@@ -83,17 +83,17 @@ class Sampling:
     best_of: int | None = None
     """Outputs to make, of which the ``n`` of highest mean log-probability are returned; None: ``n``."""
     beam_width: int = 0
-    """Beam search over so many beams, of which ``n`` are returned; 0: sample."""
+    """Number of beams, of which ``n`` are returned; 0: sample."""
     length_penalty: float = 1.0
     """A finished beam's score is its log-probability over length ** length_penalty."""
     early_stopping: bool = False
     """Beam search ends as soon as ``beam_width`` beams have finished."""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    """No end before so many tokens."""
+    """Minimum number of output tokens."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report the log-probability of each token, and of so many likeliest ones."""
+    """Report the log-probability of each token, and of this many most likely ones."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from its second on."""
     grammar: Grammar | None = None

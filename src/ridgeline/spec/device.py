@@ -128,7 +128,7 @@ class Device(BaseModel):
         return self.model_copy(update={"host_latency": {} if latency is None else {"1": latency}})
 
     def serving(self, weights: float = 0.0) -> Device:
-        """This device in a step of the serving engine with a model of so many bytes: one line of ``step_latency``."""
+        """This device in a step of the serving engine with a model of this many bytes: one line of ``step_latency``."""
         rates, line = {**self.rates, **self.ranks.get("serve", {})}, []
         if self.step_latency:
             import numpy as np

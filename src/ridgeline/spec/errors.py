@@ -20,7 +20,7 @@ class UserError(Exception):
 
 
 class Incompatible(UserError):
-    """A plan that cannot work: raised by a technique's ``check`` with the reason and the mend."""
+    """A plan that cannot work: raised by a technique's ``check`` with the reason and the fix."""
 
 
 def nearest(name: str, choices: Iterable[str], n: int = 3) -> list[str]:

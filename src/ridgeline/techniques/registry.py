@@ -186,7 +186,7 @@ def _unsettled(e: Experiment) -> Result:
 def check(e: Experiment) -> list[Technique]:
     """Check a normalized experiment; returns its techniques in canonical order.
 
-    Raises :class:`Incompatible` with the reason and the mend.
+    Raises :class:`Incompatible` with the reason and the fix.
     """
     techniques = techniques_of(e.plan)
     check_techniques(e, techniques)

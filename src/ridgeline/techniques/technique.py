@@ -207,7 +207,7 @@ class Technique(BaseModel):
         return spec
 
     def check(self, e: Experiment) -> None:
-        """Raise :class:`Incompatible`, with the reason and the mend, when it cannot work in this experiment."""
+        """Raise :class:`Incompatible`, with the reason and the fix, when it cannot work in this experiment."""
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """The analytic side: a pass over the graph. Must not change ``e``; may change and return ``g``."""

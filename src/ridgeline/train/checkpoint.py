@@ -107,14 +107,14 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     if not found:
         return []
     newest = found[-1]
-    mend = f"remove {newest} to go on without it"
+    fix = f"remove {newest} to go on without it"
     try:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         other = _differences(state["experiment"], trainer)
         step, losses, files = int(state["step"]), [float(x) for x in state["losses"]], dict(state["files"])
         states = dict(state.get("states", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{newest}/state.json is damaged: {type(e).__name__}: {e}", mend) from None
+        raise UserError(f"{newest}/state.json is damaged: {type(e).__name__}: {e}", fix) from None
     if other:
         raise UserError(
             f"{newest} belongs to another experiment (different: {', '.join(other)})",
@@ -122,15 +122,15 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
         )
     for name, checksum in files.items():
         if not (newest / name).is_file():
-            raise UserError(f"checkpoint {newest} is damaged: {name} is missing", mend)
+            raise UserError(f"checkpoint {newest} is damaged: {name} is missing", fix)
         if _checksum(newest / name) != checksum:
-            raise UserError(f"checkpoint {newest} is damaged: {name} is not the file that was saved", mend)
+            raise UserError(f"checkpoint {newest} is damaged: {name} is not the file that was saved", fix)
     with trainer.run.hooks.resident(True):
         tensors, optimizer = _state(trainer)
         try:
             _quietly(lambda: dcp.load(tensors, checkpoint_id=str(newest), no_dist=trainer.world == 1))  # type: ignore[attr-defined]
         except Exception as e:
-            raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", mend) from None
+            raise UserError(f"checkpoint {newest} cannot be read: {type(e).__name__}: {e}", fix) from None
         set_optimizer_state_dict(trainer.run.root, trainer.optimizer, optimizer, options=_by_name())
     for name, kept in trainer.run.hooks.states.items():
         if name in states:

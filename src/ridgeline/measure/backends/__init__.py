@@ -39,7 +39,7 @@ OF_THE_MODEL: tuple[type[Technique], ...] = (FlashAttention, Recompute, LoRA)
 
 
 def _precision(weights: str, otherwise: str) -> Callable[[Technique, Experiment], str]:
-    """mixed_precision with these ``weights`` only; ``otherwise``: the reason and the mend."""
+    """mixed_precision with these ``weights`` only; ``otherwise``: the reason and the fix."""
 
     def says(t: Technique, e: Experiment) -> str:
         if t.weights != weights:  # type: ignore[attr-defined]
@@ -132,8 +132,8 @@ def require(name: str, e: Experiment, options: TrainOptions | None = None) -> No
         raise unknown("backend", name, BACKENDS, "--backend")
     backend = BACKENDS[name]
     if backend.refused:
-        why, _, mend = backend.refused.partition("; ")
-        raise Incompatible(f"backend {name}: {why}", mend)
+        why, _, fix = backend.refused.partition("; ")
+        raise Incompatible(f"backend {name}: {why}", fix)
     if name == NATIVE:
         return
     if not e.is_training and (name, e.task) != ("hf", "serve"):
@@ -162,8 +162,8 @@ def require(name: str, e: Experiment, options: TrainOptions | None = None) -> No
 
 def _say(backend: str, technique: str, said: str) -> None:
     if said:
-        why, _, mend = said.partition("; ")
-        raise Incompatible(f"backend {backend}: {technique + ': ' if technique else ''}{why}", mend)
+        why, _, fix = said.partition("; ")
+        raise Incompatible(f"backend {backend}: {technique + ': ' if technique else ''}{why}", fix)
 
 
 def make_engine(name: str, e: Experiment, device: torch.device, rank: int, world: int) -> TrainingEngine:

@@ -39,7 +39,7 @@ class Foreign(TrainingEngine, Protocol):
 
 
 Says = Callable[["Technique", Experiment], str]
-"""Why a technique cannot be had with these options: a sentence "…; mend"; empty when it can."""
+"""Why a technique cannot be had with these options: a sentence "…; fix"; empty when it can."""
 
 
 def always(technique: Technique, e: Experiment) -> str:

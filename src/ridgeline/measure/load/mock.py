@@ -30,9 +30,9 @@ class Behavior:
     key: str = ""
     """Bearer token it asks for."""
     fail_every: int = 0
-    """Every so many requests one gets 503."""
+    """One in this many requests gets a 503."""
     cut_every: int = 0
-    """Every so many requests one ends in the middle."""
+    """One in this many responses ends early."""
     vocab: int = 0
     """Token ids from here on are refused; 0: none are."""
     model: str = "mock"

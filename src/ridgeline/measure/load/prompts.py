@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Prompt = list[int] | str
 
 LEAST_VOCABULARY = 256
-"""Any vocabulary has so many ids."""
+"""Every vocabulary has at least this many ids."""
 CHARACTERS_PER_TOKEN = 4
 """Of English under common vocabularies; used where no tokenizer says better. The server's own count is reported."""
 PREFIX = 1 << 40
@@ -56,7 +56,7 @@ class Draw:
 
 
 class RandomIds:
-    """Token ids drawn evenly from a vocabulary. ``shared``: so many tokens at the beginning are the same in all."""
+    """Token ids drawn evenly from a vocabulary. ``shared``: length of the common prefix in tokens."""
 
     def __init__(self, vocab_size: int = LEAST_VOCABULARY, seed: int = 0, shared: int = 0, run: int = 0) -> None:
         self.vocab_size, self.draw = vocab_size, Draw(seed, run)

@@ -103,7 +103,7 @@ that caches hold, and that they do not."""
 
 
 def deep(layers: int) -> ModelSpec:
-    """The decode reference with so many layers."""
+    """The decode reference with this many layers."""
     return DECODE_REFERENCE.model_copy(update={"name": f"decode-{layers}", "num_layers": layers})
 
 
@@ -122,7 +122,7 @@ def narrow(layers: int) -> ModelSpec:
 
 
 def serving_experiment(model: ModelSpec, sequences: int, device: Device = BLANK, **work: Any) -> Experiment:
-    """So many sequences at once in our own engine."""
+    """Concurrent sequences in our own engine."""
     w = Serve(**{"prompt_len": 8, "output_len": 2, "concurrency": sequences, "kv_cache_bytes": 1 << 25, **work})
     return Experiment(model=model, cluster=Cluster(device=device), workload=w, plan=Plan.parse(list(SERVED)))
 

@@ -97,7 +97,7 @@ def _operators(
         report({"stage": f"matrix products {name}"})
         rates.update(_gemm(timer, device, name, dtype, peaks))
     if device.type == "cpu" and inference:
-        report({"stage": "products with few rows, or weights in codes"})
+        report({"stage": "products with few rows or quantized weights"})
         rates.update(_low(timer, dtypes))
     for name, dtype in dtypes.items():
         report({"stage": f"operators {name}"})

@@ -109,7 +109,7 @@ class _Files:
         return self.read(name, NamePair("", name)) if name in self.where else None
 
     def packed(self, link: NamePair) -> Stored | None:
-        """``link``'s weight, if the checkpoint has it in codes."""
+        """``link``'s weight, if the checkpoint has it quantized."""
         if self.format is None or not link.theirs.endswith(".weight"):
             return None
         modules = (name.removesuffix(".weight") for name in spellings(link.theirs))

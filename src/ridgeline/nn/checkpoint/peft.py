@@ -179,7 +179,7 @@ def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dic
         for theirs in spellings(f"{place.theirs}.weight"):
             spelled.setdefault(theirs.removesuffix(".weight"), []).append((name, place))
     base = config.get("base_model_name_or_path") or "the base that it was trained on"
-    mend = f"give {base} as the model"
+    fix = f"give {base} as the model"
     left = dict(tensors)
     out: dict[str, _Found] = {}
     order = {theirs: i for i, theirs in enumerate(spelled)}
@@ -188,7 +188,7 @@ def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dic
         stem = key.removesuffix(".lora_A.weight")
         theirs = stem.removeprefix(_PREFIX)
         if theirs not in spelled:
-            raise UserError(f"{folder} adapts {theirs}, which {spec.name} does not have as a linear layer", mend)
+            raise UserError(f"{folder} adapts {theirs}, which {spec.name} does not have as a linear layer", fix)
         a, b = left.pop(key), left.pop(f"{stem}.lora_B.weight", None)
         if b is None:
             raise UserError(f"{folder / TENSORS} has {key}, but no {stem}.lora_B.weight", "save the adapter again")
@@ -200,9 +200,9 @@ def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dic
         for tensor, shape, leaf in zip((a, b), wanted, "AB", strict=True):
             if tuple(tensor.shape) != shape:
                 raise UserError(f"{theirs}.lora_{leaf} of {folder} is {tuple(tensor.shape)}, where {spec.name}"
-                                f" needs {shape}", mend)  # fmt: skip
+                                f" needs {shape}", fix)  # fmt: skip
         if dora and (m is None or m.numel() != parts * height):
-            raise UserError(f"{theirs} of {folder} has no magnitude vector of {parts * height} numbers", mend)
+            raise UserError(f"{theirs} of {folder} has no magnitude vector of {parts * height} numbers", fix)
         rank = int(_pattern(config, "rank_pattern", theirs, config.get("r", rank)))
         if rank != a.shape[0]:
             raise UserError(f"{folder / CONFIG} says rank {rank} of {theirs}, whose tensors have rank {a.shape[0]}",
@@ -256,7 +256,7 @@ def save_own(folder: Path, spec: ModelSpec, kind: str, options: Mapping[str, Any
 def load_own(folder: Path, spec: ModelSpec) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """(kind, options, state) of what :func:`save_own` wrote. Raises :class:`UserError` if it is of another base."""
     config, tensors = read(folder)
-    mend = f"give {config.get('base_model_name_or_path') or 'the base that it was trained on'} as the model"
+    fix = f"give {config.get('base_model_name_or_path') or 'the base that it was trained on'} as the model"
     try:
         kind = str(config["peft_type"]).removeprefix(OWN).lower()
         shapes = {str(n): tuple(s) for n, s in config["model"]["linears"].items()}
@@ -267,7 +267,7 @@ def load_own(folder: Path, spec: ModelSpec) -> tuple[str, dict[str, Any], dict[s
     for name in dict.fromkeys(n.rpartition(".")[0] for n in tensors):
         if known.get(name) != shapes.get(name):
             has = f"{known[name]} there" if name in known else f"no layer of {spec.name}"
-            raise UserError(f"{folder} adapts {name} of shape {shapes.get(name)}, which is {has}", mend)
+            raise UserError(f"{folder} adapts {name} of shape {shapes.get(name)}, which is {has}", fix)
     return kind, options, tensors
 
 

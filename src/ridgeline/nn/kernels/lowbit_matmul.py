@@ -95,7 +95,7 @@ def _matrix(x, words, scale, zero, y, m, n, k, row_words, groups, group, per_spl
 
 
 def lowbit_product(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
-    """``x`` [M, in] (fp32, bf16 or fp16, contiguous or not) times a weight in codes → [M, out] fp32.
+    """``x`` [M, in] (fp32, bf16 or fp16, contiguous or not) times a quantized weight → [M, out] fp32.
 
     ``words`` int32 [out, ceil(in·bits / 32)], ``scale`` [out, groups], ``zero`` uint8 [out, groups] or None
     (2^(bits-1)), ``group`` inputs per scale.

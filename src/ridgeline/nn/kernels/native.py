@@ -29,7 +29,7 @@ FLAGS = (
     "-ffp-contract=off",
 )  # fmt: skip
 COMPILE_SECONDS = 120
-"""Longer than this, and the kernels are given up (a busy machine takes ten)."""
+"""Timeout of the compilation in seconds (a busy machine takes ten)."""
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 

@@ -1,4 +1,4 @@
-"""Layers divided over ranks for use without training: plain modules with their part of a weight, dense or in codes.
+"""Layers divided over ranks for use without training: plain modules with their part of a weight, dense or quantized.
 
 All ranks have the same rows. Attention and feed-forward layers are cut as Megatron-LM cuts them (arXiv:1909.08053),
 mixtures so too, or into whole experts; either way one all-reduce of a sub-layer's output [..., h] completes it.

@@ -1,4 +1,4 @@
-"""Linear layers stored in codes and expanded to the input's dtype per use; among them int8 and packed int4."""
+"""Linear layers with quantized weights, dequantized to the input's dtype on use: int8, packed int4 and others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _ExpandedMatmul(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer stored in codes.
+    """A frozen linear layer with a quantized weight.
 
     What it stores are plain parameters without gradient whose rows are those of the weight, so that anything that
     shards parameters shards them along whole rows. A subclass adds them in ``__init__`` and says how to expand them.

@@ -87,7 +87,7 @@ KINDS: dict[str, Callable[[tuple[int, ...], torch.device], Codes]] = {
 
 
 class CodedCache(LayerCache):
-    """Keys and values of one layer in codes; what :meth:`append` returns has the dtype that it is given."""
+    """Quantized keys and values of one layer; what :meth:`append` returns has the dtype that it is given."""
 
     def __init__(self, kind: str, shape: tuple[int, ...], device: torch.device) -> None:
         """``kind``: fp8, int8 or int4; ``shape``: [B, G, T, D]."""

@@ -64,7 +64,7 @@ def op_time(op: Op, device: Device) -> Timed:
 
 
 def _low_rate(op: Op, device: Device) -> Rate | None:
-    """The measured rate of a forward product with few rows, or with weights in codes.
+    """The measured rate of a forward product with few rows, or with quantized weights.
 
     ``gemm_rowsM.D`` is the rate of M rows in bytes, weights above all; between two M, a byte's time is interpolated.
     Above the last of them codes are expanded first: ``gemm_many.D`` is the product with expanded weights, ``expand.D``

@@ -1,8 +1,8 @@
 """The schedule of Ridgeline's own engine (:mod:`ridgeline.serve.scheduler`), played iteration by iteration.
 
 Unlike :class:`~ridgeline.predict.serving.discrete_events.Simulation`, which knows other engines by their averages, this
-one computes the very batches that the real engine would: the same budget, order, blocks, and sequences sent back (a
-test compares them). Requests are taken to differ, so that only one that was sent back finds blocks of its own again.
+one computes the very batches that the real engine would: the same budget, order, blocks, and preempted sequences (a
+test compares them). Requests are taken to differ, so that only a preempted one finds its own blocks again.
 A stretch of iterations in which everybody decodes and nobody can come or go is one event.
 """
 
@@ -51,7 +51,7 @@ class BlockPool:
         return self.blank + self.kept
 
     def needed(self, tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Number of blocks that hold this many tokens."""
         return -(-tokens // self.size)
 
     def match(self, job: NativeRequest) -> None:
@@ -139,14 +139,14 @@ class PackedSimulation:
         joins = lim.continuous or not self.running
         sent_back = self.out.preemptions
         for job in sorted(self.running, key=lambda j: j.tokens - j.computed > 1):
-            if not job.runs:  # sent back meanwhile
+            if not job.runs:  # preempted meanwhile
                 continue
             n = self._share(job, budget, not plan)
             before = self.out.preemptions
             if n and self._room(job, n, plan):
                 plan[job] = n
                 budget -= n
-            if lim.padded or self.out.preemptions > before:  # of those sent back some may have been in the plan
+            if lim.padded or self.out.preemptions > before:  # a preempted sequence may have been in the batch
                 budget = self._left(plan)
         if joins and self.out.preemptions == sent_back:
             self._admit(plan, budget)

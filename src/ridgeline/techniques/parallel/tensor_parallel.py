@@ -134,7 +134,7 @@ class TensorParallel(Technique):
                    " heads would have to be held several times", f"use a degree that divides {kv}")  # fmt: skip
 
     def serve(self, run: ServeBuild) -> None:
-        """Divide the layers, dense or in codes, and with them the cache; embedding and head stay whole."""
+        """Divide the layers, dense or quantized, and with them the cache; embedding and head stay whole."""
         from ridgeline.nn.parallel.divide_packed import divide
 
         assert run.mesh is not None

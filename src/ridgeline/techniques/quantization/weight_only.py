@@ -76,11 +76,11 @@ class WeightOnly(Technique):
 
 
 CODED = ("_proj.weight", ".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
-"""Endings of the names of parameters that are stored in codes."""
+"""Name suffixes of quantized parameters."""
 
 
 def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool) -> Graph:
-    """The graph with the blocks' linear layers (and experts) held in codes, as :mod:`ridgeline.spec.lowbit` says."""
+    """The graph with the blocks' linear layers (and experts) quantized, as :mod:`ridgeline.spec.lowbit` says."""
     device = "cpu" if e.cluster.device.kind == "cpu" else "cuda"
 
     def shrink(b: Block) -> None:
@@ -119,13 +119,13 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
 
 
 def coded_matrices(e: Experiment) -> int:
-    """Matrices that are stored in codes; each expert's is one."""
+    """Quantized matrices; each expert's is one."""
     return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters()
                if p.name.startswith("layers.") and p.name.endswith(CODED))  # fmt: skip
 
 
 def coded_weights(e: Experiment) -> int:
-    """Weights that are stored in codes."""
+    """Quantized weights."""
     return sum(p.numel for p in left(e).parameters() if p.name.startswith("layers.") and p.name.endswith(CODED))
 
 
