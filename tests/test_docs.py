@@ -12,7 +12,7 @@ from ridgeline.predict import predict
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-GENERATED = {"catalogue.md"}
+GENERATED = {"architecture.md", "catalogue.md"}
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,1 +1,1 @@
-"""The real training engine: data, steps, checkpoints, processes."""
+"""The training engine: steps, evaluation, checkpoints."""
