@@ -1,5 +1,5 @@
-"""``python -m ridgeline.docs`` writes the generated pages: ``docs/catalogue.md`` from the technique cards and the support
-matrix, ``docs/architecture.md`` from the packages and their imports."""
+"""``python -m ridgeline.docs`` writes the generated pages: ``catalogue.md`` from the technique cards and the support
+matrix, ``architecture.md`` from the packages and their imports."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def architecture_markdown() -> str:
     parts = [
         "# Architecture",
         "Generated from the packages and their imports. One Plan acts on two twins of a model: `graph` and `predict`"
-        " know it as numbers, `nn` and the engines (`train`, `compress`, `serve`) run it. A technique stands between them"
-        " and touches both: `techniques/FAMILY/NAME.py` holds its card, checks and analytic rewrite, `NAME_torch.py` beside"
-        " it its torch half. A package imports only from its own floor and from those below.",
+        " know it as numbers, `nn` and the engines (`train`, `compress`, `serve`) run it. A technique stands between"
+        " them and touches both: `techniques/FAMILY/NAME.py` holds its card, checks and analytic rewrite,"
+        " `NAME_torch.py` beside it its torch half. A package imports only from its own floor and from those below.",
         _picture(),
     ]
     for room in (room for floor in reversed(FLOORS) for room in floor):
