@@ -201,10 +201,10 @@ def test_what_is_loaded_computes_what_the_walk_had(bench, planted, tmp_path, pla
 
 @pytest.mark.parametrize(("plan", "says"), [
     (["fptq:group_size=32,low=20,high=10"], "above high"),
-    (["smooth_int8", "gptq"], "already decides how weights are stored"),
+    (["smooth_int8", "gptq"], "also decides how weights are stored"),
     (["rtn:bits=3,group_size=7"], "does not divide"),
     (["norm_tweaking"], "nothing is quantized"),
-    (["magnitude", "wanda"], "already decides which weights stay"),
+    (["magnitude", "wanda"], "also decides which weights are zero"),
     (["wanda:pattern=3:5"], "do not divide"),
     (["sparsegpt:pattern=4:4"], "nothing to choose"),
 ])  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from tests.nn.conftest import CONFIGS, DECODERS, randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, save_checkpoint
-from ridgeline.nn.model import generate
+from ridgeline.nn.model.generate import generate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec

@@ -20,7 +20,7 @@ from ridgeline.nn import (
     save_checkpoint,
     token_loss,
 )
-from ridgeline.nn.model import generate
+from ridgeline.nn.model.generate import generate
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
