@@ -15,13 +15,14 @@ from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 SERVE = """
 import json, os, signal, sys
 from pathlib import Path
-from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
-from ridgeline.serve.request import Request, Sampling
+from ridgeline.serve.build_engine import load_engine
+from ridgeline.serve.request import EngineRequest, Sampling
+from ridgeline.techniques.registry import default_plan
 folder, plan, kill = Path(sys.argv[1]), sys.argv[2].split("+"), len(sys.argv) > 3
-plan = dict.fromkeys([*DEFAULT_PLAN, *plan])
+plan = dict.fromkeys([*default_plan("serve"), *plan])
 engine = load_engine(folder, plan, max_num_batched_tokens=16, kv_cache_bytes=1 << 20)
 for i, prompt in enumerate(json.loads((folder / "prompts.json").read_text())):
-    engine.add(Request(str(i), prompt, Sampling(max_tokens=8, temperature=0.0)))
+    engine.add(EngineRequest(str(i), prompt, Sampling(max_tokens=8, temperature=0.0)))
 out = {}
 try:
     while engine.has_work():

@@ -250,7 +250,7 @@ class Graph:
 
     blocks: list[Block]
     update: list[Op] = field(default_factory=list)
-    """Optimizer operators, once per step (built by :func:`ridgeline.graph.training.optimizer_ops`)."""
+    """Optimizer operators, once per step (built by :func:`ridgeline.graph.build_graph.optimizer_ops`)."""
     accumulation: int = 1
     """Micro-batches per step."""
     tokens: int = 0
