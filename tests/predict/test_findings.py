@@ -1,5 +1,5 @@
 """What the first reference paper found (arXiv:2311.03687: Llama 2 on eight A800, RTX 4090 and RTX 3090, sequences of
-350 tokens), as the predictor has it. Sizes are held to the errors that the README states; what it misses fails
+350 tokens), as the predictor has it. Sizes are held to the errors that docs/accuracy.md states; what it misses fails
 strictly, with both numbers, and stands in docs/accuracy.md."""
 
 import pytest
@@ -9,7 +9,7 @@ from ridgeline.predict import predict
 
 LOW = "mixed_precision:weights=low"
 TRAINING, ATTENTION = 0.05, 0.10
-"""README, "How good the predictions are": training runs 4.9 %, attention 6.1 to 10.4 %."""
+"""docs/accuracy.md, "In short": training runs 4.9 %, attention 6.1 to 10.4 %."""
 
 
 def run(plan, on="8xa800-80g", model="llama2-7b", each=1, device=None):
