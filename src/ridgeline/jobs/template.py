@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -148,8 +149,6 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
 
 def serve() -> None:
     """Fork a rank for each request on standard input, and say when it has ended, until nobody can ask any more."""
-    import torch.distributed.fsdp  # noqa: F401  # plans on several ranks import it when they are built
-
     from ridgeline.jobs import worker
 
     requests = socket.socket(fileno=os.dup(0))
@@ -171,6 +170,8 @@ def serve() -> None:
         request = json.loads(data)
         with contextlib.suppress(Exception):  # the rank will say what is wrong
             resolve_name(MODES[request["mode"]][1])
+            if request["environment"]["WORLD_SIZE"] != "1":  # what their plans import when they are built
+                importlib.import_module("torch.distributed.fsdp")
         gc.freeze()
         pid = os.fork()
         if pid == 0:
