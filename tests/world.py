@@ -108,7 +108,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any, path: list[str]) -> No
     import torch.distributed as dist
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    os.environ["TOKENIZERS_PARALLELIZM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=300)

@@ -94,6 +94,18 @@ run_job(job, lambda message: message.get("step") == 2 and print("two steps", flu
     assert not psutil.wait_procs(ranks, timeout=60)[1]
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are forked on Linux only")
+def test_the_process_that_ranks_are_forked_from_may_die(corpus):
+    def kill_it(message):
+        if message.get("step") == 2:
+            workers()[0].parent().kill()
+
+    job = train_job(experiment(corpus, "data_parallel", ranks=2, steps=1_000_000), TrainOptions())
+    with pytest.raises(JobFailed, match="was ended by signal 15"):
+        run_job(job, kill_it, timeout=300)
+    assert run_job(train_job(experiment(corpus, steps=2), TrainOptions()))["step"] == 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_users_mistake_found_by_a_worker_stays_one(ranks):
     with pytest.raises(UserError, match="neither a file nor a directory") as error:

@@ -61,7 +61,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads,
-        "TOKENIZERS_PARALLELIZM": "true" if rank == 0 else "false",
+        "TOKENIZERS_PARALLELISM": "true" if rank == 0 else "false",
         "RIDGELINE_WORKER": "1",
     }
 
@@ -77,12 +77,12 @@ def run_job(job: LaunchJob, progress: Progress | None = None, timeout: float | N
         file.write_text(job.to_json(), encoding="utf-8")
         port = free_port()
         rendezvous = {"RIDGELINE_RENDEZVOUS": str(Path(folder) / "rendezvous")}
-        with (Path(folder) / LOG).open("w", encoding="utf-8") as sink:
-            ranks = [
-                _start(file, job.mode, rank_environment(rank, job.ranks, port) | rendezvous, sink, pipe=rank == 0)
-                for rank in range(job.ranks)
-            ]
+        ranks: list[Rank] = []
         try:
+            with (Path(folder) / LOG).open("w", encoding="utf-8") as sink:
+                for rank in range(job.ranks):
+                    environment = rank_environment(rank, job.ranks, port) | rendezvous
+                    ranks.append(_start(file, job.mode, environment, sink, pipe=rank == 0))
             return _follow(ranks, progress, timeout, Path(folder))
         finally:
             _stop(ranks)

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -26,19 +27,12 @@ from typing import IO, Any, TextIO
 from ridgeline.jobs.job import MODES
 
 _READ_AT_IMPORT = (
-    "ATEN_",
-    "DNNL_",
-    "GLIBC_",
-    "GOMP_",
-    "KMP_",
-    "LD_",
-    "MALLOC_",
-    "ONEDNN_",
-    "PYTHON",
-    "TORCH",
-    "TRITON_",
-)
+    "ATEN_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_",
+    "OPENBLAS_", "PYTHON", "TORCH", "TRITON_",
+)  # fmt: skip
 """Variables that libraries read when they are loaded: a template serves jobs that agree in these."""
+_SET_LATER = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+"""But for the number of threads, which a rank sets itself."""
 _LARGEST = 1 << 20
 """Bytes of a request."""
 
@@ -52,7 +46,8 @@ class ForkedRank:
     @property
     def returncode(self) -> int | None:
         """Exit code, minus the signal's number for a killed rank; None while it runs."""
-        return self.template.codes.get(self.pid)
+        lost = -signal.SIGTERM if self.template.dead else None  # a template's ranks end with it
+        return self.template.codes.get(self.pid, lost)
 
     def poll(self) -> int | None:
         """:attr:`returncode`, looked up now."""
@@ -71,7 +66,8 @@ class ForkedRank:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -88,6 +84,8 @@ class Template:
     def __init__(self, environment: dict[str, str]) -> None:
         self.codes: dict[int, int] = {}
         """Exit codes of the ranks that have ended, by process."""
+        self.dead = False
+        self.lock = threading.RLock()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
@@ -96,21 +94,28 @@ class Template:
             )  # fmt: skip
 
     def fork(self, file: Path, mode: str, environment: dict[str, str], stdout: int, stderr: int) -> int:
-        """Start a rank of the job in ``file`` → its process. Raises :class:`OSError` when the template has died."""
-        request = {"file": str(file), "mode": mode, "environment": environment, "cwd": os.getcwd()}
-        socket.send_fds(self.socket, [json.dumps(request).encode()], [stdout, stderr])
-        while "code" in (answer := self._receive()):
-            self.codes[answer["pid"]] = answer["code"]
-        pid: int = answer["pid"]
-        self.codes.pop(pid, None)  # an earlier rank's, whose number it has
+        """Start a rank of the job in ``file`` → its process. Raises :class:`OSError` when the template cannot."""
+        request = {"file": str(file), "mode": mode, "environment": environment, "cwd": os.getcwd(),
+                   "cores": sorted(os.sched_getaffinity(0))}  # fmt: skip
+        with self.lock:
+            socket.send_fds(self.socket, [json.dumps(request).encode()], [stdout, stderr])
+            while "code" in (answer := self._receive()):
+                self.codes[answer["pid"]] = answer["code"]
+            pid: int = answer["pid"]
+            if not pid:
+                raise OSError("the template process cannot fork")
+            self.codes.pop(pid, None)  # an earlier rank's, whose number it has
         return pid
 
     def update(self) -> None:
         """Take in which ranks have ended."""
-        with contextlib.suppress(OSError):
-            while select.select([self.socket], [], [], 0)[0]:
-                answer = self._receive()
-                self.codes[answer["pid"]] = answer["code"]
+        with self.lock:
+            try:
+                while not self.dead and select.select([self.socket], [], [], 0)[0]:
+                    answer = self._receive()
+                    self.codes[answer["pid"]] = answer["code"]
+            except OSError:
+                self.dead = True
 
     def _receive(self) -> dict[str, int]:
         data = self.socket.recv(_LARGEST)
@@ -120,7 +125,8 @@ class Template:
         return answer
 
 
-_templates: dict[tuple[tuple[str, str], ...], Template] = {}
+_templates: dict[tuple[int, tuple[tuple[str, str], ...]], Template] = {}
+"""By this process, as a fork of it must not share them, and by what libraries read when they are loaded."""
 
 
 def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str], pipe: bool) -> ForkedRank:
@@ -130,15 +136,18 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
     """
     if not sys.platform.startswith("linux") or Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
         raise OSError("ranks that may use a GPU are not forked")
-    key = tuple(sorted((k, v) for k, v in environment.items() if k.startswith(_READ_AT_IMPORT)))
+    read_early = sorted(i for i in environment.items() if i[0].startswith(_READ_AT_IMPORT) and i[0] not in _SET_LATER)
+    key = (os.getpid(), tuple(read_early))
     template = _templates.get(key)
     if template is None or template.process.poll() is not None:
         template = _templates[key] = Template(environment)
     read, write = os.pipe() if pipe else (-1, os.dup(sink.fileno()))
     try:
         pid = template.fork(file, mode, environment, write, sink.fileno())
-    except OSError:
-        del _templates[key]
+    except BaseException as e:
+        _templates.pop(key, None)
+        if not isinstance(e, OSError):  # interrupted: its answer would be taken for the next one's
+            template.process.kill()
         if pipe:
             os.close(read)
         raise
@@ -173,10 +182,13 @@ def serve() -> None:
             if request["environment"]["WORLD_SIZE"] != "1":  # what their plans import when they are built
                 importlib.import_module("torch.distributed.fsdp")
         gc.freeze()
-        pid = os.fork()
-        if pid == 0:
-            requests.close()
-            _become_rank(worker.main, request, descriptors)
+        pid = 0
+        try:
+            if (pid := os.fork()) == 0:
+                requests.close()
+                _become_rank(worker.main, request, descriptors)
+        except OSError:  # no more processes, or no memory: the launcher starts it anew
+            pid = 0
         for descriptor in descriptors:
             os.close(descriptor)
         requests.send(json.dumps({"pid": pid}).encode())
@@ -201,6 +213,7 @@ def _become_rank(main: Any, request: dict[str, Any], descriptors: list[int]) -> 
         for target, descriptor in enumerate(descriptors, 1):
             os.dup2(descriptor, target)
             os.close(descriptor)
+        os.sched_setaffinity(0, request["cores"])
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environment"])

@@ -91,7 +91,7 @@ class Device(BaseModel):
     price_per_hour: float = 0
     """Typical on-demand dollars per device-hour; 0: unknown."""
     rates: dict[str, Rate] = Field(default_factory=dict)
-    """Measured operator costs, keyed ``kind.dtype`` or ``kind.direction.dtype`` (see ``predict/kernel.py``)."""
+    """Measured operator costs, keyed ``kind.dtype`` or ``kind.direction.dtype`` (``predict/operators/kernel.py``)."""
     ranks: dict[str, dict[str, Rate]] = Field(default_factory=dict)
     """Like ``rates``, when this many processes share the device (a CPU measured with 2 ranks: key "2"); "serve": when
     one of its cores is left to a server's HTTP."""

@@ -20,7 +20,7 @@ class _Constants(BaseModel):
 
 
 class GemmConstants(_Constants):
-    """Matrix multiplication: tiles run in waves over the processors; see ``predict/gemm.py``."""
+    """Matrix multiplication: tiles run in waves over the processors; see ``predict/operators/gemm.py``."""
 
     latency: float = 0.0
     """Seconds of launch, prologue and epilogue of one kernel."""
@@ -70,12 +70,12 @@ class GemmConstants(_Constants):
     @model_validator(mode="before")
     @classmethod
     def _earlier_spelling(cls, values: Any) -> Any:
-        """Device files written before version 0.2 say ``quantise``."""
+        """Earlier device files say ``quantise``."""
         return {k.replace("quantise", "quantize"): v for k, v in values.items()} if isinstance(values, dict) else values
 
 
 class PrefillConstants(_Constants):
-    """Fused attention over many queries; see ``predict/attention.py``."""
+    """Fused attention over many queries; see ``predict/operators/attention_time.py``."""
 
     latency: float = 0.0
     tensor_share: float = 1.0
@@ -107,7 +107,7 @@ class PrefillConstants(_Constants):
 
 
 class DecodeConstants(_Constants):
-    """Attention of one query per sequence over a paged cache; see ``predict/attention.py``."""
+    """Attention of one query per sequence over a paged cache; see ``predict/operators/attention_time.py``."""
 
     latency: float = 0.0
     memory_share: float = 1.0
@@ -140,7 +140,7 @@ class DecodeConstants(_Constants):
 
 
 class CollectiveConstants(_Constants):
-    """Collectives inside a node and across; see ``predict/collective.py``."""
+    """Collectives inside a node and across; see ``predict/operators/collective_time.py``."""
 
     latency: float = 0.0
     """Seconds of launch and synchronization."""

@@ -1,7 +1,7 @@
 """The technique contract: one frozen class with a card, typed options, ``check``, ``rewrite`` and ``build``.
 
-A technique is one file in this package. It touches both twins: ``rewrite`` is a compiler pass over the analytic graph,
-``build`` acts on the real engine's builder. Torch is imported inside ``build`` only.
+A technique is one file, ``techniques/FAMILY/NAME.py``. It touches both twins: ``rewrite`` is a compiler pass over the
+analytic graph, ``build`` acts on the real engine's builder, with its torch half in ``NAME_torch.py`` where it is long.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _PipelineScheduleRuntime
 
 from ridgeline.graph.schedule import actions
 
@@ -130,8 +130,7 @@ class Stage(PipelineStage):
 
 
 def _send(ops: list[dist.P2POp]) -> list[dist.Work]:
-    sent = (dist.isend(op.tensor, group=op.group, group_dst=op.group_peer) for op in ops)
-    return [work for work in sent if work is not None]
+    return _batch_p2p(ops)  # as PyTorch's runtime receives: both ends must use the same communicator
 
 
 def _wait(works: list[dist.Work]) -> None:
