@@ -97,6 +97,8 @@ def decode_latency(device: Device, seconds: float) -> float:
     return max(0.0, seconds - alone.metrics["tpot_s"].value) / operators
 
 
+_LEAST = 1e-7
+"""Seconds of an operator's latency at least: differences of noisy times may be less."""
 STEP_DEPTHS = (6, 12, 20)
 """Layers of the model, otherwise :data:`DECODE_REFERENCE`, whose steps in the serving engine ``probe`` times: weights
 that caches hold, and that they do not."""
@@ -157,7 +159,7 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
             line.append((beside - iteration - n * (sequence + layers * layer)) / count)
         step_latency.append(line)
     known = {"serve.sequence": sequence, "serve.iteration": iteration} | http_latency(found)
-    pools = {k: r.model_copy(update={"latency": r.latency + layer}) for k, r in pools.items()}
+    pools = {k: r.model_copy(update={"latency": max(_LEAST, r.latency + layer)}) for k, r in pools.items()}
     return device.model_copy(update={
         "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known, "step_latency": step_latency,
     })  # fmt: skip
