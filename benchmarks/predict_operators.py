@@ -7,7 +7,7 @@ is known to it.
 
     python benchmarks/predict_operators.py DATA_DIR [--write] [--out benchmarks/results/predict_operators.json]
 
-``--write`` stores the fits as the catalogue's constants of their architectures.
+``--write`` stores the fits as the catalog's constants of their architectures.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def seconds(layers: list, x: torch.Tensor, repeats: int = 20) -> float:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--on", required=True, help="catalogue name of this GPU: its bandwidth is the roof")
+    parser.add_argument("--on", required=True, help="catalog name of this GPU: its bandwidth is the roof")
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_lowbit.json"))
     given = parser.parse_args()

@@ -92,7 +92,7 @@ def theirs(folder: Path, args: argparse.Namespace, batch: int) -> tuple[float, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", required=True, help="catalogue name of this GPU: its bandwidth is the roof")
+    parser.add_argument("--on", required=True, help="catalog name of this GPU: its bandwidth is the roof")
     parser.add_argument("--model", default="llama3.2-1b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--prompt-len", type=int, default=128)

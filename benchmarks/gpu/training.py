@@ -2,7 +2,7 @@
 
 Every plan trains the same model on the same batches in a process of its own, in ABBA order; ratios are against the
 first plan. MFU = matrix-multiply FLOPs of forward and backward, without recomputation, over step time and the
-catalogue's dense peak in the compute dtype. Without a GPU it only checks itself (``--on local --model llama-tiny``).
+catalog's dense peak in the compute dtype. Without a GPU it only checks itself (``--on local --model llama-tiny``).
 
     python benchmarks/gpu/training.py --on h200 [--model llama3.2-1b] [--seq-len 4096] [--batch 4] [--steps 12]
 """
@@ -58,7 +58,7 @@ def cell(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--on", default="h200", help="catalogue name of this GPU: its peaks are MFU's denominator")
+    parser.add_argument("--on", default="h200", help="catalog name of this GPU: its peaks are MFU's denominator")
     parser.add_argument("--model", default="llama3.2-1b")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)

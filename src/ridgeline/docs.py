@@ -28,10 +28,10 @@ FLOORS = [
 
 
 def catalogue_markdown() -> str:
-    """The technique catalogue and the support matrix as one Markdown page."""
+    """The technique catalog and the support matrix as one Markdown page."""
     found = cards()
     parts = [
-        "# Technique catalogue",
+        "# Technique catalog",
         "Generated from the cards in `ridgeline/techniques`. Claims are the papers' own, on the papers' hardware.",
         *(_card(c) for c in found),
         "# Support matrix",

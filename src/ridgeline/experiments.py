@@ -3,7 +3,7 @@
 ::
 
     name = "quickstart"
-    model = "llama-tiny"            # a catalogue name, a config.json, a checkpoint directory, or a table
+    model = "llama-tiny"            # a catalog name, a config.json, a checkpoint directory, or a table
     on = "local"                    # a cluster: NAME, 8xNAME or 4x8xNAME
     plan = ["flash_attention", "zero:stage=2"]  # techniques, or a system of the literature: ["megatron_ptdp"]
 

@@ -1,4 +1,4 @@
-"""Catalogue devices: sources, relations between them that hold in silicon, clusters, and this machine's profile."""
+"""Catalog devices: sources, relations between them that hold in silicon, clusters, and this machine's profile."""
 
 import re
 import subprocess
@@ -295,7 +295,7 @@ def test_where_the_local_profile_lies(tmp_path, monkeypatch):
 
 
 def test_import_is_light():
-    """Importing the catalogue loads neither torch nor pydantic; a lookup never loads torch."""
+    """Importing the catalog loads neither torch nor pydantic; a lookup never loads torch."""
     code = (
         "import sys, ridgeline.catalog as c; assert not {'torch', 'pydantic', 'numpy'} & set(sys.modules);"
         "c.cluster('8xa800'); c.model('llama2-7b'); assert 'torch' not in sys.modules"

@@ -1,4 +1,4 @@
-"""Every catalogue model against what its publisher says, and against transformers' own classes."""
+"""Every catalog model against what its publisher says, and against transformers' own classes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Collectives on catalogue devices: orders, bounds, topology."""
+"""Collectives on catalog devices: orders, bounds, topology."""
 
 import itertools
 

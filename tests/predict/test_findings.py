@@ -65,7 +65,7 @@ def test_offload_trades_speed_for_memory(on, moved):
 
 
 @pytest.mark.xfail(strict=True, reason="reported 20 to 36 times slower; predicted 8.6 and 8.9 times on A800, 1.6 and"
-                   " 1.9 on RTX 4090: the paper's servers' CPUs and host memory are not in the catalogue")  # fmt: skip
+                   " 1.9 on RTX 4090: the paper's servers' CPUs and host memory are not in the catalog")  # fmt: skip
 @pytest.mark.parametrize("moved", OFFLOADED, ids="+".join)
 @pytest.mark.parametrize("on", ["8xa800-80g", "8xrtx4090"])
 def test_offload_is_20_to_36_times_slower(on, moved):

@@ -50,7 +50,7 @@ def test_without_peer_access_70b_serves_13_times_slower_than_7b():
 
 
 @pytest.mark.xfail(strict=True, reason="reported lower latency on the 3090, whose peers reach each other; predicted"
-                   " 15.2 s against 13.4 s on the 4090: both go through host memory in the catalogue")  # fmt: skip
+                   " 15.2 s against 13.4 s on the 4090: both go through host memory in the catalog")  # fmt: skip
 def test_a_3090_serves_at_lower_latency_than_a_4090_without_peer_access():
     latency = {on: metric(closed("llama2-7b", f"8x{on}", ["tensor_parallel:degree=8"], concurrency=64, output_len=512),
                           "e2e_s") for on in ("rtx3090", "rtx4090")}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The planner against brute force, and its reasons against the catalogue."""
+"""The planner against brute force, and its reasons against the catalog."""
 
 from __future__ import annotations
 

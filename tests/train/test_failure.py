@@ -31,7 +31,9 @@ def _workers_find_the_package(monkeypatch):
 
 
 WAITED = 300
-"""Seconds after which a job whose rank died counts as waiting for it: collectives themselves would wait longer."""
+"""Seconds after which a job counts as waiting for a dead rank."""
+UNWAITED = TrainOptions(timeout=24 * WAITED)
+"""Collectives would wait far longer."""
 
 
 def worker(rank):
@@ -58,7 +60,7 @@ def test_a_dead_rank_is_named_with_its_signal_and_step(number, status, corpus):
     e = experiment(corpus, "zero", ranks=2, steps=100_000)
     with pytest.raises(JobFailed, match=rf"rank 1 was .*signal {int(number)}.* after step \d+") as failure:
         run_job(
-            train_job(e, TrainOptions()),
+            train_job(e, UNWAITED),
             act_at(2, lambda: worker(1).send_signal(number)),
             timeout=WAITED,
         )

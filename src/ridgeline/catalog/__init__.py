@@ -1,8 +1,8 @@
-"""The catalogue: models, devices and systems by name, from one TOML file per model family, device and system.
+"""The catalog: models, devices and systems by name, from one TOML file per model family, device and system.
 
 =================================  ====================================================================
-``model("llama2-7b")``             a catalogue name, a hub id, a ``config.json`` or a checkpoint directory
-``device("a100-80g-sxm")``         a catalogue name, an alias, a device TOML file, or ``local``
+``model("llama2-7b")``             a catalog name, a hub id, a ``config.json`` or a checkpoint directory
+``device("a100-80g-sxm")``         a catalog name, an alias, a device TOML file, or ``local``
 ``cluster("4x8xa100-80g-sxm")``    ``[nodes x] [devices per node x] device``
 ``system("megatron_ptdp")``        a system of the literature: a named plan
 =================================  ====================================================================
@@ -67,7 +67,7 @@ class Published(NamedTuple):
 
 
 class _ModelEntry(NamedTuple):
-    """One model as its file has it: ModelSpec's fields, where they stand, and the catalogue's own keys."""
+    """One model as its file has it: ModelSpec's fields, where they stand, and the catalog's own keys."""
 
     fields: dict[str, Any]
     where: str
@@ -80,19 +80,19 @@ ROUNDED = 0.03
 
 
 def models() -> list[str]:
-    """The names of all catalogue models, family by family, small to large as their files list them."""
+    """The names of all catalog models, family by family, small to large as their files list them."""
     return list(_model_index())
 
 
 def model(name: str) -> ModelSpec:
-    """The model called ``name``: a catalogue name, a hub id, a ``config.json`` or a checkpoint directory.
+    """The model called ``name``: a catalog name, a hub id, a ``config.json`` or a checkpoint directory.
 
-    Names win over paths; write ``./gpt2`` for a directory that is called like a catalogue model. Raises
+    Names win over paths; write ``./gpt2`` for a directory that is called like a catalog model. Raises
     :class:`UserError` for an unknown name (with the nearest ones) or an unusable file.
     """
     key = _resolve_model(name)
     if key is not None:
-        return _catalogue_model(key)
+        return _catalog_model(key)
     from ridgeline.spec.model import ModelSpec
 
     path = Path(name).expanduser()
@@ -104,7 +104,7 @@ def model(name: str) -> ModelSpec:
 
 
 def published(name: str) -> Published | None:
-    """The published parameter count of a catalogue model and the tolerance within which it is meant; None: no count."""
+    """The published parameter count of a catalog model and the tolerance within which it is meant; None: no count."""
     key = _resolve_model(name)
     if key is None:
         raise unknown("model", name, _model_index())
@@ -114,14 +114,14 @@ def published(name: str) -> Published | None:
 
 
 def model_aliases(name: str) -> tuple[str, ...]:
-    """The other names (mostly hub ids) that stand for catalogue model ``name``."""
+    """The other names (mostly hub ids) that stand for catalog model ``name``."""
     if name not in _model_index():
         raise unknown("model", name, _model_index())
     return _model_index()[name].aliases
 
 
 def _resolve_model(name: str) -> str | None:
-    """The catalogue name that ``name`` (a name or a hub id, in any case) stands for."""
+    """The catalog name that ``name`` (a name or a hub id, in any case) stands for."""
     low = name.strip().lower()
     if low in _model_index():
         return low
@@ -144,7 +144,7 @@ def _stem(name: str) -> str:
 
 @cache
 def _model_stems() -> dict[str, str]:
-    """Stem of every name and hub id → catalogue name; the first model of a stem has it."""
+    """Stem of every name and hub id → catalog name; the first model of a stem has it."""
     stems: dict[str, str] = {}
     for name, e in _model_index().items():
         for known in (name, *e.aliases):
@@ -154,12 +154,12 @@ def _model_stems() -> dict[str, str]:
 
 @cache
 def _model_aliases_to_names() -> dict[str, str]:
-    """Lower-case hub id → catalogue name."""
+    """Lower-case hub id → catalog name."""
     return {a.lower(): n for n, e in _model_index().items() for a in e.aliases}
 
 
 @cache
-def _catalogue_model(name: str) -> ModelSpec:
+def _catalog_model(name: str) -> ModelSpec:
     from ridgeline.catalog.toml import validate
     from ridgeline.spec.model import ModelSpec
 
@@ -199,7 +199,7 @@ def _model_index() -> dict[str, _ModelEntry]:
 
 
 def devices() -> list[str]:
-    """The names of all catalogue devices, sorted. ``local`` is not among them."""
+    """The names of all catalog devices, sorted. ``local`` is not among them."""
     return list(_device_names())
 
 
@@ -209,9 +209,9 @@ def _device_names() -> tuple[str, ...]:
 
 
 def device(name: str) -> Device:
-    """The device called ``name``: a catalogue name, an alias, the path of a device TOML file, or ``local``.
+    """The device called ``name``: a catalog name, an alias, the path of a device TOML file, or ``local``.
 
-    A profile that `ridgeline calibrate` kept under the same name goes before the catalogue's own entry.
+    A profile that `ridgeline calibrate` kept under the same name goes before the catalog's own entry.
 
     Raises :class:`UserError` for an unknown name (with the nearest ones), an unusable file, or a ``local`` that was
     never probed.
@@ -228,7 +228,7 @@ def device(name: str) -> Device:
     if own.is_file():
         return _profile(own, own.stat().st_mtime_ns)
     if key in _device_names():
-        return _catalogue_device(key)
+        return _catalog_device(key)
     if name.endswith(".toml") or name.startswith((".", "~", "/")):
         return _read_device(Path(name).expanduser())
     error = unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
@@ -257,7 +257,7 @@ def cluster(text: str) -> Cluster:
 
 
 @cache
-def _catalogue_device(name: str) -> Device:
+def _catalog_device(name: str) -> Device:
     from ridgeline.catalog.toml import device_from, parse
 
     file = files(__name__) / "devices" / f"{name}.toml"

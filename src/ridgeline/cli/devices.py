@@ -16,7 +16,7 @@ def devices(
     toml: Annotated[bool, typer.Option("--toml", help="Print the device as a TOML file.")] = False,
     json: Json = False,
 ) -> None:
-    """List the catalogue's devices (and `local`, once probed), or show one."""
+    """List the catalog's devices (and `local`, once probed), or show one."""
     import json as js
 
     from ridgeline import catalog

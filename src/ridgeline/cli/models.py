@@ -11,7 +11,7 @@ from ridgeline.cli.base import Json, app
 
 @app.command()
 def models(name: Annotated[str | None, typer.Argument()] = None, json: Json = False) -> None:
-    """List the catalogue's models, or show one."""
+    """List the catalog's models, or show one."""
     import json as js
 
     from ridgeline import catalog

@@ -95,7 +95,7 @@ def _graph(
 
 
 def _windowed(m: ModelSpec, batch: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
-    """(sequences, queries, keys) of attention within a window w: w queries see 2 w keys, and so many such pieces."""
+    """(sequences, queries, keys) of attention within a window w: pieces of w queries with 2 w keys each."""
     w = m.sliding_window or kv_len
     if q_len <= w:
         return batch, q_len, min(kv_len, w + q_len - 1)

@@ -68,7 +68,7 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
 
 
 _COST: dict[str, tuple[str, Literal["lower"], str]] = {
-    "dollars_per_million_tokens": ("$", "lower", "catalogue price"),
+    "dollars_per_million_tokens": ("$", "lower", "catalog price"),
     "joules_per_token": ("J", "lower", "TDP, an upper bound"),
 }
 

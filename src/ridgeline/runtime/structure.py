@@ -106,7 +106,7 @@ def scale(group: PrunedGroup, factor: Tensor, parameters: dict[str, Tensor]) -> 
 
 
 def smaller(spec: ModelSpec, kept: Mapping[Kind, int], layers: int | None = None) -> ModelSpec:
-    """``spec`` with so many hidden channels, key/value heads and inner channels, and the first ``layers`` layers.
+    """``spec`` with ``kept`` hidden channels, key/value heads and inner channels, and the first ``layers`` layers.
 
     RMSNorm divides by the mean over all channels. ``norm_eps`` changes so that, with the norm weights of :func:`cut`, a
     model without some channels computes what the whole one does when these are zero.

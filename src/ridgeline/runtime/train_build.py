@@ -147,7 +147,7 @@ class Data:
     batches: BatchSource = field(init=False)
     """Where batches come from; set by the engine before it builds."""
     tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
-    """Token ids (int32 [tokens]) of another source of text, of which so many bytes are read, by the run's tokenizer."""
+    """Token ids (int32 [tokens]) of up to this many bytes of another text, by the run's tokenizer."""
     loss_of: Callable[[Batch], float] = field(init=False)
     """Mean loss over all ranks of a batch that nothing learns from."""
 

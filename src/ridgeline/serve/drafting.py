@@ -41,7 +41,7 @@ class Drafting:
     """
 
     def __init__(self, propose: Callable[[Sequence[Row], list[int]], list[list[int]]], most: int) -> None:
-        """``propose``: for each sequence at most so many tokens that may follow; ``most``: tokens of one draft."""
+        """``propose``: likely next tokens for each sequence, up to its limit; ``most``: maximum tokens of one draft."""
         self.propose, self.most = propose, most
         self.trials: dict[int, Trial] = {}
 
@@ -53,7 +53,7 @@ class Drafting:
         return self.most if on and running else 0
 
     def observe(self, running: int, drafted: bool, made: int, seconds: float) -> None:
-        """A step of decoding sequences alone took so long and made so many tokens."""
+        """Record the duration and the tokens of a step of decoding sequences alone."""
         t = self.trials.setdefault(running.bit_length(), Trial())
         trying = t.steps % (2 * TRIAL + TERM)
         t.steps += 1

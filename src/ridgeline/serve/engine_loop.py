@@ -36,7 +36,7 @@ class QueueLimits:
     """What the queue takes, and how long anything may last. None: no limit."""
 
     queued_requests: int | None = 512
-    """Outputs (``n`` or ``best_of`` counts so many times, a beam search its beams) that have not been scheduled yet."""
+    """Outputs that have not been scheduled yet (a request counts ``n`` or ``best_of`` times, or once for each beam)."""
     queued_tokens: int | None = 1 << 20
     """Prompt tokens of those."""
     first_token: float | None = 300.0
@@ -214,7 +214,7 @@ class EngineLoop:
                 await asyncio.sleep(0.02)
 
     def stop(self, seconds: float = 5.0) -> bool:
-        """End the thread after its step → whether it ended within so many seconds."""
+        """Stop the thread after its current step → whether it ended within ``seconds``."""
         with self._wake:
             self._stop = True
             self._wake.notify()

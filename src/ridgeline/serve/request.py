@@ -183,7 +183,7 @@ class EngineRequest:
 
 
 def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None:
-    """Raise :class:`Invalid` for a request that no engine of ``spec`` with so many tokens of context can serve."""
+    """Raise :class:`Invalid` for a request that no engine of ``spec`` with this context length can serve."""
     s, n = request.sampling, len(request.prompt)
     if not n:
         raise Invalid("prompt", "is empty", "give at least one token")

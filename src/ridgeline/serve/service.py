@@ -190,7 +190,7 @@ class Service:
     def _sampling(
         self, body: Sampled, max_tokens: int, logprobs: int | None, prompts: int = 1, **more: Any
     ) -> Sampling:
-        """How the outputs of so many prompts are made. What is wrong or too much is told before there is any work."""
+        """Sampling parameters for this many prompts. Raises for invalid or excessive ones before any work is done."""
         self.adapter(body.model)
         made = body.sampling(max_tokens, logprobs, self.vocab_size, **more)
         self.loop.bound(prompts * made.sequences)

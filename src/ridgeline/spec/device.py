@@ -138,7 +138,7 @@ class Device(BaseModel):
         return self.model_copy(update={"rates": rates, "host_latency": {}, "step_latency": line})
 
     def in_step(self, rows: float) -> float:
-        """Seconds to add to each operator but attention in a step of so many rows; only of :meth:`serving`."""
+        """Seconds to add to each operator but attention in a step of this many rows; only of :meth:`serving`."""
         if not self.step_latency:
             return 0.0
         import numpy as np

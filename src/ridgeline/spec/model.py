@@ -124,7 +124,7 @@ class ModelSpec(BaseModel):
     encoder_layers: int = 0
     """Layers of the encoder in an encoder-decoder model (spec only)."""
     published_parameters: float | None = None
-    """Parameter count that the model's authors publish, for the catalogue's own check."""
+    """Parameter count that the model's authors publish, for the catalog's own check."""
     source: str = ""
 
     @model_validator(mode="after")

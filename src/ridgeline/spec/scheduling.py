@@ -74,7 +74,7 @@ class Scheduling:
         self.limits.max_num_batched_tokens = w.max_num_batched_tokens or self.limits.max_num_batched_tokens
 
     def block_bytes(self, layers: int, kv_heads: float, head_dim: int, width: float) -> float:
-        """Memory of one block on a rank of so many layers and heads. ``width``: bytes of an element without codes."""
+        """Bytes of one block on a rank with this many layers and heads. ``width``: bytes of an unquantized element."""
         each = kv_bytes(self.cache_kind, head_dim) if self.cache_kind else width
         return self.block_size * 2 * layers * kv_heads * head_dim * each
 

@@ -18,7 +18,7 @@ class Reported(_Data):
     """The paper's own model and cluster, and what it reports of them."""
 
     model: str
-    """Catalogue name."""
+    """Catalog name."""
     on: str
     """Cluster, as ``--on`` takes it."""
     workload: dict[str, Any]

@@ -24,7 +24,7 @@ _REQUIRED = {m.NAME: m.REQUIRED for m in (gemm, attention, collectives)}
 
 
 def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Skip]]:
-    """The rows of ``device`` (a catalogue name, its aliases too) and what was skipped.
+    """The rows of ``device`` (a catalog name, its aliases too) and what was skipped.
 
     Directories stand for their CSV files; files of other schemas are passed over. Raises :class:`UserError` when there
     is no row at all.

@@ -32,7 +32,7 @@ from ridgeline.validate.score import regret_summary
 UNITS = {"seconds": "s", "bytes": "bytes", "ttft_s": "s", "tpot_s": "s", "step_s": "s", "tokens_per_s_per_device":
          "tokens/s", "iteration_time_s": "s"}  # fmt: skip
 DRAWN = 1500
-"""Points of one picture; of more, every so many-th is drawn."""
+"""Maximum points of one picture; larger sets are thinned evenly."""
 REASONS = 6
 
 

@@ -42,7 +42,7 @@ class Endpoint:
         return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
     def body(self, prompt: list[int] | str, tokens: int) -> bytes:
-        """A request for so many tokens, streamed, greedy."""
+        """A streamed, greedy request for this many tokens."""
         asked: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True},
                                  "temperature": 0}  # fmt: skip
         if self.api == "chat":

@@ -202,7 +202,7 @@ def host_latency(device: Device, found: dict[int, dict[str, Any]]) -> dict[str, 
 
 
 def gpu_device(one: dict[str, Any]) -> Device:
-    """A GPU's profile: its datasheet where the catalogue has it, with constants fitted to the measured operators."""
+    """A GPU's profile: its datasheet where the catalog has it, with constants fitted to the measured operators."""
     what = one["gpu"]
     known = datasheet(what, one["memory_bytes"])
     source = f"ridgeline probe of {what}, {date.today().isoformat()}, torch {one['torch']}"
@@ -210,7 +210,7 @@ def gpu_device(one: dict[str, Any]) -> Device:
         device = Device(
             name="local", title=what, kind="gpu", peak_flops=one["peak_flops"], memory_bytes=one["memory_bytes"],
             memory_bandwidth=one["memory_bandwidth"], sm_count=one["units"],
-            source=f"{source}; not in the catalogue: peaks and bandwidth are the best that was measured",
+            source=f"{source}; not in the catalog: peaks and bandwidth are the best that was measured",
         )  # fmt: skip
     else:
         device = known.model_copy(
@@ -220,7 +220,7 @@ def gpu_device(one: dict[str, Any]) -> Device:
 
 
 def datasheet(title: str, memory: float) -> Device | None:
-    """The catalogue's device whose title shares most words with a driver's name for it, and whose memory agrees."""
+    """The catalog's device whose title shares most words with a driver's name for it, and whose memory agrees."""
 
     def words(text: str) -> set[str]:
         return set(re.findall(r"[a-z0-9]+", text.lower())) - {"nvidia", "amd", "geforce", "gpu", "tensor", "core"}

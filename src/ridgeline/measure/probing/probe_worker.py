@@ -157,7 +157,7 @@ def _low(timer: Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, An
 
 
 def _expanding(timer: Timer, layer: list[nn.Module], name: str, few: int, latency: float) -> dict[str, dict[str, Any]]:
-    """Products of so many rows that codes are expanded first: the time at two numbers of rows tells both parts."""
+    """Products with enough rows that weights are dequantized first: times at two row counts separate the two parts."""
     (less, _, fast), (more, _, slow) = (_layers(timer, layer, torch.float32, rows) for rows in (few, 1024))
     speed = (more - less) / max(slow - fast, 0.1 * slow)
     codes = math.prod(SMALL) * DTYPE_BYTES[name]

@@ -139,7 +139,7 @@ class Ternary:
         return values.gather(1, self.symbols().long())
 
     def blocks(self) -> Iterator[Ternary]:
-        """Consecutive rows, so many at a time that their expanded weights are few."""
+        """Slices of consecutive rows, small enough that their decoded weights stay small."""
         step = max(1, EXPANDED // self.width)
         for start in range(0, len(self.low), step):
             yield self.rows(start, min(start + step, len(self.low)))

@@ -76,7 +76,7 @@ def reordered(x: Tensor, orders: Sequence[Tensor]) -> Tensor:
 
 
 def without_least(scores: Tensor, count: int) -> Tensor:
-    """bool [rows, n]: all but the ``count`` least entries of each row. Exactly so many, also among equals."""
+    """bool [rows, n]: all but the ``count`` smallest entries of each row, exactly ``count`` even among ties."""
     keep = torch.ones_like(scores, dtype=torch.bool)
     if count:
         keep.scatter_(1, scores.topk(count, dim=1, largest=False, sorted=False).indices, False)

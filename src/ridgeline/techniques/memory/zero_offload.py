@@ -99,7 +99,7 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
 
 
 def moved_together(b: Block) -> list[tuple[list[Param], int]]:
-    """Parameters of a block that are copied at once; one that is tiled goes by itself, in so many pieces."""
+    """Parameters of a block that are copied together, and the number of tiles; a tiled parameter goes by itself."""
     tiled: list[tuple[list[Param], int]] = [([p], p.tiles) for p in b.params if p.tiles > 1]
     return [([p for p in b.params if p.tiles == 1], 1), *tiled]
 

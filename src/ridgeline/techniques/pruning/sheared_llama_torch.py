@@ -86,8 +86,9 @@ def shear(
 ) -> Transformer:
     """A model of the shape of ``target``, cut from ``model``, whose weights change on the way.
 
-    Masks and weights train together on the mean token loss of batches of ``windows`` [n, seq]; then exactly so many
-    units of each kind as ``target`` has stay, those with the largest log α, and their gates are folded into weights.
+    Masks and weights train together on the mean token loss of batches of ``windows`` [n, seq]; then exactly
+    ``target``'s number of units of each kind is kept, those with the largest log α, and their gates are folded into
+    weights.
     """
     spec = model.spec
     generator = torch.Generator().manual_seed(how.seed)

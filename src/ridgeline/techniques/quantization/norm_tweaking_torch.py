@@ -10,7 +10,7 @@ from torch import Tensor
 from ridgeline.runtime.compress_build import BlockJob
 
 HELD_OUT = 4
-"""One window in so many is not trained on, and decides whether the tweaks are kept."""
+"""One window in this many is held out, and decides whether the tweaks are kept."""
 
 
 def of_channels(found: Tensor, wanted: Tensor) -> Tensor:
