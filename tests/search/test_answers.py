@@ -26,7 +26,7 @@ def test_files_predict_what_was_promised(model, on, workload, goal, tmp_path):
     e = experiments.make(model, on, workload, [])
     free = workload["kind"] == "generate"
     allow = FEW if e.is_training else frozenset()
-    answer = search(Question(e.model, catalog.cluster(on), e.workload, goal, allow=allow, free_batch=free), workers=1)
+    answer = search(Question(e.model, catalog.cluster(on), e.workload, goal, only=allow, free_batch=free), workers=1)
     files = write_plans(answer, tmp_path)
     assert len(files) == len(answer.best) > 0
     plans = set()
@@ -50,8 +50,8 @@ def test_serving_plans_split_what_one_device_cannot_hold():
 def test_least_memory_is_found_among_the_smallest_micro_batches():
     e = experiments.make("llama2-7b", "4xa100-80g-sxm", SMALL, [])
     few = FEW - {"lora", "rtn"}
-    pruned = search(Question(e.model, e.cluster, e.workload, "memory", allow=few), workers=1)
+    pruned = search(Question(e.model, e.cluster, e.workload, "memory", only=few), workers=1)
     limit = {"step_time_s": 1e9}  # a limit that all keep: every micro-batch is tried
-    whole = search(Question(e.model, e.cluster, e.workload, "memory", slo=limit, allow=few), workers=1)
+    whole = search(Question(e.model, e.cluster, e.workload, "memory", slo=limit, only=few), workers=1)
     assert pruned.found.counts["dominated"] > 0
     assert pruned.best[0].metrics["peak_bytes"] == whole.best[0].metrics["peak_bytes"]

@@ -7,23 +7,28 @@ from itertools import product
 
 import pytest
 
-from ridgeline import catalog
+from ridgeline import catalog, experiments
+from ridgeline.graph import training_graph
 from ridgeline.predict import predict
+from ridgeline.predict.common import rewritten
+from ridgeline.predict.step.peak_memory import resident, training_peak
+from ridgeline.predict.step.training_step import update_ops
 from ridgeline.search import Question, search
 from ridgeline.search.question import parse_slo
+from ridgeline.search.space import kind_of
 from ridgeline.search.why import closest_miss, relaxations, why_not
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import FineTune, Generate, Pretrain
-from ridgeline.techniques.registry import normalize
+from ridgeline.techniques.registry import normalize, registry, resolve
 
 FEW = frozenset({"zero", "recompute", "flash_attention", "mixed_precision", "data_parallel"})
 
 
 def question(model="llama2-7b", on="8xa100-80g-sxm", goal="throughput", workload=None, **more) -> Question:
     work = workload or Pretrain(seq_len=2048, batch_size=32)
-    return Question(catalog.model(model), catalog.cluster(on), work, goal, **{"allow": FEW, **more})
+    return Question(catalog.model(model), catalog.cluster(on), work, goal, **{"only": FEW, **more})
 
 
 def brute_force(q: Question) -> list[tuple[float, float]]:
@@ -87,27 +92,94 @@ def test_workers_change_nothing():
 def test_forbidden_and_allowed_techniques():
     assert all("flash_attention" not in t.names for t in search(question(forbid=frozenset({"flash_attention"}))).best)
     only = frozenset({"zero", "mixed_precision"})
-    assert all(t.names <= only for t in search(question(allow=only)).best)
+    assert all(t.names <= only for t in search(question(only=only)).best)
     with pytest.raises(UserError, match="zeero"):
         question(forbid=frozenset({"zeero"}))
     with pytest.raises(UserError, match="speed"):
         question(goal="speed")
 
 
+TUNED = Question(catalog.model("llama2-7b"), catalog.cluster("2xa100-80g-sxm"), FineTune(seq_len=512, batch_size=4))
+
+
 def test_pretraining_trains_everything():
-    names = {c.card.name for c in question(allow=frozenset()).techniques()}
-    assert "lora" not in names
-    tuned = Question(catalog.model("llama2-7b"), catalog.cluster("a100-80g-sxm"), FineTune(batch_size=4))
-    assert "lora" in {c.card.name for c in tuned.techniques()}
+    asked = question(only=frozenset(), allow=frozenset({"lora"}))
+    assert "lora" not in {c.card.name for c in asked.techniques()}
+
+
+def test_what_changes_quality_is_asked_for():
+    left = set(TUNED.left_to_the_user())
+    assert {"lora", "qlora", "bitfit"} <= left
+    assert not left & {"flash_attention", "mixed_precision", "zero", "recompute"}
+    assert all(not t.names & left for t in search(TUNED, workers=1).best)
+    asked = replace(TUNED, allow=frozenset({"lora"}))
+    assert asked.left_to_the_user() == [n for n in TUNED.left_to_the_user() if n != "lora"]
+    assert "lora" in search(asked, workers=1).best[0].names
+
+
+def test_a_fixed_technique_is_in_every_plan():
+    plan = Plan.parse(["lora:rank=64", "recompute"])
+    answer = search(replace(TUNED, fixed=plan), workers=1)
+    assert answer.best
+    for t in answer.best:
+        assert t.experiment.plan.option("lora", "rank") == 64
+        assert "recompute" in t.names
+    with pytest.raises(UserError, match="ranck"):
+        replace(TUNED, fixed=Plan.parse(["lora:ranck=2"]))
+
+
+def test_answers_differ_in_kind():
+    best = search(question(on="8xa100-80g-sxm", only=frozenset()), workers=1).best
+    assert len({kind_of(t.experiment) for t in best}) == len(best) > 2
+    for i, t in enumerate(best):
+        for other in best[:i]:
+            same = [t.metrics[k] / other.metrics[k] for k in ("tokens_per_s", "peak_bytes")]
+            assert any(abs(x - 1) >= 0.03 for x in same)
+
+
+def test_a_plan_unlike_any_that_was_measured_must_win_by_more():
+    """Of two plans, the proven one is ranked first unless the other is ahead by more than whole steps are off."""
+    proven, unlike = question(), question(fixed=Plan.parse(["ring_attention:degree=2"]))
+    for q, handicap in ((proven, 1.0), (unlike, 1.05)):
+        found = search(q, workers=1).best
+        assert found
+        assert all(bool(t.unvalidated) == (q is unlike) for t in found)
+        assert all(t.rank == pytest.approx(q.rank(t.metrics) / handicap, rel=1e-12) for t in found)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ["mixed_precision:weights=low", "zero:stage=3"],
+        ["mixed_precision", "zero:stage=1", "recompute"],
+        ["mixed_precision:weights=low", "zero_offload", "zero:stage=2"],
+        ["mixed_precision", "zero:stage=3", "zero_infinity:parameters=cpu,optimizer=cpu"],
+        ["mixed_precision", "tensor_parallel:degree=2", "pipeline:degree=4,schedule=interleaved,chunks=2"],
+        ["tensor_parallel:degree=2", "pipeline:degree=2", "zero:stage=1", "lora"],
+        ["lomo", "mixed_precision", "zero:stage=3"],
+    ],
+)
+def test_what_rules_a_plan_out_by_its_states_is_below_its_peak(plan):
+    work = {"kind": "finetune", "seq_len": 512, "batch_size": 16, "micro_batch_size": 1}
+    e, techniques = resolve(experiments.make("llama2-7b", "8xa100-80g-sxm", work, plan))
+    g = rewritten(training_graph(e), e, techniques)
+    update_ops(g, e)
+    held, peak = resident(g), training_peak(g)
+    assert sum(held.values()) <= peak.total * (1 + 1e-9)
+
+
+def test_a_search_does_not_choose_stale_updates():
+    e = question().base(catalog.cluster("8xrtx4090"))
+    assert [t.delayed for t in registry()["zero_offload"].choices(e)] == [False]
 
 
 def test_a_limit_is_kept():
     w = Generate(batch_size=8, prompt_len=512, output_len=64)
-    free = search(question(workload=w, on="a100-80g-sxm", free_batch=True, allow=frozenset({"flash_attention"})))
+    free = search(question(workload=w, on="a100-80g-sxm", free_batch=True, only=frozenset({"flash_attention"})))
     limit = free.best[0].metrics["tpot_s"] * 0.9
     kept = search(
         question(
-            workload=w, on="a100-80g-sxm", free_batch=True, allow=frozenset({"flash_attention"}), slo={"tpot_s": limit}
+            workload=w, on="a100-80g-sxm", free_batch=True, only=frozenset({"flash_attention"}), slo={"tpot_s": limit}
         )
     )
     assert kept.best

@@ -19,7 +19,14 @@ def plan(
     task: Task = "pretrain",
     goal: Annotated[str, typer.Option(help="What to optimize: throughput, latency, cost or memory.")] = "throughput",
     slo: Annotated[list[str] | None, typer.Option(help="A limit: METRIC=VALUE, e.g. tpot_s=50ms. Repeatable.")] = None,
-    allow: Annotated[list[str] | None, typer.Option(help="Consider only these techniques. Repeatable.")] = None,
+    with_: Annotated[
+        list[str] | None, typer.Option("--with", help="Have this technique or system in every plan. Repeatable.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="Also consider this technique, though it changes quality (adapters, bits, …). Repeatable."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Consider no techniques but these. Repeatable.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="Exclude this technique. Repeatable.")] = None,
     *,
     given: Given,
@@ -35,6 +42,7 @@ def plan(
     from ridgeline.search import Question, answer_tables, search
     from ridgeline.search.question import parse_slo
     from ridgeline.search.why import closest_miss, relaxations, why_not
+    from ridgeline.techniques.registry import brief
 
     cluster = catalog.cluster(on)
     fields = workload_fields(model, task, given)
@@ -42,7 +50,8 @@ def plan(
         fields.setdefault("batch_size", 4 * cluster.size)
     e = experiments.make(model, on, fields, [])
     question = Question(
-        e.model, e.cluster, e.workload, goal, parse_slo(slo or []), frozenset(allow or ()), frozenset(forbid or ()),
+        e.model, e.cluster, e.workload, goal, parse_slo(slo or []), experiments.plan_of(with_ or [], "--with"),
+        frozenset(allow or ()), frozenset(only or ()), frozenset(forbid or ()),
         free_batch=task == "generate" and "batch_size" not in fields, free_micro_batch="micro_batch_size" not in fields,
     )  # fmt: skip
     with console.StepBar(f"planning {e.model.name} on {cluster.label}", 0) as bar:
@@ -62,7 +71,7 @@ def plan(
         print(f"no feasible plan among {answer.found.counts['considered']} candidates")
         print("\n".join(f"  {w}" for w in reasons))
         if miss:
-            print(f"closest miss: {' '.join(miss[0].experiment.plan.strings())}: {miss[1]}")
+            print(f"closest miss: {' '.join(brief(miss[0].experiment.plan))}: {miss[1]}")
         print("smallest relaxations:" if ways else "no single relaxation was found")
         print("\n".join(f"  {r.change}: {' '.join(r.plan) or '(no technique)'}" for r in ways))
     if not answer.best:

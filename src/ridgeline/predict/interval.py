@@ -19,6 +19,8 @@ QUEUE = 0.20
 """The same of a time to first token under load, which waits in queues."""
 MEMORY = 0.04
 """The same of peak memory."""
+UNVALIDATED = 0.15
+"""The same of a plan with a technique whose predictions were never compared with published measurements (assumed)."""
 _UNKNOWN = 0.3
 _EXACT = ("tokens_per_step", "trained_parameters", "kv_cache_tokens")
 _95 = 1.96
@@ -36,9 +38,9 @@ def spread_of(rows: Iterable[Row], task: str) -> float:
     return math.hypot(parts, STEP[task])
 
 
-def add_intervals(metrics: dict[str, Metric], rows: Iterable[Row], task: str) -> None:
-    """Give every metric its 95 % interval, in place."""
-    spread = spread_of(rows, task)
+def add_intervals(metrics: dict[str, Metric], rows: Iterable[Row], task: str, validated: bool = True) -> None:
+    """Give every metric its 95 % interval, in place; wider if not all techniques are ``validated`` in the task."""
+    spread = math.hypot(spread_of(rows, task), 0.0 if validated else UNVALIDATED)
     for name, m in metrics.items():
         if name in _EXACT:
             m.low = m.high = m.value

@@ -29,7 +29,10 @@ def predict(e: Experiment) -> Result:
         t.note(e, result)
         if e.task in t.card.unpredicted:
             result.notes.append(f"predicted as without {t.card.name}: {t.card.unpredicted[e.task]}")
-    add_intervals(result.metrics, result.breakdown, e.task)
+    unlike = [t.card.name for t in techniques if e.task not in t.card.validated]
+    if unlike and e.cluster.device.kind == "gpu":
+        result.notes.append(f"wider interval: no published measurement was at hand of {', '.join(unlike)} in {e.task}")
+    add_intervals(result.metrics, result.breakdown, e.task, not unlike)
     return result
 
 

@@ -9,7 +9,7 @@ from ridgeline.predict.common import cost_of, rank_cluster, rewritten
 from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
 from ridgeline.predict.step.in_step import training_factors
-from ridgeline.predict.step.peak_memory import training_peak
+from ridgeline.predict.step.peak_memory import resident, training_peak
 from ridgeline.predict.step.streams import block_times
 from ridgeline.predict.step.training_step import timed, update_ops, with_overheads
 from ridgeline.spec.experiment import Experiment
@@ -28,6 +28,8 @@ class Quick:
     """Bytes that one rank has."""
     blocked: str = ""
     """Why it cannot run although its tensors fit (no room for one request's cache)."""
+    complete: bool = True
+    """Whether the peak is that of the step; False: the states alone exceed the device, and nothing else was sized."""
     floor: float = 0.0
     """Seconds that no other placement of the same states goes below: computation without communication and update."""
 
@@ -93,7 +95,7 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
             metrics[name] = sum(share * one.metrics[name] for share, one in found)
         elif name != "peak_bytes":
             metrics[name] = sum(s * one.metrics["step_time_s"] * one.metrics[name] for s, one in found) / seconds
-    return Quick(metrics, out.peak, out.limit, out.blocked, sum(share * one.floor for share, one in found))
+    return Quick(metrics, out.peak, out.limit, out.blocked, floor=sum(share * one.floor for share, one in found))
 
 
 def _quick(e: Experiment, techniques: list[Technique], always: bool, prepared: Graph | None) -> Quick:
@@ -103,9 +105,14 @@ def _quick(e: Experiment, techniques: list[Technique], always: bool, prepared: G
         if _places(t):
             g = t.rewrite(g, e)
     g.close()
+    device = cluster.device
+    if not always:
+        held = resident(g)
+        least = {**held, "framework": device.reserved_bytes}
+        if sum(least.values()) > device.memory_bytes:
+            return Quick({"peak_bytes": sum(least.values())}, least, device.memory_bytes, complete=False)
     update = update_ops(g, e)
     peak = with_overheads(training_peak(g), e)
-    device = cluster.device
     categories = {**peak.categories, "framework": device.reserved_bytes}
     out = Quick({"peak_bytes": sum(categories.values())}, categories, device.memory_bytes)
     if not out.fits and not always:

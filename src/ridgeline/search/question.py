@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import TRAINING_TASKS, Workload
-from ridgeline.techniques.registry import registry
+from ridgeline.techniques.registry import registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 GOALS = ("throughput", "latency", "cost", "memory")
@@ -29,8 +31,12 @@ class Question:
     """throughput, latency, cost or memory."""
     slo: Mapping[str, float] = field(default_factory=dict)
     """Limits by metric: the most allowed, or the least for metrics of which more is better."""
+    fixed: Plan = field(default_factory=Plan)
+    """Techniques that every plan has, with the options given."""
     allow: frozenset[str] = frozenset()
-    """Only these techniques; empty: all."""
+    """Techniques to consider although they change quality: the fine-tuning method, bits, sparsity."""
+    only: frozenset[str] = frozenset()
+    """No techniques but these; empty: all."""
     forbid: frozenset[str] = frozenset()
     free_batch: bool = False
     """Whether the batch size may be chosen (generation without a given batch)."""
@@ -39,9 +45,10 @@ class Question:
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UserError(f"unknown goal {self.goal!r}", f"goals: {', '.join(GOALS)}")
-        for name in (*self.allow, *self.forbid):
+        for name in (*self.allow, *self.only, *self.forbid):
             if name not in registry():
-                raise unknown("technique", name, registry(), "allow/forbid")
+                raise unknown("technique", name, registry(), "allow/only/forbid")
+        techniques_of(self.fixed)
 
     @property
     def training(self) -> bool:
@@ -60,18 +67,38 @@ class Question:
         return cluster.size if self.goal == "cost" else 1.0
 
     def techniques(self) -> list[type[Technique]]:
-        """Registered techniques that the task, ``allow`` and ``forbid`` leave.
+        """Registered techniques that may be on or off: those of the task that keep quality, are standard practice or
+        are asked for.
 
         Pre-training trains every parameter: techniques after which something else trains are for fine-tuning.
         """
+        asked = self.allow | self.only
+        return [
+            cls
+            for name, cls in self._of_task().items()
+            if (not self.only or name in self.only) and (cls.card.lossless or cls.card.standard or name in asked)
+        ]
+
+    def left_to_the_user(self) -> list[str]:
+        """Names of techniques that were not considered because they change quality and nobody asked for them."""
+        known = {cls.card.name for cls in self.techniques()}
+        base = self.base(self.cluster)
+        return [] if self.only else [n for n, cls in self._of_task().items() if n not in known and cls.choices(base)]
+
+    def _of_task(self) -> dict[str, type[Technique]]:
         kind = self.workload.kind
-        out = []
-        for name, cls in registry().items():
-            wanted = (not self.allow or name in self.allow) and name not in self.forbid
-            fits = kind in cls.card.tasks and not (kind == "pretrain" and cls.card.bound == "falls")
-            if wanted and fits:
-                out.append(cls)
-        return out
+        return {
+            name: cls
+            for name, cls in registry().items()
+            if kind in cls.card.tasks
+            and not (kind == "pretrain" and cls.card.bound == "falls")
+            and name not in self.forbid
+            and not self.fixed.has(name)
+        }
+
+    def base(self, cluster: Cluster) -> Experiment:
+        """The experiment without any technique but the fixed ones, on ``cluster``."""
+        return Experiment.model_construct(model=self.model, cluster=cluster, workload=self.workload, plan=self.fixed)
 
     def rank(self, metrics: Mapping[str, float]) -> float:
         """The goal as a number of which less is better."""

@@ -19,8 +19,8 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
-from ridgeline.techniques.registry import check, mesh_axes
-from ridgeline.techniques.technique import PHASES, Technique
+from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, registry, techniques_of
+from ridgeline.techniques.technique import Technique
 
 GROUPS = ("mesh", "shape", "split", "placement")
 _GROUP = {"tensor": "mesh", "sequence": "mesh", "adapt": "shape", "recompute": "shape", "compile": "shape",
@@ -53,19 +53,22 @@ class Slots:
         return self.count("split") * len(self.placements)
 
 
-def slots(base: Experiment, known: list[type[Technique]], settled: Set = ()) -> Slots:
-    """The choices of every technique on this experiment."""
+def slots(
+    base: Experiment, known: list[type[Technique]], settled: Set = (), required: frozenset[str] = frozenset()
+) -> Slots:
+    """The choices of every technique on this experiment; of those named in ``required`` one is always on."""
     choices: dict[str, list[tuple[Technique | None, ...]]] = {g: [] for g in GROUPS}
     always = {t.card.name for t in settled}
     for cls in known:
         options = cls.choices(base)
         if options and cls.card.name not in always:
-            choices[_GROUP.get(cls.phase, "placement")].append((None, *options))
+            off = () if cls.card.name in required else (None,)
+            choices[_GROUP.get(cls.phase, "placement")].append((*off, *options))
     apart = {
-        frozenset(pair)
+        frozenset((x, y))
         for a, b in combinations(choices["placement"], 2)
-        for pair in product(a, b)
-        if None not in pair and _refused(base, pair)
+        for x, y in product(a, b)
+        if x is not None and y is not None and refusal(candidate(base, (x, y)))
     }
     together = [
         tuple(t for t in chosen if t is not None)
@@ -75,12 +78,13 @@ def slots(base: Experiment, known: list[type[Technique]], settled: Set = ()) -> 
     return Slots(choices, tuple(sorted(together, key=lambda p: (offloads(p), len(p)))), settled)
 
 
-def _refused(base: Experiment, chosen: tuple[Technique | None, ...]) -> bool:
+def refusal(point: tuple[Experiment, list[Technique]]) -> str:
+    """Why ``check`` refuses an experiment with these techniques; empty: it does not."""
     try:
-        check(candidate(base, tuple(t for t in chosen if t is not None))[0])
-    except Incompatible:
-        return True
-    return False
+        check_techniques(*point)
+    except Incompatible as why:
+        return str(why)
+    return ""
 
 
 def offloads(placement: Set) -> int:
@@ -91,13 +95,17 @@ def offloads(placement: Set) -> int:
 def with_settled(base: Experiment, chosen: Set, settled: Set) -> Set:
     """``chosen`` and those of ``settled`` that ``check`` accepts beside it."""
     for t in settled:
-        more = (*chosen, t)
-        try:
-            check(candidate(base, more)[0])
-        except Incompatible:
-            continue
-        chosen = more
+        if not refusal(candidate(base, (*chosen, t))):
+            chosen = (*chosen, t)
     return chosen
+
+
+def kind_of(e: Experiment) -> tuple[str, ...]:
+    """What two plans differ in, if they differ in more than degrees and options: how the model and its states are
+    divided, moved and recomputed, and what was traded for quality."""
+    cards = {c.name: registry()[c.name] for c in e.plan.calls}
+    same = (n for n, cls in cards.items() if cls.phase != "compile" or not (cls.card.lossless or cls.card.standard))
+    return tuple(sorted(same))
 
 
 def splits_batch(placement: Set) -> bool:
@@ -106,8 +114,9 @@ def splits_batch(placement: Set) -> bool:
 
 
 def candidate(base: Experiment, chosen: Set, micro_batch: int | None = None) -> tuple[Experiment, list[Technique]]:
-    """The experiment of one point of the space, and its techniques in canonical order. Not checked yet."""
-    techniques = sorted(chosen, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
+    """The experiment of one point of the space, and its techniques (those of ``base`` too) in canonical order. Not
+    checked yet."""
+    techniques = in_order([*techniques_of(base.plan), *chosen])
     plan = Plan.model_construct(calls=tuple(map(_call, techniques)))
     update: dict[str, object] = {"plan": plan, "parallel": mesh_axes(base.task, techniques)}
     if micro_batch is not None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from ridgeline import catalog
 from ridgeline.predict.predict import predict
 from ridgeline.predict.quick import quick
+from ridgeline.search.found import Answer, Tried
 from ridgeline.search.question import Question
-from ridgeline.search.search import Answer, Tried, search
+from ridgeline.search.search import search
 from ridgeline.search.space import candidate
 from ridgeline.spec.errors import Incompatible, UserError
-from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve, Training
-from ridgeline.techniques.registry import check, resolve
+from ridgeline.techniques.registry import brief, check, resolve
 from ridgeline.techniques.technique import Technique
 
 GIB = 2.0**30
@@ -72,8 +72,7 @@ def why_not(answer: Answer) -> list[WhyNot]:
 def _plain(answer: Answer) -> WhyNot | None:
     """The plan without techniques, when it does not fit."""
     q = answer.question
-    base = Experiment.model_construct(model=q.model, cluster=q.cluster, workload=q.workload)
-    e, _ = candidate(base, (), 1 if q.training and q.free_micro_batch else None)
+    e, _ = candidate(q.base(q.cluster), (), 1 if q.training and q.free_micro_batch else None)
     try:
         e, techniques = resolve(e)
         t = Tried(e, quick(e, techniques), 0.0)
@@ -85,7 +84,7 @@ def _plain(answer: Answer) -> WhyNot | None:
     therefore = "it does not fit"
     if fix:
         batch = f", micro_batch_size={fix.experiment.micro_batch_size}" if q.training else ""
-        therefore += f"; nearest fix: {' + '.join(fix.experiment.plan.strings())}{batch}"
+        therefore += f"; nearest fix: {' + '.join(brief(fix.experiment.plan))}{batch}"
     return WhyNot("plain plan", size_of(t), therefore)
 
 
@@ -112,7 +111,7 @@ def _slower(name: str, best: Tried, reference: Result, other: Tried) -> WhyNot:
     worse = sorted(((v, k) for k, v in grown.items() if v > 0), reverse=True)[:2]
     causes = " and ".join(f"{k} +{v:.3g} s" for v, k in worse) or "nothing gets shorter"
     behind = other.rank / best.rank if best.rank > 0 else best.rank / other.rank
-    extra = " + ".join(s for s in other.experiment.plan.strings() if s.split(":")[0] == name)
+    extra = " + ".join(s for s in brief(other.experiment.plan) if s.split(":")[0] == name)
     verdict = "no better" if behind < 1.005 else f"{behind:.2f}x behind the best plan"
     return WhyNot(extra or name, causes, f"its best plan is {verdict}")
 
@@ -132,7 +131,7 @@ def _phases(r: Result) -> dict[str, float]:
 
 def _alone(q: Question, cls: type[Technique]) -> str:
     """Why ``check`` refuses the technique whatever else is on: the reason that holds with those it asks for."""
-    base = Experiment.model_construct(model=q.model, cluster=q.cluster, workload=q.workload)
+    base = q.base(q.cluster)
     partners = [p for other in q.techniques() if other is not cls for p in other.choices(base)]
     reasons: Counter[str] = Counter()
     for t in cls.choices(base) or [cls()]:
@@ -163,8 +162,8 @@ def relaxations(answer: Answer) -> list[Relaxation]:
     """Single changes of the question after which a plan exists, the smallest of each kind."""
     q = answer.question
     out = [r for r in [_looser(answer)] if r] + _climb(q)
-    if not out and (q.forbid or q.allow):
-        free = replace(q, forbid=frozenset(), allow=frozenset())
+    if not out and (q.forbid or q.only):
+        free = replace(q, forbid=frozenset(), only=frozenset())
         out = [Relaxation(f"allow every technique, and {r.change}", r.plan) for r in _climb(free)]
     return out
 
@@ -175,7 +174,7 @@ def _looser(answer: Answer) -> Relaxation | None:
     if near is None:
         return None
     broken = [m.split()[0] for m in near.missed]
-    return Relaxation(" and ".join(f"{n}={near.metrics[n]:.3g}" for n in broken), near.experiment.plan.strings())
+    return Relaxation(" and ".join(f"{n}={near.metrics[n]:.3g}" for n in broken), brief(near.experiment.plan))
 
 
 def _climb(q: Question) -> list[Relaxation]:
@@ -187,16 +186,18 @@ def _climb(q: Question) -> list[Relaxation]:
             except (Incompatible, UserError):
                 continue
             if found.best:
-                out.append(Relaxation(change, found.best[0].experiment.plan.strings()))
+                out.append(Relaxation(change, brief(found.best[0].experiment.plan)))
                 break
     return out
 
 
 def _ladders(q: Question) -> Iterator[list[tuple[str, Question]]]:
     """Per kind of change, its steps from small to large."""
-    if q.forbid or q.allow:
+    if q.forbid or q.only:
         freed = [(f"allow {name}", replace(q, forbid=q.forbid - {name})) for name in sorted(q.forbid)]
-        yield [*freed, ("allow every technique", replace(q, forbid=frozenset(), allow=frozenset()))]
+        yield [*freed, ("allow every technique", replace(q, forbid=frozenset(), only=frozenset()))]
+    lossy = q.left_to_the_user()
+    yield [(f"--allow {name}", replace(q, allow=q.allow | {name})) for name in lossy]
     w = q.workload
     if isinstance(w, Training):
         lengths = [n for n in (w.seq_len // 2, w.seq_len // 4, w.seq_len // 8) if n >= 128]

@@ -84,6 +84,12 @@ def in_order(techniques: list[Technique]) -> list[Technique]:
     return sorted(techniques, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 
+def brief(plan: Plan) -> list[str]:
+    """The calls in ``name:option=value`` form without the options that are at their defaults."""
+    return [str(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
+            for t in techniques_of(plan)]  # fmt: skip
+
+
 def having(e: Experiment, part: Part) -> list[Technique]:
     """The techniques of the plan that own or change ``part``."""
     return [t for t in map(make, e.plan.calls) if part in t.parts]

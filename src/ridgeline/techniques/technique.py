@@ -62,6 +62,10 @@ class Card:
     """``same``: the loss stays within ``tolerance``; ``falls``: another thing trains, so the loss must fall instead."""
     quality: str = ""
     """For a lossy technique: the metric it may change and the bound it is tested to."""
+    standard: bool = False
+    """For a lossy technique: standard practice, which a search considers without being asked to."""
+    validated: frozenset[str] = frozenset()
+    """Tasks in which predictions with it were compared with measurements that others published."""
     min_ranks: int = 1
     """Ranks it needs at least."""
     example: Mapping[str, Any] = field(default_factory=dict)

@@ -153,6 +153,23 @@ def resting(g: Graph, place: int | None = None) -> dict[str, float]:
     }
 
 
+def resident(g: Graph) -> dict[str, float]:
+    """Bytes of parameters, optimizer states and gradients that a rank holds during the update, on an average rank: the
+    peak of the rank that needs most is no lower."""
+    found = {"parameters": 0.0, "optimizer": 0.0, "gradients": 0.0}
+    taken = g.fused_update or (g.host_states and not g.gradients_resident)  # one by one, in the backward pass
+    for b in g.blocks:
+        share = b.repeat / g.stages
+        for p in b.params:
+            if not g.host_parameters and p.tiles == 1:
+                found["parameters"] += p.numel * p.bytes_per_element / p.shards * share
+            if not g.host_states and p.trainable:
+                found["optimizer"] += p.held_states(g.optimizer_bytes) * share
+            if not taken and p.trainable:
+                found["gradients"] += p.numel * p.grad_bytes / p.grad_shards / p.tiles * share
+    return found
+
+
 def _output_gradients(b: Block) -> float:
     """Gradients of the outputs of linear layers and norms, which wait for the weights' turn (schedule zero_bubble)."""
     size = 0.0

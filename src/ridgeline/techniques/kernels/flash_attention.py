@@ -28,6 +28,7 @@ class FlashAttention(Technique):
         taxonomy="training/model/attention",
         tasks=frozenset({"pretrain", "finetune", "generate", "serve"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune", "generate", "serve"}),
         claim="-35 % forward and -25 % backward attention time (measured in arXiv:2311.03687)",
         unpredicted={"serve": "engines attend in one kernel whatever the plan says"},
         changes=frozenset({"fused_attention"}),

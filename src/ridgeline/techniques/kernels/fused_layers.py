@@ -30,6 +30,7 @@ class FusedLayers(Technique):
         taxonomy="training/model/fused_layers",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune"}),
         claim="1.4-3.5x faster training of Transformers than with unfused kernels (LightSeq2)",
         changes=frozenset({"fused_linears"}),
     )

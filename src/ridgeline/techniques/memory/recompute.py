@@ -30,6 +30,7 @@ class Recompute(Technique):
         taxonomy="training/model/recompute",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune"}),
         claim="activation memory of O(sqrt n) layers for about one third more compute; selective: arXiv:2205.05198",
         changes=frozenset({"recomputation"}),
     )

@@ -36,6 +36,11 @@ class ZeroOffload(Technique):
     delayed: bool = False
     """Apply each update one step late, beside the next step (the loss is then no longer the same)."""
 
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """The update in its step: a delayed one changes the loss, which a search does not choose."""
+        return [cls()]
+
     def stored(self) -> dict[str, Any]:
         """A delayed update has a master copy one step ahead."""
         return {"delayed": True} if self.delayed else {}

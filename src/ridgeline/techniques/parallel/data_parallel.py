@@ -29,6 +29,7 @@ class DataParallel(Technique):
         taxonomy="training/distributed/data_parallel",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune"}),
         claim="near-linear scaling to 256 GPUs when communication overlaps with backward",
         min_ranks=2,
         unpredicted=dict.fromkeys(("pretrain", "finetune"), "several ranks train so in any case"),

@@ -34,6 +34,7 @@ class PipelineParallel(Technique):
         taxonomy="training/distributed/pipeline",
         tasks=frozenset({"pretrain", "finetune", "serve"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune"}),
         claim="almost linear speed-up with the number of stages when micro-batches are many times as many",
         min_ranks=2,
         example={"degree": 2},

@@ -30,6 +30,7 @@ class SequenceParallel(Technique):
         taxonomy="training/distributed/sequence_parallel",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune"}),
         claim="5x less activation memory with selective recomputation, over 90 % of its time overhead gone",
         changes=frozenset({"sequence_parts"}),
         needs={"divided_linears": "it divides what tensor_parallel leaves whole, which is not on"},

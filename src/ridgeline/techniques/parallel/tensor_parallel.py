@@ -45,6 +45,7 @@ class TensorParallel(Technique):
         taxonomy="training/distributed/tensor_parallel",
         tasks=frozenset({"pretrain", "finetune", "generate", "serve"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune", "generate", "serve"}),
         claim="8.3B parameters on 512 V100 at 15.1 PFLOP/s, 76 % of the single-GPU rate per GPU",
         min_ranks=2,
         example={"degree": 2},

@@ -44,6 +44,7 @@ class Zero(Technique):
         taxonomy="training/distributed/zero",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=True,
+        validated=frozenset({"pretrain", "finetune"}),
         claim="8x larger models and 10x the speed of the state of the art on 400 GPUs",
         min_ranks=2,
         owns=frozenset({"batch_split"}),

@@ -33,6 +33,7 @@ class FP8(Technique):
         taxonomy="hardware/precision/fp8",
         tasks=frozenset({"pretrain", "finetune", "generate", "serve"}),
         lossless=False,
+        validated=frozenset({"pretrain", "generate", "serve"}),
         claim="GPT models up to 175B trained to the loss of 16-bit training with unchanged hyperparameters; with fp8"
         " gradients and states (FP8-LM, arXiv:2310.18313) GPT-175B in 39 % less memory, 75 % faster than BF16 on H100",
         tolerance=0.05,

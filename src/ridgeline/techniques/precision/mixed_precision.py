@@ -38,6 +38,8 @@ class MixedPrecision(Technique):
         taxonomy="hardware/precision",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=False,
+        standard=True,
+        validated=frozenset({"pretrain", "finetune"}),
         claim="about half the memory of fp32 at the same accuracy",
         tolerance=0.02,
         quality="training loss within 2 % of fp32 after the same tokens",

@@ -27,6 +27,7 @@ class MXFP4(Technique):
         taxonomy="inference/compression/quantization",
         tasks=frozenset({"generate", "serve"}),
         lossless=False,
+        validated=frozenset({"serve"}),
         claim="4.25 bits per weight; gpt-oss-120b fits one 80 GB device (arXiv:2508.10925)",
         tolerance=0.05,
         quality="perplexity within 5 % of the 16-bit model",

@@ -23,6 +23,7 @@ class ChunkedPrefill(Technique):
         taxonomy="inference/scheduling/batching",
         tasks=frozenset({"serve"}),
         lossless=True,
+        validated=frozenset({"serve"}),
         claim="up to 10x the decode throughput of LLaMA-13B on an A6000 (piggybacked decodes)",
         default_in=frozenset({"serve"}),
     )

@@ -22,6 +22,7 @@ class ContinuousBatching(Technique):
         taxonomy="inference/scheduling/batching",
         tasks=frozenset({"serve"}),
         lossless=True,
+        validated=frozenset({"serve"}),
         claim="36.9x the throughput of FasterTransformer at the same latency (GPT-3 175B)",
         default_in=frozenset({"serve"}),
     )

@@ -25,6 +25,7 @@ class PagedKV(Technique):
         taxonomy="inference/memory/kv-cache",
         tasks=frozenset({"serve"}),
         lossless=True,
+        validated=frozenset({"serve"}),
         claim="2-4x the throughput of FasterTransformer and Orca at the same latency",
         default_in=frozenset({"serve"}),
     )

@@ -1,0 +1,209 @@
+"""What a search remembers of the plans that it predicted."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ridgeline.predict.quick import Quick, quick
+from ridgeline.search.question import Question
+from ridgeline.search.space import kind_of
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.registry import registry, techniques_of
+
+KEPT = 5
+"""Answers, and nearest misses."""
+
+ALIKE = 0.03
+"""Plans that differ by less in the goal and in memory are one answer."""
+
+Setting = tuple[Hashable, ...]
+"""A mesh, shape without recomputation, split and placement."""
+
+_shared: list[Any] = []
+"""In a worker: the fastest plan that any worker has found, in (weighed) seconds."""
+
+
+def share(fastest: Any) -> None:
+    """Make a worker see what the others find: ``fastest`` is a value that processes share."""
+    _shared[:] = [fastest]
+
+
+@dataclass(slots=True)
+class Tried:
+    """One plan that was predicted."""
+
+    experiment: Experiment
+    quick: Quick
+    rank: float
+    """The goal as a number of which less is better."""
+    missed: list[str] = field(default_factory=list)
+    """Limits it breaks."""
+    excess: float = 0.0
+    """By what factor it breaks the worst of them."""
+    calls: tuple[str, ...] = ()
+    """Its plan, as text."""
+    names: frozenset[str] = frozenset()
+    """Techniques that are on."""
+
+    def __post_init__(self) -> None:
+        self.calls = tuple(self.experiment.plan.strings())
+        self.names = frozenset(c.name for c in self.experiment.plan.calls)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Its predicted metrics."""
+        return self.quick.metrics
+
+    @property
+    def over(self) -> float:
+        """Peak memory over what the device has."""
+        return self.metrics["peak_bytes"] / self.quick.limit
+
+    def weighed(self, q: Question) -> float:
+        """Seconds of a training step, weighed as the goal does."""
+        return self.metrics["step_time_s"] * q.weight(self.experiment.cluster)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same plan, batch and cluster."""
+        e = self.experiment
+        return e.cluster.label, e.batch_size, e.micro_batch_size, self.calls
+
+    def idles_beside(self, other: Tried) -> bool:
+        """Whether it is the other plan, or the other plan with techniques more that change nothing."""
+        same = self.rank == other.rank and self.metrics["peak_bytes"] == other.metrics["peak_bytes"]
+        return self.key == other.key or (same and self.key[:3] == other.key[:3] and other.names < self.names)
+
+    def resembles(self, other: Tried, q: Question) -> bool:
+        """Whether it does about as well in both the goal and memory, so that no user would choose it over the other."""
+        same_goal = abs(self.metrics[q.metric] / other.metrics[q.metric] - 1) < ALIKE
+        return same_goal and abs(self.metrics["peak_bytes"] / other.metrics["peak_bytes"] - 1) < ALIKE
+
+    @property
+    def unvalidated(self) -> list[str]:
+        """Techniques that are on without whose kind any prediction was compared with published measurements."""
+        task = self.experiment.task
+        return sorted(name for name in self.names if task not in registry()[name].card.validated)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a part of the search saw."""
+
+    kinds: dict[tuple[str, ...], Tried] = field(default_factory=dict)
+    """The best feasible plan of each kind (:func:`kind_of`)."""
+    front: list[Tried] = field(default_factory=list)
+    """Not beaten in both the goal and memory, among plans at most ``SLACK`` times slower than the best."""
+    with_technique: dict[str, Tried] = field(default_factory=dict)
+    """The best feasible plan that has the technique on."""
+    simplest: Tried | None = None
+    """The feasible plan with the fewest techniques."""
+    nearest: list[Tried] = field(default_factory=list)
+    """Infeasible plans that miss by least."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """considered, and of them refused, bounded, dominated, oversize, missed (a limit) and feasible."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Reasons of ``check``."""
+
+    too_large: set[Setting] = field(default_factory=set)
+    """Of which the states alone exceed the device, whatever is recomputed and in any micro-batch."""
+    seconds: dict[Setting, float] = field(default_factory=dict)
+    """(Weighed) seconds of the last plan that offloads."""
+    exhausted: set[Setting] = field(default_factory=set)
+    """Of which no further recomputation or micro-batch is tried."""
+
+    fastest: float = math.inf
+    """Seconds of the fastest plan that fits, weighed as the goal does."""
+
+    smallest: float = math.inf
+    """Peak bytes of the smallest plan that fits."""
+
+    def count(self, what: str, n: int) -> None:
+        """Account for ``n`` candidates."""
+        self.counts["considered"] += n
+        self.counts[what] += n
+
+    def faster(self, seconds: float) -> None:
+        """Take in a plan's (weighed) seconds, and what other workers found."""
+        self.fastest = min(self.fastest, seconds)
+        for shared in _shared:
+            with shared.get_lock():
+                shared.value = self.fastest = min(self.fastest, shared.value)
+
+    def refuse(self, reason: str, n: int) -> None:
+        """Account for ``n`` candidates that ``check`` refuses."""
+        self.count("refused", n)
+        self.refusals[reason] += n
+
+    def feasible(self, t: Tried) -> None:
+        """Take in a plan that fits and keeps the limits."""
+        kind = kind_of(t.experiment)
+        if kind not in self.kinds or _order(t) < _order(self.kinds[kind]):
+            self.kinds[kind] = t
+        if self.simplest is None or (len(t.names), *_order(t)) < (len(self.simplest.names), *_order(self.simplest)):
+            self.simplest = t
+        for name in t.names:
+            if name not in self.with_technique or _order(t) < _order(self.with_technique[name]):
+                self.with_technique[name] = t
+        peak = t.metrics["peak_bytes"]
+        if not any(o.rank <= t.rank and o.metrics["peak_bytes"] <= peak for o in self.front):
+            self.front = [o for o in self.front if o.rank < t.rank or o.metrics["peak_bytes"] < peak] + [t]
+
+    def infeasible(self, t: Tried) -> None:
+        """Take in a plan that does not fit or misses a limit; the nearest are kept."""
+        if len(self.nearest) == KEPT and _miss(self.nearest[-1]) <= _miss(t):
+            return
+        if all(o.key != t.key for o in self.nearest):
+            self.nearest = sorted([*self.nearest, t], key=_miss)[:KEPT]
+
+    def look_closer(self) -> None:
+        """Size the nearest misses in full, of which only the states were looked at."""
+        whole = [t if t.quick.complete else _sized(t) for t in self.nearest]
+        self.nearest = sorted(whole, key=_miss)
+
+    def merge(self, other: Found) -> None:
+        """Take in another part's."""
+        seen = [*other.kinds.values(), *other.front, *other.with_technique.values()]
+        for t in seen + ([other.simplest] if other.simplest else []):
+            self.feasible(t)
+        for t in other.nearest:
+            self.infeasible(t)
+        self.counts += other.counts
+        self.refusals += other.refusals
+
+
+@dataclass(slots=True)
+class Answer:
+    """The planner's answer."""
+
+    question: Question
+    found: Found
+    settled: dict[str, str]
+    """Techniques that were better in time and memory in every trial, and so are always on; with the evidence."""
+    seconds: float
+
+    @property
+    def best(self) -> list[Tried]:
+        """The best feasible plan, then the best of up to four other kinds."""
+        ranked = sorted(self.found.kinds.values(), key=_order)
+        answers: list[Tried] = []
+        for t in ranked:
+            if len(answers) < KEPT and not any(t.idles_beside(o) or t.resembles(o, self.question) for o in answers):
+                answers.append(t)
+        return answers
+
+
+def _sized(t: Tried) -> Tried:
+    return replace(t, quick=quick(t.experiment, techniques_of(t.experiment.plan), always=True))
+
+
+def _miss(t: Tried) -> tuple[bool, float, int]:
+    return t.over > 1, t.over if t.over > 1 else t.excess, len(t.names)
+
+
+def _order(t: Tried) -> tuple[float, float, int, tuple[str, ...]]:
+    return t.rank, t.metrics["peak_bytes"], len(t.names), t.calls
