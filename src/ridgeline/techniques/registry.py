@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -85,9 +85,14 @@ def in_order(techniques: list[Technique]) -> list[Technique]:
 
 
 def brief(plan: Plan) -> list[str]:
-    """The calls in ``name:option=value`` form without the options that are at their defaults."""
-    return [str(Call(name=t.card.name, options=t.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
-            for t in techniques_of(plan)]  # fmt: skip
+    """The calls in ``name:option=value`` form without the options that are at their defaults, degrees apart."""
+    return [str(Call(name=t.card.name, options=_brief_options(t))) for t in techniques_of(plan)]
+
+
+def _brief_options(t: Technique) -> dict[str, Any]:
+    changed = t.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    degrees = {k: v for k, v in t.model_dump(mode="json", exclude_none=True).items() if k == "degree"}
+    return degrees | changed
 
 
 def having(e: Experiment, part: Part) -> list[Technique]:
