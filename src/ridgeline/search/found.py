@@ -184,6 +184,8 @@ class Answer:
     found: Found
     settled: dict[str, str]
     """Techniques that were better in time and memory in every trial, and so are always on; with the evidence."""
+    without_effect: frozenset[str]
+    """Techniques that changed nothing in any trial, and so were not considered."""
     seconds: float
 
     @property

@@ -56,7 +56,8 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
     start = time.perf_counter()
     bases = [b for c in sub_clusters(question.cluster, question.goal == "cost") for b in _bases(question, c)]
     settled = settle(question, bases[0])
-    spaces = [slots(base, question.techniques(), settled.techniques, settled.names) for base in bases]
+    known = [cls for cls in question.techniques() if cls.card.name not in settled.without_effect]
+    spaces = [slots(base, known, settled.techniques, settled.names) for base in bases]
     shapes = [(i, mesh, shape) for i, space in enumerate(spaces) for mesh in space.combinations("mesh")
               for shape in space.combinations("shape")]  # fmt: skip
     shapes.sort(key=lambda s: sum(t.phase == "recompute" for t in s[2]))
@@ -72,7 +73,7 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
                 found.merge(part)
                 if progress:
                     progress(done, workers)
-    answer = Answer(question, found, settled.evidence, 0.0)
+    answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
     if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is no front
         limit = SLACK * min(t.weighed(question) for t in answer.best)
         found.front = [t for t in found.front if t.weighed(question) <= limit]

@@ -1,4 +1,4 @@
-"""What a search need not branch on: techniques that won every trial."""
+"""What a search need not branch on: techniques that won every trial, or changed nothing in any."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Settled:
     always: tuple[tuple[Technique, str], ...]
     """With the evidence."""
     required: tuple[tuple[str, str], ...]
+    without_effect: frozenset[str]
+    """Names of those that changed neither time nor memory in any trial: they are left out."""
 
     @property
     def techniques(self) -> Set:
@@ -69,7 +71,7 @@ def settle(q: Question, base: Experiment) -> Settled:
                 out.append((on[key] / off[key], on["peak_bytes"] / off["peak_bytes"]))
         return out
 
-    always, required = [], []
+    always, required, without_effect = [], [], set()
     for cls in known:
         options = cls.choices(base)
         if cls.card.standard and q.goal != "memory" and q.training:
@@ -78,7 +80,9 @@ def settle(q: Question, base: Experiment) -> Settled:
                 required.append((cls.card.name, f"faster in {sum(map(len, found))} trials"))
         elif cls.card.lossless and len(options) == 1 and not options[0].axes():
             ratios = trials(options[0])
+            if ratios and all(pair == (1.0, 1.0) for pair in ratios):
+                without_effect.add(cls.card.name)
             gains = any(min(pair) < 1 for pair in ratios)
             if gains and all(max(pair) <= _EQUAL for pair in ratios):
                 always.append((options[0], f"never slower nor larger in {len(ratios)} trials"))
-    return Settled(tuple(always), tuple(required))
+    return Settled(tuple(always), tuple(required), frozenset(without_effect))

@@ -57,6 +57,9 @@ def why_not(answer: Answer) -> list[WhyNot]:
         if other and best and reference:
             out.append(_slower(name, best, reference, other))
             continue
+        if name in answer.without_effect:
+            out.append(WhyNot(name, "it changes neither time nor memory here", "it was left out"))
+            continue
         alone = _alone(q, cls)
         if alone:
             out.append(WhyNot(name, alone, "no plan has it"))
