@@ -69,7 +69,7 @@ class Walker:
         self.records: list[dict[str, Any]] = []
         self.kept: dict[str, LinearLayer] = {}
         """Layers of the block under way, by name."""
-        self.said: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
         """What steps told of that block."""
         self.inputs: dict[str, InputCode] = {}
         """How layers' inputs are quantized, where that was decided before."""
@@ -130,7 +130,7 @@ class Walker:
             index, block, entrance, target, peaks, forward=lambda x: self.forward(block, x),
             observe=lambda visit: self.observe(block, entrance, visit), settle=lambda: self._round(block),
         )  # fmt: skip
-        self.said = job.said
+        self.notes = job.notes
         for fold in run.before_block:
             fold(job)
         self._round(block)
@@ -311,7 +311,7 @@ class Walker:
                 "layer": layer.name, "error": site.error(layer), "tokens": site.tokens, "seconds": seconds,
                 "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
                 "numel": layer.weight.numel(),
-                "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.said,
+                "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.notes,
             }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer

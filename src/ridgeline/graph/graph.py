@@ -230,7 +230,7 @@ class Pipeline:
 
 
 @dataclass(slots=True, frozen=True)
-class Made:
+class GraphSizes:
     """What a graph was built with beside the model."""
 
     batch: int
@@ -314,7 +314,7 @@ class Graph:
     """Whether activations and temporaries lie in one arena that stays from step to step."""
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
-    made: Made | None = None
+    sizes: GraphSizes | None = None
     """The sizes that the graph was built with."""
     closing: list[Callable[[Graph], None]] = field(default_factory=list)
     """Passes to run after every technique's own: they copy operators that later phases still reprice."""

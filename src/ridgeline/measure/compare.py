@@ -150,10 +150,10 @@ def _interval(name: str, a: Result, b: Result, ma: Metric, mb: Metric) -> Interv
 
 def _judge(name: str, better: str, low: float, high: float) -> Judgement:
     gain = (low, high) if better == "higher" else (1 / high, 1 / low)
-    said = verdict(*gain, margin=MARGIN)
-    if said == "no difference" or name.endswith("_s") or name.startswith("tokens_per_s"):
-        return said
-    return "better" if said == "faster" else "worse"
+    word = verdict(*gain, margin=MARGIN)
+    if word == "no difference" or name.endswith("_s") or name.startswith("tokens_per_s"):
+        return word
+    return "better" if word == "faster" else "worse"
 
 
 def _movers(a: Result, b: Result) -> list[RowChange]:

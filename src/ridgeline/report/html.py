@@ -106,10 +106,10 @@ def load_html(results: Sequence[Result], path: Path) -> Path:
 
 def comparison_html(c: Comparison, path: Path) -> Path:
     """Write the report of a comparison; returns the path."""
-    made = comparison_tables(c)
-    by_word = {t.title.split()[0]: t for t in made}
+    tables = comparison_tables(c)
+    by_word = {t.title.split()[0]: t for t in tables}
     charts = movers_charts(c, by_word)
-    alike = [t for t in made if t is made[0] or t.title.startswith("Unlike")]
+    alike = [t for t in tables if t is tables[0] or t.title.startswith("Unlike")]
     sections = [
         section("Numbers", "".join(table_html(t) for t in alike)),
         chart_grid(charts),

@@ -101,8 +101,8 @@ def bullets(title: str, items: Sequence[str], kind: str = "") -> str:
     """A list of sentences; nothing when there are none."""
     if not items:
         return ""
-    made = "".join(f"<li>{escape(i)}</li>" for i in items)
-    return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{made}</ul></section>'
+    entries = "".join(f"<li>{escape(i)}</li>" for i in items)
+    return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{entries}</ul></section>'
 
 
 def script_json(data: Any) -> str:

@@ -158,8 +158,8 @@ class Found:
 
     def merge(self, other: Found) -> None:
         """Take in another part's."""
-        seen = [*other.best, *other.front, *other.with_technique.values()]
-        for t in seen + ([other.simplest] if other.simplest else []):
+        feasible = [*other.best, *other.front, *other.with_technique.values()]
+        for t in feasible + ([other.simplest] if other.simplest else []):
             self.feasible(t)
         for t in other.nearest:
             self.infeasible(t)

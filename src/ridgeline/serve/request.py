@@ -136,8 +136,8 @@ class Sampling:
         within("length_penalty", -10, 10)
         needs(self.top_k >= 0, "top_k", f"is {self.top_k}", "give a positive number, or 0 for all tokens")
         needs(1 <= self.n <= 128, "n", f"is {self.n}, outside 1 to 128", "ask for fewer outputs")
-        made = self.best_of if self.best_of is not None else self.n
-        needs(self.n <= made <= 128, "best_of", f"is {made}, outside n to 128", f"give {self.n} or more")
+        drawn = self.best_of if self.best_of is not None else self.n
+        needs(self.n <= drawn <= 128, "best_of", f"is {drawn}, outside n to 128", f"give {self.n} or more")
         needs(0 <= self.beam_width <= 64, "beam_width", f"is {self.beam_width}, outside 0 to 64", "use fewer beams")
         if self.beam_width:
             needs(self.n <= self.beam_width, "n", f"{self.n} outputs of {self.beam_width} beams", "use more beams")

@@ -110,9 +110,9 @@ def baseline(rows: list[Case]) -> tuple[float, str]:
         weights = np.zeros(width)
     guess = terms @ weights
     measured = np.array([c.measured for c in rows])
-    said = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
+    estimate = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
     name = "one constant" if width == 1 else f"{width}-constant roofline"
-    return float(np.mean(np.abs(said / measured - 1)[usable])) if usable.any() else 1.0, name
+    return float(np.mean(np.abs(estimate / measured - 1)[usable])) if usable.any() else 1.0, name
 
 
 def spearman(a: list[float], b: list[float]) -> float | None:

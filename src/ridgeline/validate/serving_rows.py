@@ -105,11 +105,11 @@ def steady(e: Experiment) -> tuple[float, float]:
     assert isinstance(w, Serve)
     surface = Iterations(e, resolve(e)[1], rank_cluster(e), find_engine(w.engine, e.cluster.device),
                          (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
-    asked = requests(w)
-    limits, space = limits_of(w, surface.engine, surface, asked)
+    arrivals = requests(w)
+    limits, space = limits_of(w, surface.engine, surface, arrivals)
     if w.prompt_len + w.output_len + limits.overhead_tokens > limits.cache_tokens:
-        raise UserError(f"{space.said}, no request fits", "use more devices")
-    o = Simulation(surface, limits, asked, w.concurrency).run()
+        raise UserError(f"{space.reason}, no request fits", "use more devices")
+    o = Simulation(surface, limits, arrivals, w.concurrency).run()
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
     ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
     tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)

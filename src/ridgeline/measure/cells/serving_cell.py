@@ -109,7 +109,7 @@ def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
             return plain(step)
         with Wire() as wire:
             out = plain(step)
-        sent.update({key: value for key, value in wire.seen.items() if key[0] != "p2p"})
+        sent.update({key: value for key, value in wire.counts.items() if key[0] != "p2p"})
         engine.runner.execute = plain  # type: ignore[method-assign]
         return out
 
@@ -173,8 +173,8 @@ def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
 def _add(result: Result, engine: Engine, setup: float) -> None:
     """What only the server's side knows, without the warm-up's requests, which came one by one."""
     w, stats = Serve.model_validate(result.experiment["workload"]), engine.stats()
-    asked, most = requests(w), engine.limits.max_num_batched_tokens
-    warm = [asked[i % len(asked)] for i in range(Settings().warmup)]
+    arrivals, most = requests(w), engine.limits.max_num_batched_tokens
+    warm = [arrivals[i % len(arrivals)] for i in range(Settings().warmup)]
     chunks = sum(-(-r.prompt // most) if engine.limits.chunked else 1 for r in warm)
     tokens = stats.generated_tokens - sum(r.output for r in warm)
     steps = stats.steps - chunks - sum(r.output - 1 for r in warm)

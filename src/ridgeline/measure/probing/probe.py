@@ -225,14 +225,14 @@ def datasheet(title: str, memory: float) -> Device | None:
     def words(text: str) -> set[str]:
         return set(re.findall(r"[a-z0-9]+", text.lower())) - {"nvidia", "amd", "geforce", "gpu", "tensor", "core"}
 
-    said = words(title)
+    named = words(title)
     best: tuple[float, str] | None = None
     for name in catalog.devices():
         d = catalog.device(name)
-        common = words(d.title) & said
+        common = words(d.title) & named
         model = {w for w in words(d.title) if re.search(r"\d", w) and not w.endswith("gb")}
-        if d.kind == "gpu" and model & said and abs(d.memory_bytes / memory - 1) < 0.1:
-            score = (len(common) - 0.1 * len(words(d.title) - said), name)
+        if d.kind == "gpu" and model & named and abs(d.memory_bytes / memory - 1) < 0.1:
+            score = (len(common) - 0.1 * len(words(d.title) - named), name)
             best = max(best, score) if best else score
     return catalog.device(best[1]) if best else None
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeline.predict.serving.arrivals import Arrival, Arrivals
-from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, pace, until
+from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, decode_iterations, until
 from ridgeline.spec.scheduling import Scheduling
 
 
@@ -210,7 +210,7 @@ class PackedSimulation:
             seconds = self.costs.mixed(prompts, decoding, cached, pads)
         else:
             most = self._lasting(plan) if settled and decoding == len(self.running) else 1
-            k, each, slope = pace(self.costs, decoding, cached, most)
+            k, each, slope = decode_iterations(self.costs, decoding, cached, most)
             if self.limits.continuous and not self.waiting:
                 k = until(self.arrivals.next - self.now, each, slope, k)
             seconds = k * each + slope * (k * (k - 1) / 2)

@@ -369,10 +369,10 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
     """
     device = cluster.device
     sums: dict[tuple[str, str, str, str], list[float]] = {}
-    said: dict[tuple[str, str, str, str], Timed] = {}
+    timed: dict[tuple[str, str, str, str], Timed] = {}
     for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
-        said[key] = one = timed_of(op, cluster)
+        timed[key] = one = timed_of(op, cluster)
         seconds = one.seconds * (1.0 if op.axis else factors.of(op.kind))
         n = count * times
         roof = 0.0 if op.axis else roof_seconds(op, device)
@@ -381,8 +381,8 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
         sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
     rows = [
         Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=s, count=n, flops=flops, bytes=moved,
-            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None, bound=said[key].bound,
-            spread=said[key].spread)
+            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None, bound=timed[key].bound,
+            spread=timed[key].spread)
         for key, (s, n, flops, moved, sent, roof) in sums.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda r: -r.seconds)

@@ -77,7 +77,7 @@ class FusedUpdate:
                 p.register_post_accumulate_grad_hook(self._ready)
         self.inner = run.execute
         run.execute = self.execute
-        run.tell_last(self._hear)
+        run.before_micro_batch(self._hear)
         run.gradients.norm = self.norm
 
     @property

@@ -80,7 +80,7 @@ class IntegerUpdates:
         run = self.run
         self._generator = torch.Generator("cpu" if run.device.type == "meta" else run.device)
         self._place: dict[IntegerWeight, int] = {}
-        run.tell_last(self._hear)
+        run.before_micro_batch(self._hear)
         run.hooks.before_step.append(self._begin)
         inner = run.gradients.norm
 

@@ -95,15 +95,15 @@ class QuantEase(WeightOnly):
         keep, grid = site.keeps(), run.affine(self.bits, self.group_size, self.symmetric, self.mse)
         # Both solvers take inputs that are never active out; the grids that they fit must agree on that.
         weight = site.together().masked_fill(site.gram.diagonal() == 0, 0)
-        start, said = None, {}
+        start, notes = None, {}
         if self.start == "gptq":
             rest, support = weight, None if keep is None else Given(keep)
             if self.outliers:  # which are not to be made up for
                 count = round(self.outliers * (weight.shape[1] if self.structured else weight.numel()))
                 rest = weight - largest(weight.t(), count, self.structured).t()
             solved = sweep(rest, site.gram, grid.fit(rest), support, act_order=True, damp=self.damp)
-            start, said = solved.weight, solved.said
+            start, notes = solved.weight, solved.notes
         found = descend(weight, site.gram, grid, start, keep, self.passes, self.outliers, self.structured)
         packed = found.fitted.pack(found.on_grid, found.outliers)
         assert isinstance(packed, Packed)
-        store(site, packed, objective=[found.errors[0], found.errors[-1]], **said)
+        store(site, packed, objective=[found.errors[0], found.errors[-1]], **notes)
