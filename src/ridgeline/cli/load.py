@@ -64,8 +64,8 @@ def load(
     loads = workloads(rate, arrival, input_len, output_len, requests, slo, seed)
     run = secrets.randbelow(1 << 31) if run is None else run
     endpoint = find_endpoint(url, model, _api(api), key, ignore_eos, extra_fields(extra_body))
-    prompts, made_of = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed, run)
-    settings = Settings(warmup, timeout, shared_prefix, made_of, run)
+    prompts, prompt_source = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed, run)
+    settings = Settings(warmup, timeout, shared_prefix, prompt_source, run)
     done: list[Any] = []
     for i, w in enumerate(loads):
         with StepBar(label(endpoint.model, w), 0) as bar:

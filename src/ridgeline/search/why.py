@@ -183,7 +183,7 @@ def _climb(q: Question) -> list[Relaxation]:
     for ladder in _ladders(q):
         for change, question in ladder:
             try:
-                found = search(question, any_will_do=True)
+                found = search(question, first_feasible=True)
             except (Incompatible, UserError):
                 continue
             if found.best:

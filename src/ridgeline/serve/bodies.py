@@ -63,10 +63,10 @@ def parse(model: type[B], raw: bytes, kind: str, context: int) -> B:
     try:
         return model.model_validate(value, context={"tokens": context})
     except ValidationError as e:
-        raise _said(e.errors(include_url=False, include_input=False), value) from None
+        raise _wrong_body(e.errors(include_url=False, include_input=False), value) from None
 
 
-def _said(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
+def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
     """What is wrong with a body; of several things, an unknown field first."""
     e = next((e for e in errors if e["type"] == UNKNOWN), errors[0])
     path = [str(p) for p in e["loc"]]

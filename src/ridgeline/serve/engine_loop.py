@@ -57,7 +57,7 @@ class OutputStream:
         self._open = {(job.ordinal, i) for job in jobs for i in job.open}
         self._fresh: dict[tuple[int, int], Delta] = {}
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._ready = asyncio.Event()
         self.accepted: asyncio.Future[None] = loop.create_future()
 
     def put(self, delta: Delta) -> None:
@@ -67,7 +67,7 @@ class OutputStream:
             self._fresh[key].add(delta)
         else:
             self._fresh[key] = delta
-        self._news.set()
+        self._ready.set()
 
     def fail(self, error: Exception) -> None:
         """No more will come (on the event loop)."""
@@ -75,13 +75,13 @@ class OutputStream:
         if not self.accepted.done():
             self.accepted.set_exception(error)
             self.accepted.exception()  # whoever went away does not look
-        self._news.set()
+        self._ready.set()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """News until every output has ended. Raises what the stream failed with."""
         while self._open:
-            await self._news.wait()
-            self._news.clear()
+            await self._ready.wait()
+            self._ready.clear()
             fresh, self._fresh = self._fresh, {}
             for key, delta in fresh.items():
                 if delta.finish:

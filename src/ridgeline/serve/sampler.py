@@ -52,8 +52,8 @@ class Sampler:
             if some:
                 settings = [seqs[i].group.request.sampling for i in some]
                 uniform = torch.tensor([seqs[i].rng.random() for i in some], dtype=torch.float64, device=logits.device)
-                heat = torch.tensor([s.temperature for s in settings], dtype=logits.dtype, device=logits.device)
-                x = logits[some] / heat[:, None]
+                temperature = torch.tensor([s.temperature for s in settings], dtype=logits.dtype, device=logits.device)
+                x = logits[some] / temperature[:, None]
                 drawn = self._filtered(x, settings, uniform) if filtered else topk.draw(x, uniform).tolist()
                 for i, token in zip(some, drawn, strict=True):
                     chosen[i] = token

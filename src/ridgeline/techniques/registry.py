@@ -23,9 +23,9 @@ from ridgeline.techniques.technique import PHASES, Ask, Technique
 
 T = TypeVar("T", bound=Technique)
 
-_made: dict[tuple[type[Technique], str], Technique] = {}
+_cache: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
-_MOST_MADE = 4096
+_CACHE_SIZE = 4096
 
 
 @lru_cache(maxsize=1)
@@ -50,11 +50,11 @@ def make(call: Call) -> Technique:
         raise unknown("technique", call.name, known, "plan")
     cls = known[call.name]
     key = (cls, repr(call.options))
-    if key not in _made:
-        if len(_made) > _MOST_MADE:
-            _made.clear()
-        _made[key] = _valid(cls, call)
-    return _made[key]
+    if key not in _cache:
+        if len(_cache) > _CACHE_SIZE:
+            _cache.clear()
+        _cache[key] = _valid(cls, call)
+    return _cache[key]
 
 
 def _valid(cls: type[Technique], call: Call) -> Technique:
@@ -219,8 +219,8 @@ def _check_parts(e: Experiment, techniques: list[Technique]) -> None:
             if all(other is t for other in having.get(part, ())):
                 missing = dict(zip(card.needs, partners(t), strict=True))[part]
                 raise Incompatible(f"{name}: {why}", f"add {missing} (--with {missing})")
-        whys = {**card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
-        for part, why in whys.items():
+        reasons = {**card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
+        for part, why in reasons.items():
             for other in having.get(part, ()):
                 if other is not t:
                     raise Incompatible(f"{name}: {why.format(other=other.card.name)}",

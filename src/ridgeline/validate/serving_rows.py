@@ -144,8 +144,8 @@ def _judged(row: CsvRow, inferred: bool) -> list[Case]:
         if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
             out.append(
                 Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), predicted,
-                     label=label, terms=terms, rivals=same if name == "tpot_s" and inferred else None, line=row.line,
-                     spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
+                     label=label, terms=terms, alternatives=same if name == "tpot_s" and inferred else None,
+                     line=row.line, spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
                      source=source_of(e.cluster))
             )  # fmt: skip
     if not out:

@@ -186,7 +186,7 @@ def _speed(row: CsvRow, e: Experiment, result: Result) -> Case | None:
         spread=spread_of(result.breakdown, e.task),
         source=result.metrics["step_time_s"].source,
         why=_why(result),
-        rivals=_rivals(row),
+        alternatives=_alternatives(row),
         better="lower" if name == "step_s" else "higher",
         line=row.line,
     )
@@ -233,7 +233,7 @@ def _why(result: Result) -> str:
     return ", ".join(f"{name} {share / total:.0%}" for name, share in first)
 
 
-def _rivals(row: CsvRow) -> Hashable:
+def _alternatives(row: CsvRow) -> Hashable:
     """Runs of one model on one cluster over one batch differ only in their plan."""
     same = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "device", "n_devices")
     return tuple(row.text(c, "") for c in (*same, "global_batch"))

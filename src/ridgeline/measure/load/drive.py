@@ -49,7 +49,7 @@ def drive(
     Ctrl-C ends it: what is under way is dropped, the rest is returned. Raises :class:`UserError` when the first request
     of all is refused.
     """
-    _many_connections()
+    _raise_file_limit()
     with _quiet_memory():
         return run(_Driver(endpoint, arrivals, prompts, concurrency, timeout, progress).run(warmup))
 
@@ -60,7 +60,7 @@ class _Driver:
         self.endpoint, self.arrivals, self.prompts, self.concurrency = endpoint, arrivals, prompts, concurrency
         self.timeout, self.progress = timeout, progress
         self.records: list[Record] = []
-        self.settled = self.failed = self.template = 0
+        self.finished = self.failed = self.template = 0
 
     async def run(self, warmup: int) -> Drive:
         self.loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ class _Driver:
         await self._all_settled()
 
     async def _all_settled(self) -> None:
-        while self.settled < len(self.arrivals):
+        while self.finished < len(self.arrivals):
             self.news.clear()
             await self.news.wait()
 
@@ -124,9 +124,9 @@ class _Driver:
         return Record(index, 0.0, r.prompt, r.output), body
 
     def _settle(self, record: Record) -> None:
-        self.settled += 1
+        self.finished += 1
         self.failed += bool(record.error)
-        if self.settled == len(self.arrivals):
+        if self.finished == len(self.arrivals):
             self.news.set()
 
     async def _warm(self, i: int) -> None:
@@ -156,11 +156,11 @@ class _Driver:
         while True:
             await asyncio.sleep(0.25)
             self.pool.expire(self.loop.time())
-            note = f"{len(self.pool.flying)} under way" + (f", {self.failed} failed" if self.failed else "")
-            self.progress({"step": self.settled, "steps": len(self.arrivals), "stage": note})
+            note = f"{len(self.pool.in_flight)} under way" + (f", {self.failed} failed" if self.failed else "")
+            self.progress({"step": self.finished, "steps": len(self.arrivals), "stage": note})
 
 
-def _many_connections() -> None:
+def _raise_file_limit() -> None:
     """An open loop may have thousands of requests under way: as many descriptors as the system allows."""
     with suppress(ImportError, ValueError, OSError):
         import resource

@@ -32,9 +32,9 @@ def spreads(
 ) -> Spread:
     """95 % intervals of the mean and of quantiles at ``shares``. ``owner[i]``: the request, 0 to ``requests`` - 1 in
     order of arrival, that value i belongs to."""
-    nothing = Spread(None, [None] * len(shares))
+    empty = Spread(None, [None] * len(shares))
     if not len(values) or requests < LEAST_BLOCKS * block:
-        return nothing
+        return empty
     order = np.argsort(values, kind="stable")
     v, own = values[order], owner[order]
     rng = np.random.default_rng(0)

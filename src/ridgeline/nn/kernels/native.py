@@ -41,8 +41,8 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         _without(f"there is no compiler {named!r}, which CXX names" if named else "no C++ compiler is installed")
         return None
-    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor(), torch.__version__])
-    place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(made_of.encode(), digest_size=10).hexdigest()}.so"
+    inputs = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor(), torch.__version__])
+    place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(inputs.encode(), digest_size=10).hexdigest()}.so"
     try:
         if not place.exists():
             _compile(compiler, place)

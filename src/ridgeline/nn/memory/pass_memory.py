@@ -144,17 +144,17 @@ class _Place(_Mode):
     def __init__(self, plan: _Plan, writer: Callable[[Any], Any]) -> None:
         super().__init__()
         self.plan, self.writer = plan, writer
-        self.strayed = False
+        self.diverged = False
         self.placed = 0
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Operator ``now``, into its place if it has one."""
         expected = self.plan.signatures
-        if not self.strayed and (self.now >= len(expected) or expected[self.now][0] is not func):
-            self.strayed = True
-        place = None if self.strayed else self.plan.views.get(self.now)
+        if not self.diverged and (self.now >= len(expected) or expected[self.now][0] is not func):
+            self.diverged = True
+        place = None if self.diverged else self.plan.views.get(self.now)
         if place is not None and expected[self.now] != signature(func, args, kwargs):
-            place, self.strayed = None, True
+            place, self.diverged = None, True
         if place is None:
             return func(*args, **kwargs)
         self.placed += 1
@@ -260,7 +260,7 @@ class PassMemory:
         self._count(plan)
         mode = _Place(plan, self._writer)
         out = self._run(mode, ids, at)
-        if mode.strayed:
+        if mode.diverged:
             self.kind[tokens] = None
             self.plans.pop(tokens, None)
         return out

@@ -100,8 +100,8 @@ class Simulation:
         self.held = 0  # tokens set aside: whole outputs where the engine reserves, prompts under way elsewhere
         self.admitted = 0
         self.arrivals = Arrivals(requests, concurrency, limits.request_s, self._accepted)
-        nothing = [math.nan] * len(requests)
-        self.out = SimulationOutcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
+        unset = [math.nan] * len(requests)
+        self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 

@@ -279,7 +279,7 @@ def _fetch(s: Streams, parts: list[tuple[str, float]], name: str, after: float) 
 
 def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors) -> None:
     """The optimizer's operators, on the device or on the host, and what follows them."""
-    begun = s.compute
+    start = s.compute
     for op in update:
         took = seconds_of(op, cluster, factors)
         if op.axis and op.kind not in COPIES:
@@ -289,10 +289,10 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: I
             s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
         else:
             s.run(op.name, "optimizer", took, max(s.clocks["link"], s.clocks["out"]))
-    handed = [(op, b.repeat / g.stages) for b in g.blocks for op in b.after_update]
-    for op, times in [*((op, 1.0) for op in g.after_update), *handed]:
+    gathers = [(op, b.repeat / g.stages) for b in g.blocks for op in b.after_update]
+    for op, times in [*((op, 1.0) for op in g.after_update), *gathers]:
         stream = COPIES.get(op.kind, "link")
-        after = max(s.clocks.values()) if not g.delayed_update else begun
+        after = max(s.clocks.values()) if not g.delayed_update else start
         end = s.send(op.name, times * seconds_of(op, cluster), after, stream)
         s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
 

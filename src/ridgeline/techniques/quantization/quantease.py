@@ -64,11 +64,11 @@ class QuantEase(WeightOnly):
         """Weights shrink; those that are kept aside are added at run time, by value, row and column."""
 
         def add(b: Block) -> None:
-            aside = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
+            extra = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
             for p in b.params:
-                p.bytes_per_element += self.outliers * _HELD if p.name in aside else 0.0
-            b.forward = [changed(o, bytes=o.bytes + aside[o.param], weight_bytes=o.weight_bytes + aside[o.param])
-                         if o.param in aside else o for o in b.forward]  # fmt: skip
+                p.bytes_per_element += self.outliers * _HELD if p.name in extra else 0.0
+            b.forward = [changed(o, bytes=o.bytes + extra[o.param], weight_bytes=o.weight_bytes + extra[o.param])
+                         if o.param in extra else o for o in b.forward]  # fmt: skip
 
         g = super().rewrite(g, e)
         return g.each_block(add, layers_only=True) if self.outliers else g
