@@ -121,21 +121,22 @@ class Parts:
         )
 
 
-_parts: dict[tuple[Hashable, ...], tuple[Device, Parts]] = {}
+_parts: list[tuple[Device, tuple[Hashable, ...], Parts]] = []
 _MOST_PARTS = 32
 
 
 def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> Parts:
     """The :class:`Parts` of an inference experiment, remembered for others that differ only in their workload."""
     device = cluster.device
-    mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes, id(device))
+    mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes)
     key = (e.model, tuple(e.plan.strings()), mesh, e.dtype, engine)
-    found = _parts.get(key)
-    if found is None or found[0] is not device:  # an id may be given again
-        if len(_parts) >= _MOST_PARTS:
-            del _parts[next(iter(_parts))]
-        found = _parts[key] = (device, Parts(e, techniques, cluster, engine))
-    return found[1]
+    for known_device, known_key, parts in _parts:
+        if known_device is device and known_key == key:
+            return parts
+    parts = Parts(e, techniques, cluster, engine)
+    _parts.insert(0, (device, key, parts))
+    del _parts[_MOST_PARTS:]
+    return parts
 
 
 class Iterations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, keep_time
 from ridgeline.graph.schedule import run as run_schedule
 from ridgeline.graph.traffic import step_ops
 from ridgeline.predict.machine import machine
@@ -133,22 +133,15 @@ def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> floa
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
     """Seconds, bound and source of any operator timed alone."""
-    found = _timed.get(id(op))
-    if found is not None and found[0] is op and found[1] is cluster:
-        return found[2]
+    if op.timed is not None and op.timed[0] is cluster:
+        known: Timed = op.timed[1]
+        return known
     if op.kind in COPIES:
         timed = host_time(op, cluster)
     else:
         timed = collective_time(op, cluster) if op.axis else op_time(op, cluster.device)
-    if len(_timed) >= _MOST_TIMED:
-        _timed.clear()
-    _timed[id(op)] = op, cluster, timed
+    keep_time(op, (cluster, timed))  # the step and then its breakdown ask, and a search in every plan that shares it
     return timed
-
-
-_timed: dict[int, tuple[Op, Cluster, Timed]] = {}
-"""Operators of the prediction under way: the step, and then its breakdown, ask for each."""
-_MOST_TIMED = 1024
 
 
 def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> BlockTimes:
