@@ -48,14 +48,14 @@ class Answers:
     version: str
     start_s: float
     """Seconds to import it."""
-    said: list[dict[str, float] | None] = field(default_factory=list)
+    found: list[dict[str, float] | None] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
 
     def take(self, found: dict[str, Any]) -> None:
         """Take in the next answer."""
         if "refused" in found:
             self.refused[found["refused"]] = self.refused.get(found["refused"], 0) + 1
-        self.said.append(None if "refused" in found else found)
+        self.found.append(None if "refused" in found else found)
 
 
 def serving_rows(path: Path) -> list[Any]:
@@ -152,16 +152,16 @@ def ask_ridgeline(rows: list[tuple[Any, bool]], start_s: float) -> Answers:
 
 def judge(rows: list[Any], tools: list[Answers], chosen: slice) -> list[dict[str, Any]]:
     """One line per tool: errors over the rows that all tools with any answer have answered."""
-    said = {t.tool: t.said[chosen] for t in tools}
-    able = [name for name, found in said.items() if any(found)]
-    common = [i for i in range(len(rows)) if all(said[name][i] for name in able)]
+    found_of = {t.tool: t.found[chosen] for t in tools}
+    able = [name for name, found in found_of.items() if any(found)]
+    common = [i for i in range(len(rows)) if all(found_of[name][i] for name in able)]
     lines = []
-    for name in said:
-        answered = [a for a in said[name] if a]
+    for name in found_of:
+        answered = [a for a in found_of[name] if a]
         line: dict[str, Any] = {"tool": name, "asked": len(rows), "answered": len(answered), "common": len(common)}
         if answered:
             for q in QUANTITIES:
-                errors = [abs(said[name][i][q] / rows[i].number(q) - 1) for i in common]
+                errors = [abs(found_of[name][i][q] / rows[i].number(q) - 1) for i in common]
                 line |= {f"{q}_mean_ape": statistics.fmean(errors), f"{q}_median_ape": statistics.median(errors)}
             seconds = [a["seconds"] for a in answered]
             line |= {"median_s": statistics.median(seconds), "first_s": seconds[0]}

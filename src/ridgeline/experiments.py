@@ -142,11 +142,11 @@ def reported_workload(model: str, on: str, task: str, plan: list[str]) -> dict[s
     """The workload that a system in ``plan`` reports of this very model and cluster, without its kind; else none."""
     for name in (item.partition(":")[0].strip() for item in plan):
         if name in catalog.systems():
-            said = catalog.system(name).reported
-            theirs = (said.model, catalog.cluster(said.on).label)
+            reported = catalog.system(name).reported
+            theirs = (reported.model, catalog.cluster(reported.on).label)
             same = (catalog.model(model).name, catalog.cluster(on).label) == theirs
-            if same and said.workload.get("kind", "pretrain") == task:
-                return {k: v for k, v in said.workload.items() if k != "kind"}
+            if same and reported.workload.get("kind", "pretrain") == task:
+                return {k: v for k, v in reported.workload.items() if k != "kind"}
     return {}
 
 
@@ -198,8 +198,8 @@ def load_ablation(path: str | Path, overrides: list[str] | None = None) -> Ablat
     options = _validate(MeasureOptions, measure, f"{where} [measure]")
     if options.baseline and options.baseline not in raw:
         raise unknown("baseline plan", options.baseline, raw, f"{where} [measure]")
-    made = {name: _named(table, name, entry, where) for name, entry in raw.items()}
-    return AblationSpec(name=table.get("name", Path(path).stem), plans=made, measure=options)
+    plans = {name: _named(table, name, entry, where) for name, entry in raw.items()}
+    return AblationSpec(name=table.get("name", Path(path).stem), plans=plans, measure=options)
 
 
 def _plans(table: dict[str, Any], where: str) -> dict[str, Any]:

@@ -92,11 +92,11 @@ class Bench:
         hidden, target = (Hidden(*windows.shape, e.model.hidden_size, self.folder, name) for name in ("a", "b"))
         for stream in (hidden, target):
             walker.embed(windows, stream)
-        walker.blocks_said = []
+        walker.block_notes = []
         for i, block in enumerate(model.layers.values()):
             walker.pass_through(block, target)
             walker.block(i, block, hidden, target if "teacher" in run.wants else None, None)
-            walker.blocks_said.append(walker.said)
+            walker.block_notes.append(walker.notes)
         return hidden.data, target.data, walker, model
 
     @torch.no_grad()

@@ -129,8 +129,8 @@ def test_equalization_repairs_what_one_static_scale_breaks(bench, planted):
 
 def test_each_site_is_treated_by_its_largest_input(bench, planted):
     _, _, walker, _ = bench.walk(planted[1], "fptq:group_size=32,low=5,high=40")
-    for said in walker.blocks_said:
-        for site, s in said.items():
+    for notes in walker.block_notes:
+        for site, s in notes.items():
             how = s["inputs"]
             if s["largest"] <= 5:
                 assert how == "static"
@@ -138,14 +138,14 @@ def test_each_site_is_treated_by_its_largest_input(bench, planted):
                 assert how == "per token"
             else:
                 assert how == "equalized, static" or (site == "attention.o" and "share value channels" in how)
-    ways = {s["inputs"] for said in walker.blocks_said for s in said.values()}
+    ways = {s["inputs"] for notes in walker.block_notes for s in notes.values()}
     assert {"static", "per token", "equalized, static"} <= ways
     layers = walker.kept
     for site, names in (("attention.qkv", ("q_proj", "k_proj", "v_proj")), ("mlp.up", ("gate_proj", "up_proj"))):
         kind = site.split(".")[0]
         codes = {layers[f"layers.1.{kind}.{n}"].input for n in names}
         assert len(codes) == 1
-        assert (codes.pop().scale is None) == (walker.blocks_said[1][site]["inputs"] == "per token")
+        assert (codes.pop().scale is None) == (walker.block_notes[1][site]["inputs"] == "per token")
 
 
 def test_mixed_decomposition_repairs_what_int8_breaks(bench, planted):

@@ -49,7 +49,7 @@ def test_tweaks_that_do_not_help_are_taken_back(bench):
     source = bench.checkpoint(steps=30)
     plain, *_ = bench.walk(source, *PLAN)
     wild, _, walker, _ = bench.walk(source, *PLAN, "norm_tweaking:lr=10")
-    assert all(not said["norm_tweaking"]["kept"] for said in walker.blocks_said)
+    assert all(not notes["norm_tweaking"]["kept"] for notes in walker.block_notes)
     torch.testing.assert_close(wild, plain, rtol=1e-5, atol=1e-5)
 
 
@@ -60,9 +60,9 @@ def test_tweaks_that_are_kept_bring_the_output_closer(bench, name):
     plain, target, *_ = bench.walk(source, *PLAN, samples=16)
     tweaked, _, walker, model = bench.walk(source, *PLAN, f"norm_tweaking:distance={name},lr=0.003,batch_size=4",
                                          samples=16)  # fmt: skip
-    said = [block["norm_tweaking"] for block in walker.blocks_said]
-    assert any(s["kept"] for s in said)
-    assert all(s["after"] < s["before"] for s in said if s["kept"])
+    notes = [block["norm_tweaking"] for block in walker.block_notes]
+    assert any(s["kept"] for s in notes)
+    assert all(s["after"] < s["before"] for s in notes if s["kept"])
     assert distance(tweaked[HELD_OUT - 1 :: HELD_OUT], target[HELD_OUT - 1 :: HELD_OUT]) < distance(
         plain[HELD_OUT - 1 :: HELD_OUT], target[HELD_OUT - 1 :: HELD_OUT]
     )

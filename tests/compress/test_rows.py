@@ -160,12 +160,12 @@ def test_a_layer_whose_h_is_no_use_is_done_without_and_says_so(plan):
     broken = torch.eye(16)
     broken[0, 1] = broken[1, 0] = 5  # not positive, whatever is added
     found = solved(plan, weight, broken)
-    assert found.said["damp"] is None
-    assert "cannot be factored" in found.said["fallback"]
+    assert found.notes["damp"] is None
+    assert "cannot be factored" in found.notes["fallback"]
     plain = solved("rtn:bits=3" if plan.startswith("gptq") else "magnitude", weight)
     assert torch.equal(found.weight, plain.weight)
     _, gram = layer(8, 16)
-    assert solved(plan, weight, gram).said == {"damp": 0.01}
+    assert solved(plan, weight, gram).notes == {"damp": 0.01}
 
 
 # ---- finequant ------------------------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ def test_a_layer_whose_h_is_no_use_is_done_without_and_says_so(plan):
 
 def test_even_weights_keep_one_scale_per_row_and_an_outlier_isolates_itself():
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-    assert solved("finequant", weight).said["group_size"] == 512
+    assert solved("finequant", weight).notes["group_size"] == 512
     weight[:, 100] *= 60
     found = solved("finequant", weight)
-    assert found.said["group_size"] == 64
+    assert found.notes["group_size"] == 64
     assert found.stored.group_size == 64
 
 
@@ -184,7 +184,7 @@ def test_even_weights_keep_one_scale_per_row_and_an_outlier_isolates_itself():
 def test_the_chosen_group_divides_the_width(width):
     weight = torch.randn(16, width)
     weight[:, 0] *= 100
-    size = solved("finequant:group_size=8", weight).said["group_size"]
+    size = solved("finequant:group_size=8", weight).notes["group_size"]
     assert width % size == 0
     assert size >= 8
 

@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline import experiments
 from ridgeline.predict import predict
-from ridgeline.predict.explain import GAIN, RESOURCES, SAID, explain, improved
+from ridgeline.predict.explain import GAIN, RESOURCE_NAMES, RESOURCES, explain, improved
 
 
 def experiment(**more):
@@ -43,7 +43,7 @@ def test_a_lever_gives_the_gain_it_promises(make):
     assert len(x.levers) == len(RESOURCES)
     assert any(v.factor for v in x.levers)
     for resource, lever in zip(RESOURCES, x.levers, strict=True):
-        assert lever.resource == SAID[resource]
+        assert lever.resource == RESOURCE_NAMES[resource]
         factor = lever.factor or 1e6
         device = improved(e.cluster.device, resource, factor)
         changed = e.model_copy(update={"cluster": e.cluster.model_copy(update={"device": device})})

@@ -24,15 +24,15 @@ def metrics(plan, on="a100-80g-sxm", **workload):
 def test_expected_tokens_of_a_draft_are_those_of_the_paper():
     """arXiv:2211.17192, equation 1 and figure 2."""
     for k, a in ((1, 0.5), (4, 0.7), (7, 0.9)):
-        assert Speculation(k, a).made == pytest.approx((1 - a ** (k + 1)) / (1 - a))
-    assert Speculation(4, 0.0).made == 1
+        assert Speculation(k, a).expected_tokens == pytest.approx((1 - a ** (k + 1)) / (1 - a))
+    assert Speculation(4, 0.0).expected_tokens == 1
 
 
 def test_accepted_drafts_divide_the_time_of_a_token():
     plain, drafted = (metrics(p)[0]["tpot_s"] for p in ([], ["speculative:tokens=4,acceptance=0.7"]))
-    made = Speculation(4, 0.7).made
+    tokens = Speculation(4, 0.7).expected_tokens
     # Five rows wait for the same weights as one: at least the plain pass, and at most that and half of it again.
-    assert plain < drafted * made < 1.5 * plain
+    assert plain < drafted * tokens < 1.5 * plain
     crowd = [metrics(p, concurrency=256, requests=512, engine="vllm")[0]["tokens_per_s"]
              for p in ([], ["speculative:tokens=16,acceptance=0.1"])]  # fmt: skip
     assert crowd[1] == pytest.approx(crowd[0]), "drafts that do not pay are left out"
@@ -42,7 +42,7 @@ def test_a_drafting_model_takes_time_of_its_own(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(catalog.model("llama3.2-1b"))))
     free, paid = (metrics([f"speculative:acceptance=0.8{draft}"])[0]["tpot_s"] for draft in ("", f",draft={tmp_path}"))
     small = predict(experiments.make("llama3.2-1b", "a100-80g-sxm", STEADY, [])).metrics["tpot_s"].value
-    passes = (paid - free) * Speculation(4, 0.8).made
+    passes = (paid - free) * Speculation(4, 0.8).expected_tokens
     assert 0.5 * small < passes / 4 < small, "four passes of it, without the engine's own time between two iterations"
 
 

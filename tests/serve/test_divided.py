@@ -60,7 +60,7 @@ def on_ranks(rank, e):
         with Wire() as wire:
             out = plain(step)
         assert not wire.unknown
-        sent.append((len(step.ids), {key: tuple(v) for key, v in wire.seen.items()}))
+        sent.append((len(step.ids), {key: tuple(v) for key, v in wire.counts.items()}))
         return out
 
     eng.runner.execute = counted

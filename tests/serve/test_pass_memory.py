@@ -70,7 +70,7 @@ def test_outputs_are_bit_equal(name, base, dtype):
     want, got, memory = passes(made, name, requests, max_num_batched_tokens=16)
     assert got == want
     assert memory.last.placed > 10
-    assert not memory.last.strayed
+    assert not memory.last.diverged
     assert memory.passes > 6
 
 
@@ -130,7 +130,7 @@ def test_lengths_with_operators_of_their_own_are_recorded_for_themselves():
             assert torch.equal(memory(ids, ids[0]), forward(ids, ids[0]))
     assert [k.tokens for k in memory.kinds] == [5, 2]
     assert [k.other[0] for k in memory.kinds] == [7, 1]
-    assert not memory.last.strayed
+    assert not memory.last.diverged
     assert memory.last.placed
 
 
@@ -152,11 +152,11 @@ def test_an_operator_on_another_dtype_or_layout_is_not_the_recorded_one(changed)
             want = forward(ids, ids[0])
             assert torch.equal(memory(ids, ids[0]), want)
         assert memory.last.placed
-        assert not memory.last.strayed
+        assert not memory.last.diverged
         use[0] = table
         want = forward(ids, ids[0])
         got = memory(ids, ids[0])
-    assert memory.last.strayed
+    assert memory.last.diverged
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     assert torch.equal(got, want)
 

@@ -57,7 +57,7 @@ def test_memory_is_predicted_and_the_plan_close_to_its_bound(others, micro, corp
     print(f"predicted {said}\nmeasured  {usage.categories}")
     assert static.bound <= static.arena.nbytes <= 1.05 * static.bound
     assert static.arena.nbytes <= static.naive
-    assert not static.arena.strayed
+    assert not static.arena.diverged
     assert static.arena.served == len(static.arena.places) > 50
     assert usage.total == pytest.approx(sum(said.values()), rel=0.05)
     assert usage.categories["buffers"] == pytest.approx(said["buffers"], rel=0.15)
@@ -110,16 +110,16 @@ def totals(rank, e):
     trainer = make_trainer(e, rank, uneven=False)
     for _ in range(3):
         trainer.step()
-    return metered_step(trainer).total, trainer.run.execute.arena.strayed, trainer.run.execute.arena.served
+    return metered_step(trainer).total, trainer.run.execute.arena.diverged, trainer.run.execute.arena.served
 
 
 @pytest.mark.parametrize("other", ["data_parallel", "zero:stage=1", "zero:stage=2", "zero:stage=3"])
 def test_on_two_ranks(other, corpus):
     e = experiment(corpus, other, "static_memory", model=WIDER, ranks=2, seq_len=128, batch_size=4)
     said = sum(m.bytes for m in predict(e).memory)
-    for got, strayed, served in world(2).run(totals, e):
+    for got, diverged, served in world(2).run(totals, e):
         print(f"{other}: measured {got}, predicted {said:.0f}")
-        assert not strayed
+        assert not diverged
         assert served > 50
         assert got == pytest.approx(said, rel=0.05)
 

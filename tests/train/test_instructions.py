@@ -87,7 +87,7 @@ def tuning(checkpoint, data, *plan, ranks=1, **fields):
 
 
 def learned(example):
-    return [example.text[a:b] for a, b in example.answers]
+    return [example.text[a:b] for a, b in example.learned]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

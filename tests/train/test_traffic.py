@@ -99,7 +99,7 @@ def measure(rank: int, e: Experiment) -> tuple[dict[tuple[str, int], list[float]
     # gloo's worker thread may keep a collective's buffer for an instant after wait() returned: the least of three,
     # where steps do not differ by how tokens are routed
     usages = [metered_step(trainer) for _ in range(1 if e.model.num_experts else 3)]
-    return dict(wire.seen), min(usages, key=lambda u: u.total).categories
+    return dict(wire.counts), min(usages, key=lambda u: u.total).categories
 
 
 def build(name: str, corpus: Any, model: ModelSpec) -> Experiment:

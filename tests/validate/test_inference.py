@@ -37,9 +37,9 @@ def test_serving_cases():
         m = predict(serving.experiment(row(SERVING), inferred)).metrics
         assert case.predicted == pytest.approx(m[case.quantity].value)
         assert case.group.endswith(", fields only") != inferred
-    assert [c.rivals for c in cases[2:]] == [None, None], "one plan is no choice between two"
-    assert got["tpot_s"].rivals == serving.cases(row(SERVING, tp=4))[1].rivals
-    assert got["tpot_s"].rivals != serving.cases(row(SERVING, concurrency=16))[1].rivals
+    assert [c.alternatives for c in cases[2:]] == [None, None], "one plan is no choice between two"
+    assert got["tpot_s"].alternatives == serving.cases(row(SERVING, tp=4))[1].alternatives
+    assert got["tpot_s"].alternatives != serving.cases(row(SERVING, concurrency=16))[1].alternatives
 
 
 def test_what_is_not_published_is_left_out():

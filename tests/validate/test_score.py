@@ -51,16 +51,16 @@ def test_baseline_of_rates_is_additive_in_time():
 
 
 def test_regret_of_the_favorite():
-    slow = [case(1.0, 3.0, rivals="a"), case(2.0, 2.0, rivals="a"), case(9.0, 9.0, rivals="a")]
+    slow = [case(1.0, 3.0, alternatives="a"), case(2.0, 2.0, alternatives="a"), case(9.0, 9.0, alternatives="a")]
     (c,) = choices("f", slow)
     assert (c.size, c.picked, c.best) == (3, "1.0", "2.0")
     assert c.regret == pytest.approx(0.5)
-    fast = [case(1.0, 3.0, rivals="a", better="higher"), case(2.0, 2.0, rivals="a", better="higher")]
+    fast = [case(1.0, 3.0, alternatives="a", better="higher"), case(2.0, 2.0, alternatives="a", better="higher")]
     (c,) = choices("f", fast)
     assert c.regret == pytest.approx(0.5)
     assert regret_summary([c])["best_picked"] == 0
     assert choices("f", [case(1, 1), case(2, 2)]) == []
-    assert choices("f", [case(1, 1, rivals="a"), case(1, 5, rivals="a")]) == [], "one plan, measured twice"
+    assert choices("f", [case(1, 1, alternatives="a"), case(1, 5, alternatives="a")]) == [], "one plan, measured twice"
     assert regret_summary([]) is None
 
 

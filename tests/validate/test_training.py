@@ -92,9 +92,9 @@ def test_recomputation_that_is_not_stated_follows_from_the_memory():
     assert not training.experiment(row(recompute="none")).plan.has("recompute")
 
 
-def test_rivals_differ_in_their_plan_only():
+def test_alternatives_differ_in_their_plan_only():
     a, b, other = (
-        training.cases(row(**c))[0].rivals for c in ({}, {"tp": 2, "micro_batch": 8}, {"global_batch": 1024})
+        training.cases(row(**c))[0].alternatives for c in ({}, {"tp": 2, "micro_batch": 8}, {"global_batch": 1024})
     )
     assert a == b != other
 

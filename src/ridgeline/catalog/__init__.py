@@ -221,9 +221,9 @@ def device(name: str) -> Device:
         return local_device()
     key = DEVICE_ALIASES.get(low, low)
     if key not in _device_names():  # "H100_SXM" is as good
-        spelt = re.sub(r"[_ ]+", "-", low)
-        spelt = DEVICE_ALIASES.get(spelt, spelt)
-        key = spelt if spelt in _device_names() else key
+        spelled = re.sub(r"[_ ]+", "-", low)
+        spelled = DEVICE_ALIASES.get(spelled, spelled)
+        key = spelled if spelled in _device_names() else key
     own = profile_path(key)
     if own.is_file():
         return _profile(own, own.stat().st_mtime_ns)

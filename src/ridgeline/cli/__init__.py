@@ -31,9 +31,9 @@ def main() -> None:
     try:
         app()
     except UserError as e:
-        from ridgeline.jobs.launchers import speaks
+        from ridgeline.jobs.launchers import reports_errors
 
-        if speaks():
+        if reports_errors():
             say(f"error: {e}")
         else:
             time.sleep(_LATER)

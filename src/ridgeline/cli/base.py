@@ -105,9 +105,9 @@ def probed(load: Callable[[], T]) -> T:
         known = False
         catalog.allow_unprobed()  # enough to see what is asked for
         loaded = load()
-    asked = [loaded] if isinstance(loaded, Experiment) else loaded.plans.values()
-    inference = any(not e.is_training for e in asked)
-    if known and not (inference and any(e.cluster.device.training_only for e in asked)):
+    experiments = [loaded] if isinstance(loaded, Experiment) else loaded.plans.values()
+    inference = any(not e.is_training for e in experiments)
+    if known and not (inference and any(e.cluster.device.training_only for e in experiments)):
         return loaded
     from ridgeline.measure.probing.probe import probe as run
     from ridgeline.report.console import Status

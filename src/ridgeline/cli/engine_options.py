@@ -38,12 +38,12 @@ def make_engine(
     require_checkpoint(checkpoint)
     default, given = (*DEFAULT_PLAN, *more), with_ or []
     mixture = ModelSpec.from_path(checkpoint).num_experts > 0
-    asked = plan_of([item for item in given if not item.startswith("-")], "--with", mixture).strings()
+    wanted = plan_of([item for item in given if not item.startswith("-")], "--with", mixture).strings()
     off = [item[1:] for item in given if item.startswith("-")]
     for name in off:
         if name not in default:
             raise unknown("technique", name, default, f"--with -{name}")
-    named = {*off, *(Call.parse(item).name for item in asked)}
-    plan = [*(name for name in default if name not in named), *asked]
+    named = {*off, *(Call.parse(item).name for item in wanted)}
+    plan = [*(name for name in default if name not in named), *wanted]
     return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,
                        kv_cache_bytes=number_of_bytes("--kv-cache", pool))  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.cli.base import Json, On, PlanName, With, app
-from ridgeline.cli.workload_options import Given, Model, Task, asked_experiment, workload_options
+from ridgeline.cli.workload_options import Given, Model, Task, experiment_from_options, workload_options
 
 
 @app.command()
@@ -24,5 +24,5 @@ def explain(
     from ridgeline.predict.explain import explain as run
     from ridgeline.predict.explanation_text import as_dict, print_explanation
 
-    found = run(asked_experiment(model, on, task, with_, plan, given))
+    found = run(experiment_from_options(model, on, task, with_, plan, given))
     print(js.dumps(as_dict(found))) if json else print_explanation(found)

@@ -108,7 +108,7 @@ def _require_paths(checkpoint: Path, tokenizer: str | None, out: Path) -> None:
         raise UserError(f"--out {out} is the checkpoint itself", "give another directory")
 
 
-def _plan(asked: list[str], adapter: Path | None, model: ModelSpec, merged: bool) -> tuple[list[str], bool]:
+def _plan(wanted: list[str], adapter: Path | None, model: ModelSpec, merged: bool) -> tuple[list[str], bool]:
     """The techniques asked for, with that of an ``adapter`` to continue from; and whether one of them is an adapter.
 
     Raises :class:`UserError` where ``merged`` is asked of what cannot be merged: now, not after the training.
@@ -118,17 +118,17 @@ def _plan(asked: list[str], adapter: Path | None, model: ModelSpec, merged: bool
     from ridgeline.techniques.registry import techniques_of
 
     def adapts() -> bool:
-        return any(isinstance(t, Adapting) for t in techniques_of(plan_of(asked)))
+        return any(isinstance(t, Adapting) for t in techniques_of(plan_of(wanted)))
 
     if adapter:
         from ridgeline.train.adapter_folder import call_text, load_adapter
 
         if not adapts():
-            asked = [*asked, call_text(load_adapter(adapter, model).call)]
+            wanted = [*wanted, call_text(load_adapter(adapter, model).call)]
     if merged:
-        for technique in techniques_of(plan_of(asked)):
+        for technique in techniques_of(plan_of(wanted)):
             technique.plain({})
-    return asked, adapts()
+    return wanted, adapts()
 
 
 def _print(result: dict[str, Any], out: Path, json: bool) -> None:

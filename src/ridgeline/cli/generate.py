@@ -65,13 +65,13 @@ def generate(
         raise UserError("--input needs a file for the results", "give --out FILE.jsonl")
     require_checkpoint(checkpoint)
     if prompt is not None:
-        asked = [offline.Prompt("prompt", prompt)]
+        prompts = [offline.Prompt("prompt", prompt)]
     else:
-        asked = offline.read_prompts(input_ or Path(), find_template(chat_template, str(checkpoint)))
+        prompts = offline.read_prompts(input_ or Path(), find_template(chat_template, str(checkpoint)))
     done = offline.done_ids(out) if out is not None else set()
-    left = [p for p in asked if p.id not in done]
+    left = [p for p in prompts if p.id not in done]
     if not left:
-        say(f"{len(asked)} of {len(asked)} prompts done already")
+        say(f"{len(prompts)} of {len(prompts)} prompts done already")
         return
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache)
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
@@ -86,7 +86,7 @@ def generate(
             _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()))
         else:
             results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()))
-            _write(results, out, len(asked), len(asked) - len(left))
+            _write(results, out, len(prompts), len(prompts) - len(left))
     finally:
         engine.close()
 

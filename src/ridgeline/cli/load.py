@@ -61,13 +61,13 @@ def load(
     from ridgeline.measure.load.run_load import Settings, label, measure_load, write_records
     from ridgeline.report.console import StepBar, print_loads
 
-    asked = workloads(rate, arrival, input_len, output_len, requests, slo, seed)
+    loads = workloads(rate, arrival, input_len, output_len, requests, slo, seed)
     run = secrets.randbelow(1 << 31) if run is None else run
     endpoint = find_endpoint(url, model, _api(api), key, ignore_eos, extra_fields(extra_body))
-    prompts, made_of = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed, run)
-    settings = Settings(warmup, timeout, shared_prefix, made_of, run)
+    prompts, prompt_source = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed, run)
+    settings = Settings(warmup, timeout, shared_prefix, prompt_source, run)
     done: list[Any] = []
-    for i, w in enumerate(asked):
+    for i, w in enumerate(loads):
         with StepBar(label(endpoint.model, w), 0) as bar:
             result, drive = measure_load(endpoint, w, prompts.at_rate(i), settings, progress=bar.message)
         result.command = _command()
@@ -84,7 +84,7 @@ def load(
         load_html(results, report)
         say(f"report: {report}")
     if json:
-        print("[" + ",\n".join(r.to_json() for r in results) + "]" if len(asked) > 1 else results[0].to_json())
+        print("[" + ",\n".join(r.to_json() for r in results) + "]" if len(loads) > 1 else results[0].to_json())
     else:
         print_loads(results)
     if results[-1].status == "interrupted":

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ridgeline.cli.base import Json, On, PlanName, With, app, predicted_trace, say, store
-from ridgeline.cli.workload_options import Given, Model, Task, asked_experiment, workload_options
+from ridgeline.cli.workload_options import Given, Model, Task, experiment_from_options, workload_options
 
 
 @app.command()
@@ -29,7 +29,7 @@ def predict(
     from ridgeline.predict import predict as run
     from ridgeline.report.console import print_result
 
-    e = asked_experiment(model, on, task, with_, plan, given)
+    e = experiment_from_options(model, on, task, with_, plan, given)
     result = run(e)
     if trace:
         predicted_trace(e, trace)

@@ -89,9 +89,9 @@ def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> N
         if "loss" in message:
             say(f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}")
 
-    result, code, said = run_launched_rank(e, options, progress)
-    if said:
-        say(said)
+    result, code, message = run_launched_rank(e, options, progress)
+    if message:
+        say(message)
     if result is not None:
         _print_training(result, json)
     sys.stdout.flush()

@@ -74,7 +74,7 @@ def _length(name: str, text: str | None) -> int | None:
     return value
 
 
-def asked_experiment(
+def experiment_from_options(
     model: str, on: str, task: str, with_: list[str] | None, plan: str | None, given: Given
 ) -> Experiment:
     """The experiment of a command's options, or of a TOML file."""

@@ -57,7 +57,7 @@ class Output:
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
             if journal and resume:  # a line that was cut off goes
-                lines = [{"identity": digest}, *({"part": p, **said} for p, said in journal["parts"].items())]
+                lines = [{"identity": digest}, *({"part": p, **entry} for p, entry in journal["parts"].items())]
                 self._replace(self.partial / _JOURNAL, "".join(json.dumps(line) + "\n" for line in lines))
         except OSError as e:
             raise UserError(f"cannot write {self.partial}: {e.strerror}", "check path and permissions") from None
@@ -72,10 +72,10 @@ class Output:
             return None
         for line in rest:
             try:
-                said = json.loads(line)
+                entry = json.loads(line)
             except ValueError:  # it was being written when the process died
                 break
-            found["parts"][said.pop("part")] = said
+            found["parts"][entry.pop("part")] = entry
         return found
 
     def done(self, part: str) -> bool:
@@ -86,7 +86,7 @@ class Output:
         """Where a part that is done was written."""
         return self.partial / str(self.journal["parts"][part]["file"])
 
-    def write(self, part: str, tensors: dict[str, Tensor], **said: Any) -> None:
+    def write(self, part: str, tensors: dict[str, Tensor], **entry: Any) -> None:
         """Write one part's tensors as a file of its own, then note it as done. Raises :class:`UserError` when the disk
         is full; what was done before stays."""
         file = self.partial / f"part-{len(self.journal['parts']):05d}.safetensors"
@@ -96,7 +96,7 @@ class Output:
             draft.chmod(0o666 & ~self._umask)  # the library writes files that only their owner can read
             os.replace(draft, file)
             size = sum(t.nbytes for t in tensors.values())
-            self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **said}
+            self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **entry}
             with open(self.partial / _JOURNAL, "a", encoding="utf-8") as journal:
                 if journal.tell() == 0:
                     journal.write(json.dumps({"identity": self.journal["identity"]}) + "\n")

@@ -24,9 +24,9 @@ def _restore_packed(scheme: dict[str, Any]) -> Packed:
     out, width = scheme["shape"]
     groups, count = width // scheme["group_size"], scheme["outliers"]
     zero = None if scheme["symmetric"] else torch.empty(out, groups, dtype=torch.uint8)
-    aside = PackedOutliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
+    outliers = PackedOutliers(torch.empty(count, dtype=torch.int32), torch.empty(count)) if count else None
     codes = torch.empty(out, width, dtype=torch.uint8)
-    return Packed(codes, torch.empty(out, groups), zero, scheme["bits"], scheme["group_size"], aside)
+    return Packed(codes, torch.empty(out, groups), zero, scheme["bits"], scheme["group_size"], outliers)
 
 
 def _restore_sparse(scheme: dict[str, Any]) -> Sparse:

@@ -101,7 +101,7 @@ class ModelStream:
         tensors, stored = their_tensors(self.spec, part, named, kept, self.form, self.dtype)
         names = {our: their for their, our in _module_names(self.spec, part).items()}
         self.output.write(
-            part, tensors, layers=self.walker.records[at:], said=self.walker.said,
+            part, tensors, layers=self.walker.records[at:], said=self.walker.notes,
             packed={m: scheme_of(s) for m, s in stored.items()},
             inputs={names[n]: asdict(la.input) for n, la in kept.items() if la.input is not None},
         )  # fmt: skip
@@ -144,9 +144,9 @@ def _load(module: nn.Module, prefix: str, reader: Reader) -> None:
         if not math.isfinite(full.sum()) and (bad := int((~torch.isfinite(full)).sum())):
             raise UserError(f"{prefix}.{name} holds {bad} values that are NaN or infinite",
                             "the checkpoint is damaged: save or download it again")  # fmt: skip
-        made = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
-        assign(made, full)
-        setattr(module.get_submodule(owner), leaf, made)
+        new = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
+        assign(new, full)
+        setattr(module.get_submodule(owner), leaf, new)
 
 
 def _named(module: nn.Module, prefix: str) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class Walker:
         self.records: list[dict[str, Any]] = []
         self.kept: dict[str, LinearLayer] = {}
         """Layers of the block under way, by name."""
-        self.said: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
         """What steps told of that block."""
         self.inputs: dict[str, InputCode] = {}
         """How layers' inputs are quantized, where that was decided before."""
@@ -90,7 +90,7 @@ class Walker:
         for ids, x in zip(torch.split(windows, into.step), into.chunks(), strict=False):  # no windows: no chunks
             x.copy_(self.skeleton.embed(ids, None, None))
 
-    def surroundings(self, x: Tensor) -> tuple[Any, Any]:
+    def mask_and_rope(self, x: Tensor) -> tuple[Any, Any]:
         """Mask and rotary tables for a chunk [windows, seq, hidden]."""
         spec, length = self.skeleton.spec, x.shape[1]
         mask = make_mask(spec, None, 0, length, False, x.device, x.dtype)
@@ -99,7 +99,7 @@ class Walker:
 
     def forward(self, block: TransformerBlock, x: Tensor) -> Tensor:
         """A whole block on a chunk."""
-        mask, rope = self.surroundings(x)
+        mask, rope = self.mask_and_rope(x)
         out: Tensor = block(x, mask, rope)
         return out
 
@@ -130,7 +130,7 @@ class Walker:
             index, block, entrance, target, peaks, forward=lambda x: self.forward(block, x),
             observe=lambda visit: self.observe(block, entrance, visit), settle=lambda: self._round(block),
         )  # fmt: skip
-        self.said = job.said
+        self.notes = job.notes
         for fold in run.before_block:
             fold(job)
         self._round(block)
@@ -169,7 +169,7 @@ class Walker:
                 if isinstance(block.mlp, MLP):
                     self.forward(block, x)
                 else:
-                    block.attention(block.attention_norm(x), *self.surroundings(x))
+                    block.attention(block.attention_norm(x), *self.mask_and_rope(x))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -194,7 +194,7 @@ class Walker:
         mixed = Hidden(*hidden.shape[:2], attention.o_proj.in_features, self.folder, "mixed")
         projection, attention.o_proj = attention.o_proj, nn.Identity()  # type: ignore[assignment]
         for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
-            m.copy_(attention(read(x), *self.surroundings(x)))
+            m.copy_(attention(read(x), *self.mask_and_rope(x)))
         attention.o_proj = projection
         self._site(f"{prefix}.attention.o", attention, ("o_proj",), peaks, mixed.chunks())
         for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
@@ -311,7 +311,7 @@ class Walker:
                 "layer": layer.name, "error": site.error(layer), "tokens": site.tokens, "seconds": seconds,
                 "bits": layer.stored.bits_per_weight if layer.stored else 8.0 * self.dtype.itemsize,
                 "numel": layer.weight.numel(),
-                "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.said,
+                "zeros": 1 - float(layer.weight.sign().square_().sum()) / layer.weight.numel(), **layer.notes,
             }  # fmt: skip
             self.records.append(record)
             self.kept[layer.name] = layer

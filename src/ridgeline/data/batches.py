@@ -120,26 +120,26 @@ def load_tokens(source: str, vocab_size: int, tokenizer: str | None = None) -> T
     array, vocabulary = folder / "ids.npy", folder / "tokenizer.json"
     if array.is_file() and vocabulary.is_file():
         return Tokens(np.load(array), Tokenizer.from_file(str(vocabulary)), source)
-    made = given or train_tokenizer(texts, vocab_size)
-    if made.get_vocab_size() > vocab_size:
+    trained = given or train_tokenizer(texts, vocab_size)
+    if trained.get_vocab_size() > vocab_size:
         raise UserError(
-            f"the tokenizer has {made.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
+            f"the tokenizer has {trained.get_vocab_size()} entries, the model only {vocab_size}", "use the model's own"
         )
-    end = made.token_to_id(END)
+    end = trained.token_to_id(END)
     flat: list[int] = []
-    for encoded in made.encode_batch(texts):
+    for encoded in trained.encode_batch(texts):
         flat.extend(encoded.ids)
         if end is not None:
             flat.append(end)
     ids = np.asarray(flat, dtype=np.int32)
     folder.mkdir(parents=True, exist_ok=True)
     mine = f".{os.getpid()}.new"  # other ranks and runs may be writing the same
-    made.save(f"{vocabulary}{mine}")
+    trained.save(f"{vocabulary}{mine}")
     os.replace(f"{vocabulary}{mine}", vocabulary)
     with open(f"{array}{mine}", "wb") as f:
         np.save(f, ids)
     os.replace(f"{array}{mine}", array)
-    return Tokens(ids, made, source)
+    return Tokens(ids, trained, source)
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class TextBatches:
         ids = self.tokens.ids[starts[:, None] + np.arange(self.seq_len + 1)]
         windows = torch.from_numpy(ids.astype(np.int64))
         inputs = windows[:, :-1].contiguous()
-        made = Batch(inputs, windows[:, 1:].contiguous()) if self.causal else self._masked(inputs, step)
-        return made._replace(**self._documents(inputs)) if self.separate else made
+        batch = Batch(inputs, windows[:, 1:].contiguous()) if self.causal else self._masked(inputs, step)
+        return batch._replace(**self._documents(inputs)) if self.separate else batch
 
     def _documents(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Numbers of the documents in each window, whose end token is their last, and places within them."""

@@ -48,7 +48,7 @@ class Example:
     """A text and the parts of it, as (start, end) in characters, that the model is to learn to say."""
 
     text: str
-    answers: tuple[tuple[int, int], ...]
+    learned: tuple[tuple[int, int], ...]
     ends: bool = True
     """Whether an end-of-text token must be learned behind it (a chat template writes its own)."""
 
@@ -95,7 +95,7 @@ class Template:
     def example(self, messages: list[dict[str, Any]]) -> Example:
         """The whole conversation, with what the assistant says (its closing tokens too) marked as answers."""
         text = self.render(messages)
-        answers = []
+        spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -103,8 +103,8 @@ class Template:
             start = len(before) if upto.startswith(before) else len(self.render(messages[:i]))
             if not text.startswith(upto[:start]) or not text.startswith(upto.rstrip()):
                 raise BadRecord("the chat template changes earlier messages when later ones follow")
-            answers.append((start, min(len(upto), len(text))))
-        return Example(text, tuple(answers), ends=False)
+            spans.append((start, min(len(upto), len(text))))
+        return Example(text, tuple(spans), ends=False)
 
 
 def _generation() -> type[Extension]:
@@ -233,9 +233,9 @@ def _example(record: Any, template: Template | None, place: str) -> Example:
         return template.example(messages)
     if "instruction" in record:
         instruction, given, output = (_text(record, k, k != "input") for k in ("instruction", "input", "output"))
-        asked = f"{instruction}\n\n{given}" if given else instruction
+        prompt = f"{instruction}\n\n{given}" if given else instruction
         if template is not None:
-            return template.example([{"role": "user", "content": asked}, {"role": "assistant", "content": output}])
+            return template.example([{"role": "user", "content": prompt}, {"role": "assistant", "content": output}])
         context = f"### Input:\n{given}\n\n" if given else ""
         prompt = f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
         return Example(prompt + output, ((len(prompt), len(prompt) + len(output)),))

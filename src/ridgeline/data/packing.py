@@ -64,7 +64,7 @@ def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
     special = special_tokens(folder)
     end = next((i for t in (special["eos_token"], END) if t and (i := tokenizer.token_to_id(t)) is not None), None)
     first = tokenizer.token_to_id(special["bos_token"]) if tokenizer_config(folder).get("add_bos_token") else None
-    made, cut, dropped = [], 0, 0
+    kept, cut, dropped = [], 0, 0
     encoded = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, tokens in zip(examples, encoded, strict=True):
         one = _tokenized(example, tokens.ids, tokens.offsets, first if example.ends else None, end, w.train_on_prompt)
@@ -72,12 +72,12 @@ def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
             one = Tokenized(one.ids[: w.seq_len + 1], one.learned[: w.seq_len + 1])
             cut += 1
         if one.learned[1:].any():
-            made.append(one)
+            kept.append(one)
         else:
             dropped += 1
-    if not made:
+    if not kept:
         raise UserError(f"no example of {w.data} has its answer within seq_len {w.seq_len}", "use a longer seq_len")
-    return Instructions(made, tokenizer, end or 0, w.data, bad, cut, dropped)
+    return Instructions(kept, tokenizer, end or 0, w.data, bad, cut, dropped)
 
 
 def _tokenized(
@@ -91,7 +91,7 @@ def _tokenized(
     """A token is learned when it begins within an answer, whatever of the prompt it may share."""
     starts = np.array([a for a, _ in offsets])
     learned = np.zeros(len(ids), bool)
-    for a, b in [(0, len(example.text))] if all_of_it else example.answers:
+    for a, b in [(0, len(example.text))] if all_of_it else example.learned:
         learned |= (starts >= a) & (starts < b)
     tokens, marks = list(ids), learned.tolist()
     if first is not None and tokens[:1] != [first]:
@@ -180,5 +180,5 @@ class InstructionBatches:
                 documents[r, at:to] = number
                 at = to
             documents[r, at:] = len(row)  # filling, which nothing looks at
-        made = [torch.from_numpy(t) for t in (ids, labels, positions, documents)]
-        return Batch(*made) if self.packing else Batch(*made[:2])
+        tensors = [torch.from_numpy(t) for t in (ids, labels, positions, documents)]
+        return Batch(*tensors) if self.packing else Batch(*tensors[:2])

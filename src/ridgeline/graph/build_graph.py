@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.graph.graph import Block, Graph, Made, Op
+from ridgeline.graph.graph import Block, Graph, GraphSizes, Op
 from ridgeline.graph.layers import Builder
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
@@ -60,8 +60,8 @@ def tokens_graph(m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str) 
 
 def resized(g: Graph, old: ModelSpec, new: ModelSpec) -> Graph:
     """A forward graph of ``old`` that no technique has touched yet, as it would have been built for ``new``."""
-    assert g.made is not None
-    b = g.made
+    assert g.sizes is not None
+    b = g.sizes
     out = _graph(new, b.batch, b.q_len, b.kv_len, b.dtype, training=False, last_only=b.last_only, windows=b.windows)
     out.kv_cache = g.kv_cache * (new.num_layers * new.kv_size) / (old.num_layers * old.kv_size)
     out.decode_steps = g.decode_steps
@@ -88,7 +88,7 @@ def _graph(
             blocks.append(_layer(builder(stack, kinds.count(kind), kind[1]), kind[0], stack))
     blocks.append(_head(builder("head"), last_only))
     g = Graph(blocks, tokens=batch * q_len, length=q_len, dtype=dtype)
-    g.made = Made(batch, q_len, kv_len, dtype, training, last_only, windows)
+    g.sizes = GraphSizes(batch, q_len, kv_len, dtype, training, last_only, windows)
     if m.position == "rope":
         g.buffers += 2.0 * max(128, 1 << (kv_len - 1).bit_length()) * m.head_dim * 4  # cos and sin tables
     return g

@@ -70,6 +70,8 @@ class Op:
     """attention: library of the fused kernel, flash (default) or trtllm."""
     role: Role = ""
     """What it computes in backward, where that matters: gradients of parameters, or a divided input made whole."""
+    timed: Any = field(default=None, init=False, compare=False, repr=False)
+    """What the time model last found for it; no part of what it is, so a changed copy starts without."""
 
     @property
     def phase(self) -> str:
@@ -79,9 +81,11 @@ class Op:
         return "optimizer" if self.direction == "update" else self.direction
 
 
-_fields_of_op = attrgetter(*(f.name for f in fields(Op)))
-_set_of_op = {f.name: getattr(Op, f.name).__set__ for f in fields(Op)}
+_fields_of_op = attrgetter(*(f.name for f in fields(Op) if f.init))
+_set_of_op = {f.name: getattr(Op, f.name).__set__ for f in fields(Op) if f.init}
 _setters_of_op = tuple(_set_of_op.values())
+keep_time: Callable[[Op, Any], None] = vars(Op)["timed"].__set__
+"""Fills in :attr:`Op.timed`, which is frozen like the rest."""
 
 
 def changed(op: Op, **values: Any) -> Op:
@@ -91,6 +95,7 @@ def changed(op: Op, **values: Any) -> Op:
     new = object.__new__(Op)
     for put, value in zip(_setters_of_op, _fields_of_op(op), strict=True):
         put(new, value)
+    keep_time(new, None)
     for name, value in values.items():
         _set_of_op[name](new, value)
     return new
@@ -230,7 +235,7 @@ class Pipeline:
 
 
 @dataclass(slots=True, frozen=True)
-class Made:
+class GraphSizes:
     """What a graph was built with beside the model."""
 
     batch: int
@@ -314,7 +319,7 @@ class Graph:
     """Whether activations and temporaries lie in one arena that stays from step to step."""
     decode_steps: int = 0
     """Times the graph is run, for a decode graph."""
-    made: Made | None = None
+    sizes: GraphSizes | None = None
     """The sizes that the graph was built with."""
     closing: list[Callable[[Graph], None]] = field(default_factory=list)
     """Passes to run after every technique's own: they copy operators that later phases still reprice."""

@@ -39,28 +39,28 @@ def describe(error: BaseException, rank: int | None = None) -> tuple[dict[str, A
     """
     text = str(error)
     first = text.splitlines()[0] if text else ""
-    said = {"kind": "error", "what": f"{type(error).__name__}: {first}", "fix": "", "incompatible": False,
+    failure = {"kind": "error", "what": f"{type(error).__name__}: {first}", "fix": "", "incompatible": False,
             "time": time.time()}  # fmt: skip
     if isinstance(error, UserError):
-        said.update(kind="user", what=error.what, fix=error.fix, incompatible=isinstance(error, Incompatible))
-        return said, 3
+        failure.update(kind="user", what=error.what, fix=error.fix, incompatible=isinstance(error, Incompatible))
+        return failure, 3
     if isinstance(error, KeyboardInterrupt):
-        said.update(kind="interrupted", what="interrupted")
-        return said, 130
+        failure.update(kind="interrupted", what="interrupted")
+        return failure, 130
     step, phase, operation = where(error.__traceback__)
     me = "a rank" if rank is None else f"rank {rank}"
     place = ", ".join(x for x in (f"step {step}" if step is not None else "", phase) if x)
     place = f" ({place})" if place else ""
     refused = isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
     if refused or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        said.update(kind="oom", what=f"out of memory: {first}")
+        failure.update(kind="oom", what=f"out of memory: {first}")
     elif isinstance(error, RuntimeError) and _TIMED_OUT.search(text):
-        said.update(kind="timeout", what=f"{me} waited in vain in {operation or 'a collective'}{place}: {first}")
+        failure.update(kind="timeout", what=f"{me} waited in vain in {operation or 'a collective'}{place}: {first}")
     elif isinstance(error, RuntimeError) and _LOST.search(text):
-        said.update(kind="lost", what=f"{me} lost another rank in {operation or 'a collective'}{place}: {first}")
+        failure.update(kind="lost", what=f"{me} lost another rank in {operation or 'a collective'}{place}: {first}")
     elif place and rank is not None:
-        said["what"] = f"{said['what']} — {me}{place}"
-    return said, 4
+        failure["what"] = f"{failure['what']} — {me}{place}"
+    return failure, 4
 
 
 def where(trace: TracebackType | None) -> tuple[int | None, str, str]:

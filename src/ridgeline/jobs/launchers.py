@@ -33,7 +33,7 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def speaks() -> bool:
+def reports_errors() -> bool:
     """Whether this process reports a mistake that every rank finds: rank 0 does, and the others let it go first, since
     a launcher ends all ranks when one has ended."""
     if not launched() or os.environ.get("RANK", "0") == "0":
@@ -58,8 +58,8 @@ def run_launched_rank(
         return (result if rank == 0 else None), (130 if result["stopped"] else 0), ""
     except UserError as error:
         # A plan that cannot work is found by every rank; other mistakes may be of one machine.
-        said = not isinstance(error, Incompatible) or speaks()
-        return None, 2, f"rank {rank}: error: {error}" if said else ""
+        shown = not isinstance(error, Incompatible) or reports_errors()
+        return None, 2, f"rank {rank}: error: {error}" if shown else ""
     except Exception as error:
         failure, _ = describe(error, rank)
         # Losing a peer is what all but one rank will report: one a machine is enough (torchrun names who died).

@@ -75,9 +75,9 @@ class Rank:
                 ray.get(mailbox.put.remote({**message, "pid": os.getpid()}))
 
         try:
-            asked = LaunchJob.from_json(job)
-            device = setup(ranks, asked.options.timeout)
-            return {"result": run_rank(asked, RankContext(device, rank, ranks, report))}
+            launch = LaunchJob.from_json(job)
+            device = setup(ranks, launch.options.timeout)
+            return {"result": run_rank(launch, RankContext(device, rank, ranks, report))}
         except BaseException as error:
             failure, _ = describe(error, rank)
             return {"error": {**failure, "trace": traceback.format_exc()}}
@@ -150,11 +150,11 @@ def _run(job: LaunchJob, group: Any, actors: list[Any], progress: Progress) -> d
         raise JobFailed("error", f"the ranks did not start on Ray: {_first_line(error)}") from None
     # Ranks of one machine are neighbors, as everywhere.
     order = sorted(range(job.ranks), key=lambda i: (places[i][0] != places[0][0], places[i][0], i))
-    answers = {}
+    rank_of = {}
     for rank, i in enumerate(order):
         variables = _variables(rank, [places[k] for k in order])
-        answers[members[i].run.remote(job.to_json(), variables, mailbox)] = rank
-    return _follow(answers, mailbox, progress)
+        rank_of[members[i].run.remote(job.to_json(), variables, mailbox)] = rank
+    return _follow(rank_of, mailbox, progress)
 
 
 def _variables(rank: int, places: list[tuple[str, str, int]]) -> dict[str, str]:
@@ -170,10 +170,10 @@ def _variables(rank: int, places: list[tuple[str, str, int]]) -> dict[str, str]:
     }
 
 
-def _follow(answers: dict[Any, int], mailbox: Any, progress: Progress) -> dict[str, Any]:
+def _follow(rank_of: dict[Any, int], mailbox: Any, progress: Progress) -> dict[str, Any]:
     import ray
 
-    waiting, step = list(answers), 0
+    waiting, step = list(rank_of), 0
     result: dict[str, Any] = {}
     failures: dict[int, dict[str, Any]] = {}
     deadline: float | None = None
@@ -183,12 +183,12 @@ def _follow(answers: dict[Any, int], mailbox: Any, progress: Progress) -> dict[s
             step = message.get("step", step)
             progress(message)
         for reference in done:
-            rank = answers[reference]
+            rank = rank_of[reference]
             try:
                 answer = ray.get(reference)
             except ray.exceptions.RayActorError as error:
-                said = f"rank {rank} was killed or its machine was lost after step {step} ({_first_line(error)})"
-                answer = {"error": {"kind": "killed", "what": said, "trace": "", "time": 0.0}}
+                reason = f"rank {rank} was killed or its machine was lost after step {step} ({_first_line(error)})"
+                answer = {"error": {"kind": "killed", "what": reason, "trace": "", "time": 0.0}}
             if "error" in answer:
                 failures[rank] = answer["error"]
                 deadline = deadline or time.monotonic() + 2  # the others may know better why

@@ -16,18 +16,18 @@ RESTARTS = 3
 Launch = Callable[[LaunchJob, Progress | None], dict[str, Any]]
 
 
-def restarts(asked: int | None, options: TrainOptions, default: int) -> int:
+def restarts(limit: int | None, options: TrainOptions, default: int) -> int:
     """How often a job may start again: as asked, else ``default`` where there are checkpoints to start from.
 
     Raises :class:`UserError` when restarts are asked for and the job keeps no checkpoints.
     """
     kept = bool(options.out and options.save_every)
-    if asked and not kept:
+    if limit and not kept:
         raise UserError(
-            f"--max-restarts {asked} needs checkpoints to start from, and this run keeps none",
+            f"--max-restarts {limit} needs checkpoints to start from, and this run keeps none",
             "add --out DIRECTORY --save-every STEPS, or --max-restarts 0",
         )
-    return (default if kept else 0) if asked is None else asked
+    return (default if kept else 0) if limit is None else limit
 
 
 def run_with_restarts(launch: Launch, job: LaunchJob, progress: Progress | None, most: int) -> dict[str, Any]:

@@ -161,16 +161,16 @@ def serve() -> None:
     from ridgeline.jobs import worker
 
     requests = socket.socket(fileno=os.dup(0))
-    woken, waker = os.pipe()
+    wake_reader, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    watched: list[Any] = [requests, woken]
+    watched: list[Any] = [requests, wake_reader]
     while True:
         ready, _, _ = select.select(watched, [], [])
-        if woken in ready:
-            os.read(woken, 1024)
-            _tell_of_the_dead(requests)
+        if wake_reader in ready:
+            os.read(wake_reader, 1024)
+            _report_exits(requests)
         if requests not in ready:
             continue
         data, descriptors, _, _ = socket.recv_fds(requests, _LARGEST, 2)
@@ -194,7 +194,7 @@ def serve() -> None:
         requests.send(json.dumps({"pid": pid}).encode())
 
 
-def _tell_of_the_dead(requests: socket.socket) -> None:
+def _report_exits(requests: socket.socket) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended

@@ -70,7 +70,7 @@ def environment_differences(a: dict[str, Any], b: dict[str, Any]) -> list[Differ
     left, right = _flat(a), _flat(b)
     keys = sorted(k for k in left.keys() | right.keys() if not k.rpartition(".")[2].startswith(VOLATILE))
     return [
-        Difference(key=k, a=_say(left.get(k)), b=_say(right.get(k)))
+        Difference(key=k, a=_text(left.get(k)), b=_text(right.get(k)))
         for k in keys
         if not _alike(k, left.get(k), right.get(k))
     ]
@@ -92,7 +92,7 @@ def _alike(key: str, a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _say(value: Any) -> str:
+def _text(value: Any) -> str:
     if value is None:
         return "not recorded"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -150,10 +150,10 @@ def _interval(name: str, a: Result, b: Result, ma: Metric, mb: Metric) -> Interv
 
 def _judge(name: str, better: str, low: float, high: float) -> Judgement:
     gain = (low, high) if better == "higher" else (1 / high, 1 / low)
-    said = verdict(*gain, margin=MARGIN)
-    if said == "no difference" or name.endswith("_s") or name.startswith("tokens_per_s"):
-        return said
-    return "better" if said == "faster" else "worse"
+    word = verdict(*gain, margin=MARGIN)
+    if word == "no difference" or name.endswith("_s") or name.startswith("tokens_per_s"):
+        return word
+    return "better" if word == "faster" else "worse"
 
 
 def _movers(a: Result, b: Result) -> list[RowChange]:

@@ -65,9 +65,9 @@ def merge(parts: list[Result]) -> Result:
     out.checks += [_balance(out.experiment, tokens / step, step, flat, wall, total), _same_runs(good)]
     warm = sum(s.warmup for s in out.samples)
     out.notes.append(f"{warm} of {len(out.samples)} steps were warm-up (detected, first step always) and are left out")
-    strange = outliers([s.seconds for s in flat])
-    if strange.note:
-        out.notes.append(strange.note)
+    found = outliers([s.seconds for s in flat])
+    if found.note:
+        out.notes.append(found.note)
     failed = [p for p in parts if p.status != "ok"]
     if failed:
         out.notes.append(f"{len(failed)} of {len(parts)} processes failed: {failed[0].status}: {failed[0].reason}")

@@ -133,9 +133,9 @@ def warmup_steps(seconds: Sequence[float]) -> int:
     tail = x[most:]
     middle = float(np.median(tail))
     width = max(3 * MAD_TO_SIGMA * float(np.median(np.abs(tail - middle))), 0.01 * abs(middle))
-    settled = np.abs(x - middle) <= width
+    near = np.abs(x - middle) <= width
     for i in range(1, most):
-        if settled[i] and settled[i + 1]:
+        if near[i] and near[i + 1]:
             return i
     return most
 

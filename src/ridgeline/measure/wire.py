@@ -22,11 +22,11 @@ _ARGUMENT = {"all_gather": 0, "reduce_scatter": 1, "alltoall": 1}
 
 
 class Wire(TorchDispatchMode):
-    """Context manager around steps; ``seen`` is (kind, ranks) → [calls, bytes]. Messages are counted where sent."""
+    """Context manager around steps; ``counts`` is (kind, ranks) → [calls, bytes]. Messages are counted where sent."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.counts: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.unknown: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -47,7 +47,7 @@ class Wire(TorchDispatchMode):
             return
         tensors = [t for t in tree_iter(args) if isinstance(t, torch.Tensor)]
         t = tensors[_ARGUMENT.get(kind, 0)]
-        entry = self.seen[kind, ranks]
+        entry = self.counts[kind, ranks]
         entry[0] += 1
         entry[1] += t.numel() * t.element_size()
 

@@ -40,7 +40,7 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
     metrics["peak_bytes"] = metric(total, "bytes", "lower", "graph")
     device = cluster.device
     fits = total <= device.memory_bytes
-    said = (
+    verdict = (
         f"needs {total / GIB:.1f} GiB per rank of {device.memory_bytes / GIB:.1f} GiB on {device.name};"
         f" largest category: {largest}, {categories[largest] / GIB:.1f} GiB; peak at {peak.instant}"
     )
@@ -53,7 +53,7 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
         name=e.name,
         experiment=e.canonical(),
         status="ok" if fits else "infeasible",
-        reason="" if fits else said,
+        reason="" if fits else verdict,
         environment={
             "device": e.cluster.label,
             "peak_flops": dict(device.peak_flops),
@@ -62,7 +62,7 @@ def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Clu
         },
         metrics=metrics,
         memory=[Memory(category=k, bytes=v) for k, v in sorted(categories.items(), key=lambda kv: -kv[1])],
-        notes=[said] if fits else [],
+        notes=[verdict] if fits else [],
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 

@@ -22,7 +22,7 @@ from ridgeline.techniques.registry import registry
 
 Resource = Literal["compute", "memory", "link", "latency"]
 RESOURCES: tuple[Resource, ...] = ("compute", "memory", "link", "latency")
-SAID = {
+RESOURCE_NAMES = {
     "compute": "matrix-multiply rate",
     "memory": "memory bandwidth",
     "link": "bandwidth between devices",
@@ -152,10 +152,10 @@ def _phase(phase: str, rows: list[Row], total: float) -> TimePart:
 
 
 def _leaf_note(row: Row) -> str:
-    said = [f"{row.count:g} calls"]
+    facts = [f"{row.count:g} calls"]
     if row.roof is not None:
-        said.append(f"{row.roof:.0%} of roof")
-    return ", ".join(said)
+        facts.append(f"{row.roof:.0%} of roof")
+    return ", ".join(facts)
 
 
 def _merge(nodes: Iterable[TimePart]) -> dict[str, float]:
@@ -182,12 +182,12 @@ def _lever(e: Experiment, name: str, now: float, resource: Resource) -> Lever:
     goal = now / (1 + GAIN)
     best = at(_LARGEST)
     if best > goal:
-        return Lever(SAID[resource], None, now / best - 1)
+        return Lever(RESOURCE_NAMES[resource], None, now / best - 1)
     low, high = 1.0, _LARGEST
     while high / low > 1.01:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if at(middle) <= goal else (middle, high)
-    return Lever(SAID[resource], high, now / best - 1)
+    return Lever(RESOURCE_NAMES[resource], high, now / best - 1)
 
 
 def improved(d: Device, resource: Resource, factor: float) -> Device:
@@ -254,7 +254,7 @@ def _moves(e: Experiment, name: str, now: float) -> list[Move]:
     if e.is_training:
         doubled = e.workload.model_copy(update={"micro_batch_size": 2 * e.micro_batch_size})
         attempt(f"micro_batch_size={2 * e.micro_batch_size}", e.model_copy(update={"workload": doubled}))
-    seen: dict[str, Move] = {}
+    unique: dict[str, Move] = {}
     for m in sorted(out, key=lambda m: -m.gain):
-        seen.setdefault(m.change, m)
-    return list(seen.values())
+        unique.setdefault(m.change, m)
+    return list(unique.values())

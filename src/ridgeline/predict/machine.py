@@ -10,7 +10,7 @@ _FALLBACK_CLOCK = 1.5e9
 
 
 class Machine:
-    """Datasheet figures of one device (SI units) and its :class:`Efficiency`; a key by identity."""
+    """Datasheet figures of one device (SI units) and its :class:`Efficiency`."""
 
     __slots__ = (
         "bandwidth",
@@ -64,14 +64,15 @@ _WIDER = {
     "binary": ("int4", "int8", "bf16", "fp16", "fp32"),
 }
 
-_machines: dict[int, Machine] = {}
+_RECENT = 16
+_recent: list[Machine] = []
 
 
 def machine(device: Device) -> Machine:
-    """The :class:`Machine` of ``device``, made once per object."""
-    found = _machines.get(id(device))
-    if found is None or found.device is not device:
-        if len(_machines) > 512:
-            _machines.clear()
-        found = _machines[id(device)] = Machine(device)
-    return found
+    """The :class:`Machine` of ``device``, made once for the devices in use."""
+    for known in _recent:
+        if known.device is device:
+            return known
+    _recent.insert(0, Machine(device))
+    del _recent[_RECENT:]
+    return _recent[0]

@@ -133,14 +133,14 @@ class AblationBar(_Live):
         where = f"{cell.plan} ({cell.repeat + 1})"
         if "done" in message or "cached" in message:
             self.finished += 1
-            said = "kept from the earlier run" if "cached" in message else message["status"]
+            outcome = "kept from the earlier run" if "cached" in message else message["status"]
             if message.get("status") == "ok":
-                said = _beside(message["result"], message["predicted"])
-            said += f": {message['reason']}" if message.get("reason") else ""
-            self.progress.update(self.task, completed=self.finished, note=f"{where}: {said}")
-            self.line(f"[{self.finished}/{self.cells}] {where}: {said}")
+                outcome = _beside(message["result"], message["predicted"])
+            outcome += f": {message['reason']}" if message.get("reason") else ""
+            self.progress.update(self.task, completed=self.finished, note=f"{where}: {outcome}")
+            self.line(f"[{self.finished}/{self.cells}] {where}: {outcome}")
             if message.get("status") not in (None, "ok"):
-                self.progress.console.print(f"{where}: {said}", markup=False)
+                self.progress.console.print(f"{where}: {outcome}", markup=False)
             return
         share = message.get("step", 0) / max(1, self.steps.get(cell.plan, message.get("steps") or 1))
         self.progress.update(self.task, completed=self.finished + 0.95 * share, note=f"{where}: {_note(message)}")
@@ -148,13 +148,13 @@ class AblationBar(_Live):
 
 def _beside(measured: Result, predicted: Result) -> str:
     """Throughput and memory of a process beside what was predicted."""
-    said = []
+    parts = []
     for name in ("tokens_per_s", "peak_bytes"):
         own, other = measured.metrics.get(name), predicted.metrics.get(name)
         if own:
-            said.append(units.metric(own.value, own.unit)
+            parts.append(units.metric(own.value, own.unit)
                         + (f" (predicted {units.metric(other.value, other.unit)})" if other else ""))  # fmt: skip
-    return ", ".join(said) or "ok"
+    return ", ".join(parts) or "ok"
 
 
 def _note(message: dict[str, Any]) -> str:
@@ -205,17 +205,17 @@ def print_loads(results: Sequence[Result]) -> None:
     console = _out()
     console.print(render.rich(load_tables(results)))
     for r in results:
-        for said in [*r.notes, *(f"{c.name}: failed" for c in r.checks if not c.passed)]:
-            console.print(f"note: {r.name}: {said}", markup=False)
+        for note in [*r.notes, *(f"{c.name}: failed" for c in r.checks if not c.passed)]:
+            console.print(f"note: {r.name}: {note}", markup=False)
 
 
 def _traffic_table(predicted: Result, measured: Result) -> Table:
     """Collectives of one step, counted beside foretold."""
-    said = {(t.kind, t.ranks): t for t in predicted.traffic}
-    seen = {(t.kind, t.ranks): t for t in measured.traffic}
+    predicted_of = {(t.kind, t.ranks): t for t in predicted.traffic}
+    measured_of = {(t.kind, t.ranks): t for t in measured.traffic}
     rows = []
-    for key in sorted({*said, *seen}):
-        p, m = said.get(key), seen.get(key)
+    for key in sorted({*predicted_of, *measured_of}):
+        p, m = predicted_of.get(key), measured_of.get(key)
         rows.append(
             [key[0], str(key[1])]
             + [f"{t.calls:g}" if t else "0" for t in (p, m)]

@@ -106,10 +106,10 @@ def load_html(results: Sequence[Result], path: Path) -> Path:
 
 def comparison_html(c: Comparison, path: Path) -> Path:
     """Write the report of a comparison; returns the path."""
-    made = comparison_tables(c)
-    by_word = {t.title.split()[0]: t for t in made}
+    tables = comparison_tables(c)
+    by_word = {t.title.split()[0]: t for t in tables}
     charts = movers_charts(c, by_word)
-    alike = [t for t in made if t is made[0] or t.title.startswith("Unlike")]
+    alike = [t for t in tables if t is tables[0] or t.title.startswith("Unlike")]
     sections = [
         section("Numbers", "".join(table_html(t) for t in alike)),
         chart_grid(charts),
@@ -183,10 +183,10 @@ def _caveats(a: Ablation) -> list[str]:
         for r in (o.measured, o.predicted):
             found += [f"{o.name}: {c.name} – failed" for c in (r.checks if r else []) if not c.passed]
         found += [f"{o.name}: not the same as the baseline: {c.name}" for c in o.checks if not c.passed]
-    vague = [o.name for o in a.outcomes if o.too_noisy]
-    if vague:
+    unclear = [o.name for o in a.outcomes if o.too_noisy]
+    if unclear:
         found.append(
-            f"{', '.join(vague)}: the interval of the speed-up is too wide for a verdict; measure again with more"
+            f"{', '.join(unclear)}: the interval of the speed-up is too wide for a verdict; measure again with more"
             " repeats, on a machine that does nothing else"
         )
     noted: dict[str, list[str]] = {}

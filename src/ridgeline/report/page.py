@@ -88,7 +88,7 @@ def definitions() -> str:
 def reproduce(command: str, environment: dict[str, Any], created: str, key: str) -> str:
     """The command, the environment and the identity of the document."""
     rows = "".join(
-        f'<tr><th scope="row">{escape(k.replace("_", " "))}</th><td>{escape(_say(k, v))}</td></tr>'
+        f'<tr><th scope="row">{escape(k.replace("_", " "))}</th><td>{escape(_text(k, v))}</td></tr>'
         for k, v in environment.items()
     )
     shown = f"<pre>{escape(command)}</pre>" if command else '<p class="note">No command was recorded.</p>'
@@ -101,8 +101,8 @@ def bullets(title: str, items: Sequence[str], kind: str = "") -> str:
     """A list of sentences; nothing when there are none."""
     if not items:
         return ""
-    made = "".join(f"<li>{escape(i)}</li>" for i in items)
-    return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{made}</ul></section>'
+    entries = "".join(f"<li>{escape(i)}</li>" for i in items)
+    return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{entries}</ul></section>'
 
 
 def script_json(data: Any) -> str:
@@ -119,10 +119,10 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _say(key: str, value: Any) -> str:
+def _text(key: str, value: Any) -> str:
     """A fact of the environment as people read it."""
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_say(key, v)}" for k, v in value.items())
+        return ", ".join(f"{k} {_text(key, v)}" for k, v in value.items())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if key.endswith("bytes"):

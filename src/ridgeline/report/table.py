@@ -90,10 +90,10 @@ def html(table: Table) -> str:
     body = []
     for i, row in enumerate(table.rows):
         kind = ' class="total"' if table.total and i == len(table.rows) - 1 else ""
-        said = [escape(cell) for cell in row]
+        texts = [escape(cell) for cell in row]
         if table.metrics:
-            said[0] += hint(row[0])
-        marks = zip(table.columns, row, said, strict=True)
+            texts[0] += hint(row[0])
+        marks = zip(table.columns, row, texts, strict=True)
         cells = "".join(f'<td class="{c.align}{_tone(cell)}">{text}</td>' for c, cell, text in marks)
         body.append(f"<tr{kind}>{cells}</tr>")
     notes = "".join(f'<p class="note">{escape(n)}</p>' for n in table.notes)

@@ -39,7 +39,7 @@ class LinearLayer:
     stored: Stored | None = None
     """What is written in the place of a dense weight; must expand to ``weight``."""
     input: InputCode | None = None
-    said: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     """For the report: what the step wants to tell of this layer (damping, fallback, chosen group size, …)."""
 
     def store(self, stored: Stored, weight: Tensor | None = None) -> None:
@@ -125,7 +125,7 @@ class BlockJob:
     own name, as in ``peaks``) reads, chunk by chunk."""
     settle: Callable[[], None]
     """Round norms, biases and routers to what the file will hold."""
-    said: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     """For the report: what steps want to tell of this block."""
 
 
@@ -167,18 +167,18 @@ class CompressBuild:
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 
-def store(site: Site, packed: Stored, weight: Tensor | None = None, **said: Any) -> None:
+def store(site: Site, packed: Stored, weight: Tensor | None = None, **notes: Any) -> None:
     """One record of the stacked layers becomes what each of them stores; ``weight``: what it expands to, where that is
-    at hand; ``said`` of all."""
+    at hand; ``notes`` of all."""
     start = 0
     for layer in site.layers:
         end = start + len(layer.weight)
         layer.store(packed.rows(start, end), None if weight is None else weight[start:end])
-        layer.said.update(said)
+        layer.notes.update(notes)
         start = end
 
 
-def store_nearest(site: Site, grid: Affine, **said: Any) -> None:
+def store_nearest(site: Site, grid: Affine, **notes: Any) -> None:
     """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
     weight, keep = site.together(), site.keeps()
-    store(site, grid.fit(weight).pack(weight if keep is None else weight * keep), **said)
+    store(site, grid.fit(weight).pack(weight if keep is None else weight * keep), **notes)

@@ -119,7 +119,7 @@ class HostStates:
     left: Callable[[ParameterGroup], None] = lambda part: None
     """Called when a part's gradients have left in backward: nothing there needs its weights any more."""
     _of: dict[nn.Parameter, ParameterGroup] = field(default_factory=dict)
-    _turn: int = 0
+    _buffer: int = 0
     _thread: threading.Thread | None = None
     _failure: BaseException | None = None
 
@@ -185,7 +185,7 @@ class HostStates:
         grads = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in part.trained]
         if part.inner is None:
             raise RuntimeError("another technique replaced the optimizer that the host's states belong to")
-        part.norms = self.store.send(part.gradients(self._turn), grads, add=bool(part.arrived), wire=self.low)
+        part.norms = self.store.send(part.gradients(self._buffer), grads, add=bool(part.arrived), wire=self.low)
         part.arrived.update(came)
         del grads
         if not self.run.gradients.keep:
@@ -200,7 +200,7 @@ class HostStates:
         for part in self.parts:
             if not part.arrived:
                 continue
-            norms = part.norms or torch._foreach_norm(self.store.open(part.gradients(self._turn)))
+            norms = part.norms or torch._foreach_norm(self.store.open(part.gradients(self._buffer)))
             for p, norm in zip(part.trained, norms, strict=True):
                 total += norm.double().square() / copies.get(p, 1)
         total = total.to(self.run.device)
@@ -283,14 +283,14 @@ class HostStates:
         """Apply the step's gradients; ``lengths``: the learning rate of each parameter group."""
         todo = [(part, set(part.arrived)) for part in self.parts if part.arrived]
         if not self.delayed:
-            self._apply(todo, self.factor, lengths, self._turn)
+            self._apply(todo, self.factor, lengths, self._buffer)
             return
         self.join()
         for part in self.parts:  # what the previous step's gradients made
             if part.trained:
                 self._back(part)
-        work = (todo, self.factor, list(lengths), self._turn)
-        self._turn = 1 - self._turn
+        work = (todo, self.factor, list(lengths), self._buffer)
+        self._buffer = 1 - self._buffer
         self._thread = threading.Thread(target=self._beside, args=work, name="delayed update", daemon=True)
         self._thread.start()
 

@@ -39,9 +39,9 @@ class Mesh:
         # Process groups are never given back, and each of gloo's has a thread that wakes a hundred times a second: a
         # process that trains several models must not make them anew for each.
         key = (id(dist.group.WORLD), device_type, shape)
-        if key not in _MADE:
-            _MADE[key] = cls(init_device_mesh(device_type, shape, mesh_dim_names=AXES))
-        return _MADE[key]
+        if key not in _MESHES:
+            _MESHES[key] = cls(init_device_mesh(device_type, shape, mesh_dim_names=AXES))
+        return _MESHES[key]
 
     def size(self, *axes: str) -> int:
         """Ranks along one or several axes together."""
@@ -88,10 +88,10 @@ class Mesh:
         return self._groups["ends"]
 
 
-_MADE: dict[tuple[object, ...], Mesh] = {}
+_MESHES: dict[tuple[object, ...], Mesh] = {}
 """Meshes of this process by process group, device and shape."""
 
 
 def forget() -> None:
     """Drop the meshes of a process group that is about to go: another may get its identity."""
-    _MADE.clear()
+    _MESHES.clear()

@@ -138,9 +138,9 @@ def cut(model: Transformer, keep: Keep, layers: Sequence[int] | None = None) -> 
         kept[kind] = counts.pop()
     spec = smaller(old, kept, len(chosen))
     with torch.device("meta"):
-        made = Transformer(spec)
+        shrunk = Transformer(spec)
     some = next(model.parameters())
-    allocate(made, some.device, some.dtype)
+    allocate(shrunk, some.device, some.dtype)
     sources = dict(model.named_parameters())
     parts: dict[str, list[tuple[GroupPart, Tensor]]] = {}
     for place, units in keep.items():
@@ -148,7 +148,7 @@ def cut(model: Transformer, keep: Keep, layers: Sequence[int] | None = None) -> 
             entries = (units[:, None] * part.width + torch.arange(part.width)).flatten()
             parts.setdefault(part.parameter, []).append((part, entries.to(some.device)))
     growth = math.sqrt(old.hidden_size / kept["hidden"])
-    for name, target in made.named_parameters():
+    for name, target in shrunk.named_parameters():
         source = _source(name, chosen)
         value: Tensor = sources[source]
         for part, entries in parts.get(source, []):
@@ -156,7 +156,7 @@ def cut(model: Transformer, keep: Keep, layers: Sequence[int] | None = None) -> 
         if name.endswith("norm.weight") and not name.endswith(("q_norm.weight", "k_norm.weight")):
             value = value * growth
         target.copy_(value)
-    return made
+    return shrunk
 
 
 def _source(name: str, chosen: list[int]) -> str:

@@ -136,7 +136,7 @@ class Build:
     """Autocast dtype of the forward pass; None: none."""
     fused_attention: str | AttentionBackend = "flash"
     """The attention backend that has no score matrix."""
-    said: dict[str, Callable[[], float]] = field(default_factory=dict)
+    metrics: dict[str, Callable[[], float]] = field(default_factory=dict)
     """What techniques tell of a generation when it is over: shares, by the name of the metric."""
 
 
@@ -257,12 +257,12 @@ class TrainBuild(Build):
         self.score = self._score
         self.update = Update(functools.partial(learning_rate, self.experiment.training))
 
-    def tell_last(self, tell: Callable[[bool], None]) -> None:
-        """Have ``tell`` hear before each micro-batch whether it is the step's last."""
+    def before_micro_batch(self, hook: Callable[[bool], None]) -> None:
+        """Call ``hook`` before each micro-batch with whether it is the step's last."""
         inner = self.sync
 
         def sync(last: bool) -> AbstractContextManager[object]:
-            tell(last)
+            hook(last)
             return inner(last)
 
         self.sync = sync

@@ -167,8 +167,8 @@ class Found:
 
     def merge(self, other: Found) -> None:
         """Take in another part's."""
-        seen = [*other.kinds.values(), *other.front, *other.with_technique.values()]
-        for t in seen + ([other.simplest] if other.simplest else []):
+        feasible = [*other.kinds.values(), *other.front, *other.with_technique.values()]
+        for t in feasible + ([other.simplest] if other.simplest else []):
             self.feasible(t)
         for t in other.nearest:
             self.infeasible(t)

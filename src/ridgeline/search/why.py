@@ -143,9 +143,9 @@ def _alone(q: Question, cls: type[Technique]) -> str:
                 check(candidate(base, (*beside, t))[0])
                 return ""
             except Incompatible as refusal:
-                name, _, said = refusal.what.partition(": ")
-                if name == cls.card.name and not any(p.card.name in said for p in beside):
-                    reasons[said] += 1
+                name, _, reason = refusal.what.partition(": ")
+                if name == cls.card.name and not any(p.card.name in reason for p in beside):
+                    reasons[reason] += 1
     # What one partner would lift is refused beside all others; the rarest reason is what stays even then.
     return min(reasons, key=reasons.__getitem__) if reasons else ""
 
@@ -185,7 +185,7 @@ def _climb(q: Question) -> list[Relaxation]:
     for ladder in _ladders(q):
         for change, question in ladder:
             try:
-                found = search(question, any_will_do=True)
+                found = search(question, first_feasible=True)
             except (Incompatible, UserError):
                 continue
             if found.best:

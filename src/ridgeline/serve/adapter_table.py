@@ -51,8 +51,8 @@ class AdapterTable:
             raise Invalid("lora_name", f"{name!r} is {'taken' if name else 'no name'}", "choose another, or unload it")
         loaded = load_adapter(folder, self.model.spec)
         self.tasks.activate(None)
-        made = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
-        size = sum(_bytes(adapter) for adapter in made.values())
+        ready = {at: fixed(adapter) for at, adapter in adapters(self.model, loaded).items()}
+        size = sum(_bytes(adapter) for adapter in ready.values())
         wanted = math.ceil(size / self.block_bytes) if self.blocks.count else 0  # an encoder has no pool to share
         spare = self.blocks.count - self.blocks.borrowed - self.blocks.needed(self.longest)
         blocks = self.blocks.borrow(wanted) if wanted <= max(0, spare) else None
@@ -63,7 +63,7 @@ class AdapterTable:
                 f" can be spared beside a request of {self.longest} tokens",
                 "unload another adapter, give the pool more memory, or set a shorter max_model_len",
             )
-        self.tasks.add(name, made)
+        self.tasks.add(name, ready)
         self.held[name] = blocks
         self.loads += 1
         self.version[name] = self.loads

@@ -65,19 +65,19 @@ class Beams:
         )[: self.candidates]
         length = beams[0].generated + 1
         last = length >= self.max_tokens
-        going: list[Candidate] = []
+        live: list[Candidate] = []
         for rank, c in enumerate(ranked):
             ends = c.token in self.ends
             if (ends or last) and rank < self.width:
                 self._finish(c, length, ends)
-            if not ends and len(going) < self.width:
-                going.append(c)
+            if not ends and len(live) < self.width:
+                live.append(c)
         self.pending.clear()
-        if last or not going or (self.early_stopping and self.full):
+        if last or not live or (self.early_stopping and self.full):
             return []
-        if self.full and going[0].total / length**self.length_penalty <= self.finished[-1].score:
+        if self.full and live[0].total / length**self.length_penalty <= self.finished[-1].score:
             return []
-        return going
+        return live
 
     @property
     def full(self) -> bool:

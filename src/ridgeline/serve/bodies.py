@@ -63,10 +63,10 @@ def parse(model: type[B], raw: bytes, kind: str, context: int) -> B:
     try:
         return model.model_validate(value, context={"tokens": context})
     except ValidationError as e:
-        raise _said(e.errors(include_url=False, include_input=False), value) from None
+        raise _wrong_body(e.errors(include_url=False, include_input=False), value) from None
 
 
-def _said(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
+def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
     """What is wrong with a body; of several things, an unknown field first."""
     e = next((e for e in errors if e["type"] == UNKNOWN), errors[0])
     path = [str(p) for p in e["loc"]]
@@ -75,8 +75,8 @@ def _said(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
         near = difflib.get_close_matches(path[-1][:200], _FIELDS - set(body), n=1) if len(path) == 1 else []
         hint = f"; did you mean {near[0]}?" if near else ""
         return WrongBody(f"unknown field {'.'.join(path)[:200]!r}{hint}", path[0][:200])
-    said = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:1] == e["loc"][:1])
-    return WrongBody(f"{path[0]}: {'; or '.join(list(said)[:4])}", path[0], (e.get("ctx") or {}).get("code"))
+    messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:1] == e["loc"][:1])
+    return WrongBody(f"{path[0]}: {'; or '.join(list(messages)[:4])}", path[0], (e.get("ctx") or {}).get("code"))
 
 
 _FIELDS = {name for model in BODIES for name in model.model_fields}

@@ -50,7 +50,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     run = _built(e, device, model)
     e, w = run.experiment, run.experiment.workload
     assert isinstance(w, Serve)
-    run.asked(w)
+    run.take_workload(w)
     width = next(run.model.parameters()).element_size()
     each = run.block_bytes(len(run.model.layers), run.kv_heads, e.model.head_dim, width)
     blocks, longest = run.pool(e.model, w, each, _free(run.device)) if e.model.causal else (0, context(e.model, w))
@@ -117,9 +117,9 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
         return runner
-    said = [blocks]
-    dist.broadcast_object_list(said)
-    ranked = RankedRunner(run.mesh, run.model, said[0] * run.block_size, run.block_size, longest, run.cache_kind,
+    counts = [blocks]
+    dist.broadcast_object_list(counts)
+    ranked = RankedRunner(run.mesh, run.model, counts[0] * run.block_size, run.block_size, longest, run.cache_kind,
                           kv_heads=run.kv_heads, padded=padded)  # fmt: skip
     ranked.followers = run.followers
     return ranked

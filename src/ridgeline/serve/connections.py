@@ -35,7 +35,7 @@ class ServerConnection(H11Protocol):
             transport.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
             transport.close()
             return
-        _notice_death(transport.get_extra_info("socket"))
+        _detect_dead_peer(transport.get_extra_info("socket"))
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -45,16 +45,16 @@ class ServerConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
-        self._wait_no_more()
+        self._cancel_timeout()
         super().connection_lost(exc)
 
     def _wait_for_head(self) -> None:
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._wait_no_more()
+            self._cancel_timeout()
         elif self._waiting is None:
             self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
-    def _wait_no_more(self) -> None:
+    def _cancel_timeout(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
@@ -65,7 +65,7 @@ def connection_class(most: int | None) -> type[ServerConnection]:
     return type("Limited", (ServerConnection,), {"most": most})
 
 
-def _notice_death(peer: socket.socket) -> None:
+def _detect_dead_peer(peer: socket.socket) -> None:
     """Have the kernel close a connection whose other end is gone, or does not take what it was sent."""
     with contextlib.suppress(OSError, AttributeError):
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

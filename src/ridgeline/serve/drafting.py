@@ -29,7 +29,7 @@ class Trial:
 
     steps: int = 0
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    made: list[int] = field(default_factory=lambda: [0, 0])
+    tokens: list[int] = field(default_factory=lambda: [0, 0])
     better: bool = True
 
 
@@ -52,18 +52,18 @@ class Drafting:
         on = trying < TRIAL or (trying >= 2 * TRIAL and t.better)
         return self.most if on and running else 0
 
-    def observe(self, running: int, drafted: bool, made: int, seconds: float) -> None:
+    def observe(self, running: int, drafted: bool, tokens: int, seconds: float) -> None:
         """Record the duration and the tokens of a step of decoding sequences alone."""
         t = self.trials.setdefault(running.bit_length(), Trial())
         trying = t.steps % (2 * TRIAL + TERM)
         t.steps += 1
         if trying < 2 * TRIAL:
             t.seconds[drafted] += seconds
-            t.made[drafted] += made
+            t.tokens[drafted] += tokens
         if trying == 2 * TRIAL - 1:
-            rates = [n / s if s else 0.0 for n, s in zip(t.made, t.seconds, strict=True)]
+            rates = [n / s if s else 0.0 for n, s in zip(t.tokens, t.seconds, strict=True)]
             t.better = rates[True] > rates[False]
-            t.seconds, t.made = [0.0, 0.0], [0, 0]
+            t.seconds, t.tokens = [0.0, 0.0], [0, 0]
 
 
 def lookup(tokens: Sequence[int], longest: int, most: int) -> list[int]:

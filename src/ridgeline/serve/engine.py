@@ -138,8 +138,8 @@ class Engine:
             decoding = all(s.generated and n == 1 + len(s.draft) for s, n in batch.tokens.items())
             self._compute(batch)
             if self.drafter is not None and decoding:
-                made, seconds = self.outputs.generated - before, time.perf_counter() - start
-                self.drafter.observe(len(batch.tokens), self._drafted > drafted, made, seconds)
+                tokens, seconds = self.outputs.generated - before, time.perf_counter() - start
+                self.drafter.observe(len(batch.tokens), self._drafted > drafted, tokens, seconds)
         return self.outputs.take_events()
 
     def _draft(self) -> None:

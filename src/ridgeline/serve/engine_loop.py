@@ -50,14 +50,14 @@ class OutputStream:
 
     def __init__(self, jobs: Sequence[ServeJob], loop: asyncio.AbstractEventLoop) -> None:
         self.jobs = {job.request.id: job for job in jobs}
-        self.asked = time.monotonic()
+        self.submitted = time.monotonic()
         self.first: dict[str, float] = {}
         self.started = False
         """Whether any of its outputs has been scheduled (the engine's thread says so)."""
         self._open = {(job.ordinal, i) for job in jobs for i in job.open}
         self._fresh: dict[tuple[int, int], Delta] = {}
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._ready = asyncio.Event()
         self.accepted: asyncio.Future[None] = loop.create_future()
 
     def put(self, delta: Delta) -> None:
@@ -67,7 +67,7 @@ class OutputStream:
             self._fresh[key].add(delta)
         else:
             self._fresh[key] = delta
-        self._news.set()
+        self._ready.set()
 
     def fail(self, error: Exception) -> None:
         """No more will come (on the event loop)."""
@@ -75,13 +75,13 @@ class OutputStream:
         if not self.accepted.done():
             self.accepted.set_exception(error)
             self.accepted.exception()  # whoever went away does not look
-        self._news.set()
+        self._ready.set()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """News until every output has ended. Raises what the stream failed with."""
         while self._open:
-            await self._news.wait()
-            self._news.clear()
+            await self._ready.wait()
+            self._ready.clear()
             fresh, self._fresh = self._fresh, {}
             for key, delta in fresh.items():
                 if delta.finish:
@@ -331,7 +331,7 @@ class EngineLoop:
             late = [(r, self._streams[r]) for r in self._queue.waiting if r in self._streams]
         now = time.monotonic()
         for request, stream in late:
-            if stream.started or now - stream.asked <= self.limits.first_token:
+            if stream.started or now - stream.submitted <= self.limits.first_token:
                 continue
             if request in self._streams:
                 error = Busy(f"no token within {self.limits.first_token:g} s", max(1.0, self._patience))
@@ -355,8 +355,8 @@ class EngineLoop:
         job, now = stream.jobs[event.request], time.monotonic()
         if event.request not in stream.first and (event.tokens or event.embedding):
             stream.first[event.request] = now
-            self._patience += 0.1 * (now - stream.asked - self._patience)
-            self.metrics.first_token.observe(now - stream.asked)
+            self._patience += 0.1 * (now - stream.submitted - self._patience)
+            self.metrics.first_token.observe(now - stream.submitted)
         delta = job.read(event)
         if delta is None:
             return
@@ -367,7 +367,7 @@ class EngineLoop:
         if delta.finish:
             self.metrics.output(delta, stream.first.get(event.request, now), now)
         if not job.open:
-            self.metrics.request(delta, len(job.request.prompt), now - stream.asked)
+            self.metrics.request(delta, len(job.request.prompt), now - stream.submitted)
             self._forget(event.request)
 
     def _forget(self, *requests: str) -> None:

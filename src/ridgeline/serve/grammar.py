@@ -79,11 +79,11 @@ class Grammars:
         if len(key[1]) > MAX_SIZE:
             raise Invalid(param, f"has {len(key[1])} characters, of {MAX_SIZE} at most", "make it smaller")
         if key not in self._kept:
-            made = llguidance.LLMatcher(self._tokens(), _written(llguidance.LLMatcher, kind, source, param))
-            if made.is_error():
-                reason = made.get_error().strip().splitlines()[0]
+            matcher = llguidance.LLMatcher(self._tokens(), _written(llguidance.LLMatcher, kind, source, param))
+            if matcher.is_error():
+                reason = matcher.get_error().strip().splitlines()[0]
                 raise Invalid(param, f"cannot be compiled: {reason}", "see the llguidance documentation for what can")
-            first = Matcher(made, self._vocabulary.size, sorted(self._eos))
+            first = Matcher(matcher, self._vocabulary.size, sorted(self._eos))
             first.allowed()
             if first.failures:
                 raise Invalid(param, f"nothing can match it ({first.failures[0]})", "write one that some text matches")

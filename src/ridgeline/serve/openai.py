@@ -218,7 +218,7 @@ class Sampled(Body):
         given = {name: value for name in own if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             given["top_k"] = 0 if self.top_k == -1 else self.top_k
-        made = Sampling(
+        sampling = Sampling(
             max_tokens=max_tokens,
             logprobs=logprobs,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
@@ -227,8 +227,8 @@ class Sampled(Body):
             **given,
             **more,
         )
-        made.check(vocab_size)
-        return made
+        sampling.check(vocab_size)
+        return sampling
 
     def renamed(self, param: str) -> str:
         """The field of this body that the engine's field ``param`` came from."""
@@ -236,27 +236,27 @@ class Sampled(Body):
 
     def grammar(self, grammars: Grammars) -> Grammar | None:
         """The structure that is asked for, compiled. Raises :class:`Invalid`."""
-        asked: list[tuple[Kind, Any, str]] = []
+        structures: list[tuple[Kind, Any, str]] = []
         if self.response_format is not None and self.response_format.type != "text":
             form = self.response_format
             if form.type == "json_schema" and form.json_schema is None:
                 raise Invalid("response_format", "of type json_schema has no json_schema", "give one")
             schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
-            asked.append(("json", schema, "response_format"))
+            structures.append(("json", schema, "response_format"))
         if (outputs := self.structured_outputs) is not None:
             fields: tuple[tuple[Kind, Any], ...] = (
                 ("json", outputs.json_), ("regex", outputs.regex), ("choice", outputs.choice),
                 ("grammar", outputs.grammar),
             )  # fmt: skip
-            asked += [(kind, value, "structured_outputs") for kind, value in fields if value is not None]
-            if not asked:
+            structures += [(kind, value, "structured_outputs") for kind, value in fields if value is not None]
+            if not structures:
                 raise Invalid("structured_outputs", "asks for nothing", "give json, regex, choice or grammar")
-        if len(asked) > 1:
-            raise Invalid(asked[1][2], "asks for a second structure of the same output", "ask for one")
+        if len(structures) > 1:
+            raise Invalid(structures[1][2], "asks for a second structure of the same output", "ask for one")
         for name in ("ignore_eos", "min_tokens"):
-            if asked and getattr(self, name):
+            if structures and getattr(self, name):
                 raise Invalid(name, "does not go with a structure, which says itself where it ends", "leave it out")
-        return grammars.compile(*asked[0]) if asked else None
+        return grammars.compile(*structures[0]) if structures else None
 
 
 class Completion(Sampled):

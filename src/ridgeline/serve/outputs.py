@@ -49,12 +49,12 @@ class Outputs:
         if group.ranked:
             return
         prompt = len(group.request.prompt)
-        event = OutputEvent(group.request.id, seq.index, seq.tokens[prompt + seq.told :])
+        event = OutputEvent(group.request.id, seq.index, seq.tokens[prompt + seq.emitted :])
         if group.request.sampling.logprobs is not None:
             event.logprobs, seq.logprobs = seq.logprobs, []
-        if not seq.told and not seq.index and group.request.sampling.prompt_logprobs is not None:
+        if not seq.emitted and not seq.index and group.request.sampling.prompt_logprobs is not None:
             event.prompt_logprobs = group.prompt_logprobs
-        seq.told = seq.generated
+        seq.emitted = seq.generated
         if seq.finish is not None:
             event.finish, event.stop_token, event.cached_tokens = seq.finish, seq.stop_token, group.cached_tokens
         self.events.append(event)

@@ -67,11 +67,11 @@ class RankedRunner(Runner):
     def follow(self) -> None:
         """Do what rank 0 says until it says no more."""
         while True:
-            said: list[PackedStep | None] = [None]
-            dist.broadcast_object_list(said, group=self.control)
-            if said[0] is None:
+            message: list[PackedStep | None] = [None]
+            dist.broadcast_object_list(message, group=self.control)
+            if message[0] is None:
                 return
-            self.execute(said[0])
+            self.execute(message[0])
 
     def close(self) -> None:
         """Let the other ranks go."""

@@ -13,22 +13,22 @@ from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Busy, TokenLogprob
-from ridgeline.serve.service import Asked, Service
+from ridgeline.serve.service import PreparedRequest, Service
 
 Choice = dict[str, Any]
 
 
-def usage(asked: Asked, generated: int, cached: int) -> dict[str, Any]:
+def usage(prepared: PreparedRequest, generated: int, cached: int) -> dict[str, Any]:
     """Tokens of a request; a prompt counts once, however many outputs it has."""
     return {
-        "prompt_tokens": asked.prompt_tokens,
+        "prompt_tokens": prepared.prompt_tokens,
         "completion_tokens": generated,
-        "total_tokens": asked.prompt_tokens + generated,
+        "total_tokens": prepared.prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-async def whole(asked: Asked, stream: OutputStream, chat: bool) -> dict[str, Any]:
+async def whole(prepared: PreparedRequest, stream: OutputStream, chat: bool) -> dict[str, Any]:
     """The answer to a request that does not stream. Raises :class:`Failed` if an output failed."""
     outputs: dict[tuple[int, int], Delta] = {}
     async for delta in stream:
@@ -39,31 +39,33 @@ async def whole(asked: Asked, stream: OutputStream, chat: bool) -> dict[str, Any
             outputs[key] = delta
         if delta.finish == "error":
             raise Failed(delta.error or "the output failed")
-    writer = Writer(asked, chat)
+    writer = Writer(prepared, chat)
     choices = [writer.choice(outputs[key]) for key in sorted(outputs)]
     return {
-        "id": asked.id, "object": "chat.completion" if chat else "text_completion", "created": asked.created,
-        "model": asked.model, "choices": choices, "usage": writer.usage(),
+        "id": prepared.id, "object": "chat.completion" if chat else "text_completion", "created": prepared.created,
+        "model": prepared.model, "choices": choices, "usage": writer.usage(),
     }  # fmt: skip
 
 
-async def chunks(asked: Asked, stream: OutputStream, body: Sampled, chat: bool) -> AsyncGenerator[dict[str, Any], None]:
+async def chunks(
+    prepared: PreparedRequest, stream: OutputStream, body: Sampled, chat: bool
+) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a request that streams; an error in midstream is the last one."""
-    writer = Writer(asked, chat)
+    writer = Writer(prepared, chat)
     options = body.stream_options
-    told = options is not None and bool(options.include_usage)
-    running = told and options is not None and bool(options.continuous_usage_stats)
+    with_usage = options is not None and bool(options.include_usage)
+    running = with_usage and options is not None and bool(options.continuous_usage_stats)
     kind = "chat.completion.chunk" if chat else "text_completion"
-    head = {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
+    head = {"id": prepared.id, "object": kind, "created": prepared.created, "model": prepared.model}
     try:
         async for delta in stream:
             if delta.finish == "error":
                 yield error_body(500, delta.error or "the output failed")
                 return
             for choice in writer.pieces(delta):
-                extra = {"usage": writer.usage() if running else None} if told else {}
+                extra = {"usage": writer.usage() if running else None} if with_usage else {}
                 yield {**head, "choices": [choice], **extra}
-        if told:
+        if with_usage:
             yield {**head, "choices": [], "usage": writer.usage()}
     except (Failed, Busy) as e:
         yield error_body(503 if isinstance(e, Busy) else 500, str(e))
@@ -72,10 +74,10 @@ async def chunks(asked: Asked, stream: OutputStream, body: Sampled, chat: bool) 
 class Writer:
     """Choices of one request; keeps count."""
 
-    def __init__(self, asked: Asked, chat: bool) -> None:
-        self.asked, self.chat = asked, chat
-        self._outputs = asked.jobs[0].request.sampling.n
-        self._vocabulary = asked.jobs[0].vocabulary
+    def __init__(self, prepared: PreparedRequest, chat: bool) -> None:
+        self.prepared, self.chat = prepared, chat
+        self._outputs = prepared.jobs[0].request.sampling.n
+        self._vocabulary = prepared.jobs[0].vocabulary
         self._generated: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._begun: set[int] = set()
@@ -84,8 +86,8 @@ class Writer:
 
     def usage(self) -> dict[str, Any]:
         """So far."""
-        generated = 0 if self.asked.silent else sum(self._generated.values())
-        return usage(self.asked, generated, sum(self._cached.values()))
+        generated = 0 if self.prepared.silent else sum(self._generated.values())
+        return usage(self.prepared, generated, sum(self._cached.values()))
 
     def choice(self, delta: Delta) -> Choice:
         """A whole output."""
@@ -95,7 +97,7 @@ class Writer:
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:
             body = self._completion(delta, first=True)
-        return {"index": index, **body, **_end(delta, self.asked.silent)}
+        return {"index": index, **body, **_end(delta, self.prepared.silent)}
 
     def pieces(self, delta: Delta) -> Iterator[Choice]:
         """An output's news as the choices of as many chunks; at each, :meth:`usage` is that of the chunks so far."""
@@ -107,8 +109,8 @@ class Writer:
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, **open_end}
         self._count(delta)
         if not self.chat:
-            if delta.text or delta.entries or delta.finish or (first and self.asked.echo):
-                yield {"index": index, **self._completion(delta, first), **_end(delta, self.asked.silent)}
+            if delta.text or delta.entries or delta.finish or (first and self.prepared.echo):
+                yield {"index": index, **self._completion(delta, first), **_end(delta, self.prepared.silent)}
             return
         if delta.text or delta.entries:
             piece = {"index": index, "delta": {"content": delta.text}, **open_end}
@@ -125,7 +127,7 @@ class Writer:
         return index
 
     def _chat_logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        job = self.asked.jobs[delta.job]
+        job = self.prepared.jobs[delta.job]
         if job.request.sampling.logprobs is None:
             return None
 
@@ -140,15 +142,15 @@ class Writer:
         return {"content": content, "refusal": None}
 
     def _completion(self, delta: Delta, first: bool) -> Choice:
-        asked, job = self.asked, self.asked.jobs[delta.job]
-        echoed = asked.texts[delta.job] if asked.echo else ""
-        text = (echoed if first else "") + ("" if asked.silent else delta.text)
+        prepared, job = self.prepared, self.prepared.jobs[delta.job]
+        echoed = prepared.texts[delta.job] if prepared.echo else ""
+        text = (echoed if first else "") + ("" if prepared.silent else delta.text)
         logprobs: dict[str, Any] | None = None
         if job.request.sampling.logprobs is not None:
             logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-            if first and asked.echo:
+            if first and prepared.echo:
                 self._prompt_logprobs(logprobs, job.request.prompt, self._prompts.get(delta.job, ()))
-            for entry in [] if asked.silent else delta.entries:
+            for entry in [] if prepared.silent else delta.entries:
                 self._row(logprobs, entry, len(echoed))
         return {"text": text, "logprobs": logprobs}
 
@@ -190,7 +192,7 @@ def _end(delta: Delta, silent: bool = False) -> dict[str, Any]:
     return {"finish_reason": "length" if silent and delta.finish else delta.finish, "stop_reason": delta.stop_reason}
 
 
-async def embeddings(asked: Asked, stream: OutputStream, as_base64: bool) -> dict[str, Any]:
+async def embeddings(prepared: PreparedRequest, stream: OutputStream, as_base64: bool) -> dict[str, Any]:
     """The answer of ``/v1/embeddings``: vectors of length 1, as floats or as the base64 of little-endian fp32."""
 
     def written(vector: list[float]) -> Any:
@@ -199,10 +201,10 @@ async def embeddings(asked: Asked, stream: OutputStream, as_base64: bool) -> dic
         return base64.b64encode(struct.pack(f"<{len(scaled)}f", *scaled)).decode() if as_base64 else scaled
 
     data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in await _vectors(stream)]
-    return {"object": "list", "model": asked.model, "data": data, "usage": _read(asked)}
+    return {"object": "list", "model": prepared.model, "data": data, "usage": _read(prepared)}
 
 
-async def classes(asked: Asked, stream: OutputStream, service: Service) -> dict[str, Any]:
+async def classes(prepared: PreparedRequest, stream: OutputStream, service: Service) -> dict[str, Any]:
     """The answer of ``/classify``, as vLLM writes it: the likeliest label of each input, and all probabilities."""
     data = []
     for i, logits in await _vectors(stream):
@@ -210,8 +212,8 @@ async def classes(asked: Asked, stream: OutputStream, service: Service) -> dict[
         probs = service.labels.probabilities(logits)
         label = service.labels.names[probs.index(max(probs))]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return {"id": asked.id, "object": "list", "created": asked.created, "model": asked.model, "data": data,
-            "usage": _read(asked)}  # fmt: skip
+    return {"id": prepared.id, "object": "list", "created": prepared.created, "model": prepared.model, "data": data,
+            "usage": _read(prepared)}  # fmt: skip
 
 
 async def _vectors(stream: OutputStream) -> list[tuple[int, list[float]]]:
@@ -225,5 +227,5 @@ async def _vectors(stream: OutputStream) -> list[tuple[int, list[float]]]:
     return sorted(found.items())
 
 
-def _read(asked: Asked) -> dict[str, int]:
-    return {"prompt_tokens": asked.prompt_tokens, "total_tokens": asked.prompt_tokens}
+def _read(prepared: PreparedRequest) -> dict[str, int]:
+    return {"prompt_tokens": prepared.prompt_tokens, "total_tokens": prepared.prompt_tokens}

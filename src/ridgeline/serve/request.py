@@ -136,18 +136,18 @@ class Sampling:
         within("length_penalty", -10, 10)
         needs(self.top_k >= 0, "top_k", f"is {self.top_k}", "give a positive number, or 0 for all tokens")
         needs(1 <= self.n <= 128, "n", f"is {self.n}, outside 1 to 128", "ask for fewer outputs")
-        made = self.best_of if self.best_of is not None else self.n
-        needs(self.n <= made <= 128, "best_of", f"is {made}, outside n to 128", f"give {self.n} or more")
+        drawn = self.best_of if self.best_of is not None else self.n
+        needs(self.n <= drawn <= 128, "best_of", f"is {drawn}, outside n to 128", f"give {self.n} or more")
         needs(0 <= self.beam_width <= 64, "beam_width", f"is {self.beam_width}, outside 0 to 64", "use fewer beams")
         if self.beam_width:
             needs(self.n <= self.beam_width, "n", f"{self.n} outputs of {self.beam_width} beams", "use more beams")
             needs(self.best_of is None, "best_of", "does not go with beam search", "leave it out")
-            nothing = "has no effect on beam search, which draws nothing"
-            needs(self.greedy or self.temperature == 1, "temperature", nothing, "leave it out, or give 0")
-            needs(self.top_p == 1, "top_p", nothing, "leave it out")
-            needs(self.top_k == 0, "top_k", nothing, "leave it out")
-            needs(self.min_p == 0, "min_p", nothing, "leave it out")
-            needs(self.seed is None, "seed", nothing, "leave it out")
+            no_effect = "has no effect on beam search, which draws nothing"
+            needs(self.greedy or self.temperature == 1, "temperature", no_effect, "leave it out, or give 0")
+            needs(self.top_p == 1, "top_p", no_effect, "leave it out")
+            needs(self.top_k == 0, "top_k", no_effect, "leave it out")
+            needs(self.min_p == 0, "min_p", no_effect, "leave it out")
+            needs(self.seed is None, "seed", no_effect, "leave it out")
             for param in ("logprobs", "prompt_logprobs"):
                 needs(getattr(self, param) is None, "logprobs", "are not kept of beams", "leave it out, or sample")
         needs(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"is {self.min_tokens}", "give 0 to max_tokens")

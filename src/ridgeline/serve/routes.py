@@ -24,9 +24,11 @@ from ridgeline.serve.openai import (
     UnloadAdapter,
 )
 from ridgeline.serve.request import Invalid
-from ridgeline.serve.service import Asked, Service
+from ridgeline.serve.service import PreparedRequest, Service
 
 T = TypeVar("T")
+Reply = Callable[[PreparedRequest, OutputStream], Any]
+"""Makes the answer of what the engine gives: whole, or as a stream."""
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
     "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
@@ -48,25 +50,25 @@ _GENERATED: dict[int | str, dict[str, Any]] = {
 
 
 async def answer(
-    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], Asked], body: T,
-    finish: Callable[[Asked, OutputStream], Any], stream: Callable[[Asked, OutputStream], Any] | None = None,
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
+    finish: Reply, stream: Reply | None = None,
 ) -> Response:  # fmt: skip
     """Prepare beside the event loop, submit, and answer whole or as a stream; aborted when the client disconnects."""
 
-    async def work() -> tuple[Asked, OutputStream]:
-        asked = await asyncio.to_thread(prepare, body, bearer(request.scope))
-        return asked, await loop.submit(asked.jobs)
+    async def work() -> tuple[PreparedRequest, OutputStream]:
+        prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
+        return prepared, await loop.submit(prepared.jobs)
 
     async def all_of_it() -> Response:
-        asked, found = await work()
+        prepared, found = await work()
         try:
-            return Json(await finish(asked, found))
+            return Json(await finish(prepared, found))
         finally:
             loop.cancel(found)
 
-    async def pieces(asked: Asked, found: OutputStream, made: Any) -> Any:
+    async def pieces(prepared: PreparedRequest, found: OutputStream, write: Any) -> Any:
         try:
-            async for piece in made(asked, found):
+            async for piece in write(prepared, found):
                 yield piece
         finally:
             loop.cancel(found)
@@ -74,8 +76,8 @@ async def answer(
     try:
         if stream is None:
             return await unless_gone(request.receive, all_of_it())
-        asked, found = await unless_gone(request.receive, work())
-        return EventStream(pieces(asked, found, stream))
+        prepared, found = await unless_gone(request.receive, work())
+        return EventStream(pieces(prepared, found, stream))
     except ClientDisconnected:
         return Response(status_code=499)
     except Invalid as e:

@@ -107,9 +107,9 @@ class Runner:
         for first, count in runs(seq.blocks, size, start, stop):
             slots += range(first, first + count)
         window = self.layout.window
-        seen = max(0, start + 1 - window) if window else 0
+        visible = max(0, start + 1 - window) if window else 0
         own = n > 1
-        return Piece(row, row + n, runs(seq.blocks, size, seen, start if own else stop), own, stop, seq.blocks)
+        return Piece(row, row + n, runs(seq.blocks, size, visible, start if own else stop), own, stop, seq.blocks)
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """``ids`` [1, T] at positions ``at`` [T] → [T, H]."""

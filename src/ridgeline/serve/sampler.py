@@ -52,8 +52,8 @@ class Sampler:
             if some:
                 settings = [seqs[i].group.request.sampling for i in some]
                 uniform = torch.tensor([seqs[i].rng.random() for i in some], dtype=torch.float64, device=logits.device)
-                heat = torch.tensor([s.temperature for s in settings], dtype=logits.dtype, device=logits.device)
-                x = logits[some] / heat[:, None]
+                temperature = torch.tensor([s.temperature for s in settings], dtype=logits.dtype, device=logits.device)
+                x = logits[some] / temperature[:, None]
                 drawn = self._filtered(x, settings, uniform) if filtered else topk.draw(x, uniform).tolist()
                 for i, token in zip(some, drawn, strict=True):
                     chosen[i] = token
@@ -68,9 +68,9 @@ class Sampler:
         """Change one row of logits [V] as its request says, in place."""
         s = seq.group.request.sampling
         if s.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(seq.tokens)), device=row.device)
-            values = row[seen]
-            row[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+            occurred = torch.tensor(sorted(set(seq.tokens)), device=row.device)
+            values = row[occurred]
+            row[occurred] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
         if (s.presence_penalty or s.frequency_penalty) and seq.counts:
             ids = torch.tensor(list(seq.counts), device=row.device)
             often = torch.tensor(list(seq.counts.values()), dtype=row.dtype, device=row.device)

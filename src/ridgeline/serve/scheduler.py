@@ -78,10 +78,10 @@ class Scheduler:
     def schedule(self) -> StepBatch:
         """The next step."""
         batch, lim = StepBatch(), self.limits
-        lacking = [s for s in self.running if s.total > s.n_computed]
-        joins = lim.continuous or not lacking  # beams that wait for others of their search hold up nobody
+        unfinished = [s for s in self.running if s.total > s.n_computed]
+        joins = lim.continuous or not unfinished  # beams that wait for others of their search hold up nobody
         # Decodes first: a prompt must not delay the next token of those that already stream.
-        for seq in sorted(lacking, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
+        for seq in sorted(unfinished, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
             if seq.admitted < 0:  # preempted meanwhile
                 continue
             if len(batch.tokens) >= lim.max_num_seqs:  # forks of a request that asks for more than that at once
@@ -104,17 +104,17 @@ class Scheduler:
 
     def _share(self, seq: Sequence, budget: int, alone: bool) -> int:
         """Tokens of ``seq`` that fit the budget; a prompt that may not be cut and exceeds every budget goes alone."""
-        lacks = seq.total - seq.n_computed
-        if lacks <= budget:
-            return lacks
+        missing = seq.total - seq.n_computed
+        if missing <= budget:
+            return missing
         if seq.draft:
-            lacks -= len(seq.draft)
+            missing -= len(seq.draft)
             seq.draft = []
-            if lacks <= budget:
-                return lacks
+            if missing <= budget:
+                return missing
         if self.limits.chunked and not self.whole:
             return budget
-        return lacks if alone else 0
+        return missing if alone else 0
 
     def _room(self, seq: Sequence, n: int, batch: StepBatch) -> bool:
         """Blocks for the next ``n`` tokens of a running sequence, at the cost of those admitted last if need be."""

@@ -39,7 +39,7 @@ class Sequence:
     """Sum of the log-probabilities of the generated tokens, where the request ranks its outputs."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of generated tokens that have not been told of."""
-    told: int = 0
+    emitted: int = 0
     """Generated tokens that events have told of."""
     finish: Finish | None = None
     stop_token: int | None = None

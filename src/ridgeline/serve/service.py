@@ -34,7 +34,7 @@ class NoModel(UserError):
 
 
 @dataclass
-class Asked:
+class PreparedRequest:
     """What a body asks for, ready for the engine."""
 
     id: str
@@ -154,7 +154,7 @@ class Service:
 
     # Everything below may take long for long prompts, and runs beside the event loop.
 
-    def completion(self, body: Completion, key: bytes) -> Asked:
+    def completion(self, body: Completion, key: bytes) -> PreparedRequest:
         """The jobs of a completion. Raises :class:`Invalid`."""
         silent = body.max_tokens == 0 and body.echo
         given = prompts_of(body.prompt, "prompt")
@@ -168,16 +168,16 @@ class Service:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         prompts = self._prompts(given, "prompt", body.add_special_tokens)
-        asked = self._asked("cmpl", body, prompts, sampling, key)
-        asked.echo, asked.silent = body.echo, silent
+        prepared = self._prepared("cmpl", body, prompts, sampling, key)
+        prepared.echo, prepared.silent = body.echo, silent
         if body.echo:
-            asked.texts = [
+            prepared.texts = [
                 text if isinstance(text, str) else self.vocabulary.decode(ids, body.skip_special_tokens)
                 for text, ids in zip(given, prompts, strict=True)
             ]
-        return asked
+        return prepared
 
-    def chat(self, body: ChatCompletion, key: bytes) -> Asked:
+    def chat(self, body: ChatCompletion, key: bytes) -> PreparedRequest:
         """The job of a chat completion. Raises :class:`Invalid`."""
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         longest = self.max_model_len if wanted is None else wanted
@@ -185,26 +185,26 @@ class Service:
         prompt = self.conversation(body.messages, body.add_generation_prompt)
         if wanted is None:
             sampling = replace(sampling, max_tokens=max(1, self.max_model_len - len(prompt)))
-        return self._asked("chatcmpl", body, [prompt], sampling, key)
+        return self._prepared("chatcmpl", body, [prompt], sampling, key)
 
     def _sampling(
         self, body: Sampled, max_tokens: int, logprobs: int | None, prompts: int = 1, **more: Any
     ) -> Sampling:
         """Sampling parameters for this many prompts. Raises for invalid or excessive ones before any work is done."""
         self.adapter(body.model)
-        made = body.sampling(max_tokens, logprobs, self.vocab_size, **more)
-        self.loop.bound(prompts * made.sequences)
-        return replace(made, grammar=body.grammar(self.grammars))
+        sampling = body.sampling(max_tokens, logprobs, self.vocab_size, **more)
+        self.loop.bound(prompts * sampling.sequences)
+        return replace(sampling, grammar=body.grammar(self.grammars))
 
-    def embedding(self, body: EmbeddingRequest, key: bytes) -> Asked:
+    def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
         """The jobs of embeddings. Raises :class:`Invalid`."""
         return self._read("embd", body, _salt(key, body.cache_salt), False)
 
-    def classification(self, body: Classification, key: bytes) -> Asked:
+    def classification(self, body: Classification, key: bytes) -> PreparedRequest:
         """The jobs of classifications. Raises :class:`Invalid`."""
         return self._read("classify", body, _salt(key, None), True)
 
-    def _read(self, kind: str, body: EmbeddingRequest | Classification, salt: bytes, classify: bool) -> Asked:
+    def _read(self, kind: str, body: EmbeddingRequest | Classification, salt: bytes, classify: bool) -> PreparedRequest:
         """The jobs of prompts that are read, and not continued."""
         adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
         prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
@@ -216,7 +216,7 @@ class Service:
             )
             for i, prompt in enumerate(prompts)
         ]  # fmt: skip
-        return Asked(base, body.model or self.name, jobs)
+        return PreparedRequest(base, body.model or self.name, jobs)
 
     def tokens(self, body: Tokenize) -> list[int]:
         """Token ids of a text, or of a conversation. Raises :class:`Invalid`."""
@@ -274,9 +274,9 @@ class Service:
         if (bad := next((t for t in tokens if t >= self.vocab_size), None)) is not None:
             raise Invalid(param, f"holds token {bad} of a vocabulary of {self.vocab_size}", "use its ids")
 
-    def _asked(
+    def _prepared(
         self, kind: str, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, key: bytes
-    ) -> Asked:
+    ) -> PreparedRequest:
         adapter, base, salt = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}", _salt(key, body.cache_salt)
         grammars = [sampling.grammar.fresh() if isinstance(sampling.grammar, Matcher) else None for _ in prompts]
         jobs = [
@@ -286,7 +286,7 @@ class Service:
             )
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
         ]  # fmt: skip
-        return Asked(base, body.model or self.name, jobs)
+        return PreparedRequest(base, body.model or self.name, jobs)
 
 
 def _salt(key: bytes, own: str | None) -> bytes:

@@ -305,9 +305,9 @@ def to_hf_config(spec: ModelSpec) -> Config:
             f"family {spec.family!r} has no Hugging Face config writer", f"families that have: {', '.join(WRITERS)}"
         )
     config = {"model_type": spec.family, "tie_word_embeddings": spec.tie_embeddings, **WRITERS[spec.family](spec)}
-    back = spec.from_config(config, name=spec.name)
+    restored = spec.from_config(config, name=spec.name)
     kept = set(type(spec).model_fields) - {"published_parameters", "source"}
-    lost = sorted(f for f in kept if getattr(back, f) != getattr(spec, f))
+    lost = sorted(f for f in kept if getattr(restored, f) != getattr(spec, f))
     if lost:
         wanted = ", ".join(f"{f} = {getattr(spec, f)!r}" for f in lost)
         raise UserError(

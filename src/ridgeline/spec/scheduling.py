@@ -47,7 +47,7 @@ class Speculation:
     """The smaller model that drafts; None: drafts cost nothing."""
 
     @property
-    def made(self) -> float:
+    def expected_tokens(self) -> float:
         """Tokens that a pass is expected to make: (1 - a^(k+1)) / (1 - a) (arXiv:2211.17192, equation 1)."""
         return sum(self.acceptance**i for i in range(self.tokens + 1))
 
@@ -68,7 +68,7 @@ class Scheduling:
     speculation: Speculation | None = None
     """Drafts of a known acceptance, for the prediction; None: none, or not known."""
 
-    def asked(self, w: Serve) -> None:
+    def take_workload(self, w: Serve) -> None:
         """Take what the workload itself says."""
         self.limits.max_num_seqs = w.max_num_seqs or self.limits.max_num_seqs
         self.limits.max_num_batched_tokens = w.max_num_batched_tokens or self.limits.max_num_batched_tokens
@@ -97,9 +97,9 @@ class Scheduling:
         return found, min(longest, found * self.block_size)
 
 
-def engine_name(said: str, device: str) -> str:
-    """The engine that a workload means by ``said``: without a name Ridgeline's own on this machine, vLLM elsewhere."""
-    return said.strip().lower() or (OWN if device == "local" else "vllm")
+def engine_name(name: str, device: str) -> str:
+    """The engine that a workload means by ``name``: without a name Ridgeline's own on this machine, vLLM elsewhere."""
+    return name.strip().lower() or (OWN if device == "local" else "vllm")
 
 
 def context(m: ModelSpec, w: Serve) -> int:

@@ -91,8 +91,8 @@ class System(_Data):
                 f"system {self.name!r} has a small plan for {self.shrunk.ranks} ranks, not for {ranks}",
                 f"use {self.name}:ranks={self.shrunk.ranks}, or {self.name} with degrees of your own",
             )
-        said = self if ranks is None else self.shrunk
-        return Plan.parse([*said.plan, *(said.mixture if mixture else [])], f"system {self.name}")
+        source = self if ranks is None else self.shrunk
+        return Plan.parse([*source.plan, *(source.mixture if mixture else [])], f"system {self.name}")
 
 
 def merged(own: Plan, expanded: list[tuple[Call, Plan]]) -> Plan:

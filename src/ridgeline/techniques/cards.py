@@ -87,9 +87,9 @@ def system_card(s: System) -> dict[str, Any]:
 
 def system_table(s: System) -> str:
     """A system's card as readable text."""
-    said, small = s.reported, s.shrunk
-    workload = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in said.workload.items() if k != "kind")
-    task = f" --task {said.workload['kind']}" if "kind" in said.workload else ""
+    reported, small = s.reported, s.shrunk
+    workload = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in reported.workload.items() if k != "kind")
+    task = f" --task {reported.workload['kind']}" if "kind" in reported.workload else ""
     lines = [
         f"{s.name}: {s.title} (a system: a named plan)",
         "",
@@ -109,18 +109,18 @@ def system_table(s: System) -> str:
         *(f"    {call}  (for a mixture of experts)" for call in small.mixture),
         "",
         f"  use       --with {s.name}, and --with TECHNIQUE:option=value to override an option or add a technique",
-        f"  paper's   ridgeline predict {said.model} --on {said.on}{task} --with {s.name} {workload}",
+        f"  paper's   ridgeline predict {reported.model} --on {reported.on}{task} --with {s.name} {workload}",
     ]
     return "\n".join(lines)
 
 
 def _reported(s: System) -> str:
-    said = s.reported
-    if not said.quantity:
-        return said.says
-    value = {"hfu": f"{said.value:.1%} of peak", "states_bytes": f"{said.value / 1e9:.2f} GB of states per rank",
-             "speedup": f"{said.value:g}x against {' '.join(said.against)}"}[said.quantity]  # fmt: skip
-    return f"{value} ({said.says})"
+    r = s.reported
+    if not r.quantity:
+        return r.says
+    value = {"hfu": f"{r.value:.1%} of peak", "states_bytes": f"{r.value / 1e9:.2f} GB of states per rank",
+             "speedup": f"{r.value:g}x against {' '.join(r.against)}"}[r.quantity]  # fmt: skip
+    return f"{value} ({r.says})"
 
 
 def _contract(c: dict[str, Any]) -> str:

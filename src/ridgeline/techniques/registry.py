@@ -23,9 +23,9 @@ from ridgeline.techniques.technique import PHASES, Ask, Technique
 
 T = TypeVar("T", bound=Technique)
 
-_made: dict[tuple[type[Technique], str], Technique] = {}
+_cache: dict[tuple[type[Technique], str], Technique] = {}
 """Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
-_MOST_MADE = 4096
+_CACHE_SIZE = 4096
 
 
 @lru_cache(maxsize=1)
@@ -50,11 +50,11 @@ def make(call: Call) -> Technique:
         raise unknown("technique", call.name, known, "plan")
     cls = known[call.name]
     key = (cls, repr(call.options))
-    if key not in _made:
-        if len(_made) > _MOST_MADE:
-            _made.clear()
-        _made[key] = _valid(cls, call)
-    return _made[key]
+    if key not in _cache:
+        if len(_cache) > _CACHE_SIZE:
+            _cache.clear()
+        _cache[key] = _valid(cls, call)
+    return _cache[key]
 
 
 def _valid(cls: type[Technique], call: Call) -> Technique:
@@ -114,8 +114,8 @@ def refuse(t: Technique, e: Experiment, part: Part, why: str, fix: str = "keep o
     """Raise :class:`Incompatible` when another technique of the plan owns or changes ``part``; in ``why`` and ``fix``,
     ``{other}`` is its name and ``{name}`` that of ``t``."""
     for other in having(e, part):
-        said = {"name": t.card.name, "other": other.card.name}
-        t.needs(said["other"] == said["name"], why.format(**said), fix.format(**said))
+        names = {"name": t.card.name, "other": other.card.name}
+        t.needs(names["other"] == names["name"], why.format(**names), fix.format(**names))
 
 
 def bringing(part: Part) -> tuple[str, ...]:
@@ -128,10 +128,10 @@ def default_plan(task: str) -> tuple[str, ...]:
     return tuple(name for name, cls in registry().items() if task in cls.card.default_in)
 
 
-def as_in_engines(made: Iterable[Technique]) -> list[Technique]:
+def as_in_engines(techniques: Iterable[Technique]) -> list[Technique]:
     """Techniques as a serving engine has them: with those that every engine does, at their defaults."""
     always = [cls() for cls in registry().values() if cls.card.in_engines]
-    return in_order([*(t for t in made if not t.card.in_engines), *always])
+    return in_order([*(t for t in techniques if not t.card.in_engines), *always])
 
 
 def partners(t: Technique) -> tuple[str, ...]:
@@ -143,17 +143,17 @@ def partners(t: Technique) -> tuple[str, ...]:
     return tuple(found)
 
 
-def mesh_axes(task: str, made: Iterable[Technique]) -> dict[str, int]:
+def mesh_axes(task: str, techniques: Iterable[Technique]) -> dict[str, int]:
     """The model-parallel axes that techniques take together in a task, and their degrees."""
-    made = list(made)
+    techniques = list(techniques)
     axes: dict[str, int] = {}
-    for t in made:
+    for t in techniques:
         axes.update(t.axes())
     if task != "serve":
         return axes
     taken = frozenset(axes)
     axes = {}
-    for t in made:
+    for t in techniques:
         axes.update(t.serving_axes(taken))
     return axes
 
@@ -218,20 +218,20 @@ def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
         t.check(e)
 
 
-def _check_parts(e: Experiment, made: list[Technique]) -> None:
+def _check_parts(e: Experiment, techniques: list[Technique]) -> None:
     """What each technique needs is there; what it owns or does not go with is nobody else's."""
     having: dict[Part, list[Technique]] = {}
-    for t in made:
+    for t in techniques:
         for part in t.parts:
             having.setdefault(part, []).append(t)
-    for t in made:
+    for t in techniques:
         name, card = t.card.name, t.card
         for part, why in card.needs.items() if e.is_training else ():
             if all(other is t for other in having.get(part, ())):
                 missing = dict(zip(card.needs, partners(t), strict=True))[part]
                 raise Incompatible(f"{name}: {why}", f"add {missing} (--with {missing})")
-        whys = {**card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
-        for part, why in whys.items():
+        reasons = {**card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
+        for part, why in reasons.items():
             for other in having.get(part, ()):
                 if other is not t:
                     raise Incompatible(f"{name}: {why.format(other=other.card.name)}",
@@ -256,9 +256,9 @@ def _nearest_degrees(axes: dict[str, int], world: int) -> str:
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
         pairs = list(zip(degrees, axes.values(), strict=True))
-        return sum(abs(math.log(d / asked)) for d, asked in pairs), sum(d != asked for d, asked in pairs)
+        return sum(abs(math.log(d / wanted)) for d, wanted in pairs), sum(d != wanted for d, wanted in pairs)
 
-    near = [{1, *sorted(divisors, key=lambda d: abs(math.log(d / asked)))[:6]} for asked in axes.values()]
+    near = [{1, *sorted(divisors, key=lambda d: abs(math.log(d / wanted)))[:6]} for wanted in axes.values()]
     best = min((d for d in product(*near) if world % math.prod(d) == 0), key=distance)
     return " × ".join(f"{axis} {degree}" for axis, degree in zip(axes, best, strict=True))
 

@@ -33,9 +33,9 @@ class Loaded(NamedTuple):
     @property
     def technique(self) -> Adapting:
         """The call's technique object."""
-        made = make(self.call)
-        assert isinstance(made, Adapting)
-        return made
+        technique = make(self.call)
+        assert isinstance(technique, Adapting)
+        return technique
 
 
 def adapting(e: Experiment) -> Adapting:

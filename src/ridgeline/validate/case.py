@@ -27,7 +27,7 @@ class Case:
     """Whether the baseline is additive in 1/quantity (rates) and not in the quantity itself (times, bytes)."""
     why: str = ""
     """What the prediction says bounds the row."""
-    rivals: Hashable = None
+    alternatives: Hashable = None
     """Equal for rows that differ only in their plan; None: not a planning question."""
     better: Literal["lower", "higher"] = "lower"
     spread: float | None = None

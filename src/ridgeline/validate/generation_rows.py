@@ -76,7 +76,7 @@ def cases(row: CsvRow) -> list[Case]:
         if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
             out.append(
                 Case(f"{device.name} {m.name} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted,
-                     terms=terms, rivals=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
+                     terms=terms, alternatives=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
                      source=source_of(cluster), **shared)
             )  # fmt: skip
     if not out:

@@ -105,7 +105,7 @@ def _case(row: CsvRow, e: Experiment, quantity: str, measured: float, predicted:
         predicted=predicted,
         label=f"{e.model.name} {row.text('mode', '')}: {plan}",
         terms=terms,
-        rivals=(e.model.name, e.world, e.batch_size) if time else None,
+        alternatives=(e.model.name, e.world, e.batch_size) if time else None,
         source=source_of(e.cluster) if time else "formulas",
         line=row.line,
     )

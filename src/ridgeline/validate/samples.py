@@ -45,9 +45,9 @@ def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Ski
             continue
         _take(table, OPERATORS[schema], device, found, skipped, others)
     if not found:
-        seen = f"; they hold {', '.join(sorted(others))}" if others else ""
+        held = f"; they hold {', '.join(sorted(others))}" if others else ""
         raise UserError(
-            f"no row of device {device!r} in {', '.join(map(str, paths))}{seen}", "name a device that they hold"
+            f"no row of device {device!r} in {', '.join(map(str, paths))}{held}", "name a device that they hold"
         )
     return found, skipped
 

@@ -110,9 +110,9 @@ def baseline(rows: list[Case]) -> tuple[float, str]:
         weights = np.zeros(width)
     guess = terms @ weights
     measured = np.array([c.measured for c in rows])
-    said = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
+    estimate = 1 / np.maximum(guess, 1e-300) if rows[0].inverse else guess
     name = "one constant" if width == 1 else f"{width}-constant roofline"
-    return float(np.mean(np.abs(said / measured - 1)[usable])) if usable.any() else 1.0, name
+    return float(np.mean(np.abs(estimate / measured - 1)[usable])) if usable.any() else 1.0, name
 
 
 def spearman(a: list[float], b: list[float]) -> float | None:
@@ -143,22 +143,22 @@ def _ranks(values: list[float]) -> list[float]:
 
 
 def choices(file: str, cases: Iterable[Case]) -> list[PlanChoice]:
-    """The regret of every set of rivals with at least two different plans.
+    """The regret of every set of alternatives with at least two different plans.
 
     Repeated measurements of one plan (equal predictions) count once, by their median.
     """
     sets: dict[tuple[str, Hashable], list[Case]] = defaultdict(list)
     for c in cases:
-        if c.rivals is not None:
-            sets[c.quantity, c.rivals].append(c)
+        if c.alternatives is not None:
+            sets[c.quantity, c.alternatives].append(c)
     out = []
-    for (quantity, _), rivals in sets.items():
+    for (quantity, _), alternatives in sets.items():
         plans: dict[float, list[Case]] = defaultdict(list)
-        for c in rivals:
+        for c in alternatives:
             plans[c.predicted].append(c)
         if len(plans) < 2:
             continue
-        higher = rivals[0].better == "higher"
+        higher = alternatives[0].better == "higher"
         real = {p: statistics.median(c.measured for c in same) for p, same in plans.items()}
         pick = max(real) if higher else min(real)
         best = max(real, key=real.__getitem__) if higher else min(real, key=real.__getitem__)

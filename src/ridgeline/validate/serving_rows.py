@@ -105,11 +105,11 @@ def steady(e: Experiment) -> tuple[float, float]:
     assert isinstance(w, Serve)
     surface = Iterations(e, resolve(e)[1], rank_cluster(e), find_engine(w.engine, e.cluster.device),
                          (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
-    asked = requests(w)
-    limits, space = limits_of(w, surface.engine, surface, asked)
+    arrivals = requests(w)
+    limits, space = limits_of(w, surface.engine, surface, arrivals)
     if w.prompt_len + w.output_len + limits.overhead_tokens > limits.cache_tokens:
-        raise UserError(f"{space.said}, no request fits", "use more devices")
-    o = Simulation(surface, limits, asked, w.concurrency).run()
+        raise UserError(f"{space.reason}, no request fits", "use more devices")
+    o = Simulation(surface, limits, arrivals, w.concurrency).run()
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
     ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
     tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)
@@ -144,8 +144,8 @@ def _judged(row: CsvRow, inferred: bool) -> list[Case]:
         if row.has(name) and not (name == "tpot_s" and row.count("output_len") < 2):
             out.append(
                 Case(f"{group} {name.removesuffix('_s')}{suffix}", name, row.number(name, above=0.0), predicted,
-                     label=label, terms=terms, rivals=same if name == "tpot_s" and inferred else None, line=row.line,
-                     spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
+                     label=label, terms=terms, alternatives=same if name == "tpot_s" and inferred else None,
+                     line=row.line, spread=math.hypot(STEP["serve"], QUEUE if name == "ttft_s" else 0.0),
                      source=source_of(e.cluster))
             )  # fmt: skip
     if not out:

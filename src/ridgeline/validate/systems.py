@@ -26,8 +26,8 @@ class Reproduction(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """Predicted over reported, counted alike."""
-        said = self.system.reported
-        return None if self.predicted is None else self.predicted / said.value / said.apart
+        reported = self.system.reported
+        return None if self.predicted is None else self.predicted / reported.value / reported.apart
 
     @property
     def holds(self) -> bool:
@@ -39,17 +39,21 @@ class Reproduction(NamedTuple):
 
 def reproduce(system: System) -> Reproduction:
     """Predict the paper's own experiment."""
-    said = system.reported
-    e = experiments.make(said.model, said.on, said.workload, [system.name], system.name, f"system {system.name}")
+    reported = system.reported
+    e = experiments.make(
+        reported.model, reported.on, reported.workload, [system.name], system.name, f"system {system.name}"
+    )
     result = predict(e)
     predicted: float | None = None
-    if said.quantity == "states_bytes":
+    if reported.quantity == "states_bytes":
         predicted = sum(resting_bytes(e).values())
-    elif said.quantity == "speedup":
-        base = predict(experiments.make(said.model, said.on, said.workload, said.against, where=system.name))
+    elif reported.quantity == "speedup":
+        base = predict(
+            experiments.make(reported.model, reported.on, reported.workload, reported.against, where=system.name)
+        )
         predicted = result.metrics["tokens_per_s"].value / base.metrics["tokens_per_s"].value
-    elif said.quantity:
-        predicted = result.metrics[said.quantity].value
-    held = result.metrics["peak_bytes" if said.quantity == "states_bytes" else "tokens_per_s"]
+    elif reported.quantity:
+        predicted = result.metrics[reported.quantity].value
+    held = result.metrics["peak_bytes" if reported.quantity == "states_bytes" else "tokens_per_s"]
     factor = held.high / held.value if held.high else 1.0
     return Reproduction(system, e, result, predicted, factor)

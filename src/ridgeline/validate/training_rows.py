@@ -52,7 +52,7 @@ def experiment(row: CsvRow) -> Experiment:
     micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
     workload = Pretrain(seq_len=row.count("seq_len", least=2), batch_size=micros * share, micro_batch_size=micro)
 
-    def made(policy: str) -> Experiment:
+    def with_recompute(policy: str) -> Experiment:
         plan = Plan.parse(_plan(row, degrees, cluster.device, micros, policy))
         try:
             return resolve(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))[0]
@@ -60,9 +60,9 @@ def experiment(row: CsvRow) -> Experiment:
             raise BadCell(f"not a possible run: {problem.what}") from None
 
     if row.has("recompute") or row.cells.get("recompute", "").strip().lower() == "none":
-        return made(row.cells["recompute"].strip().lower())
-    plain = made("none")  # not stated: what the memory asks for
-    return plain if predict(plain).status == "ok" else made("full")
+        return with_recompute(row.cells["recompute"].strip().lower())
+    plain = with_recompute("none")  # not stated: what the memory asks for
+    return plain if predict(plain).status == "ok" else with_recompute("full")
 
 
 def _cluster(row: CsvRow) -> Cluster:
@@ -186,7 +186,7 @@ def _speed(row: CsvRow, e: Experiment, result: Result) -> Case | None:
         spread=spread_of(result.breakdown, e.task),
         source=result.metrics["step_time_s"].source,
         why=_why(result),
-        rivals=_rivals(row),
+        alternatives=_alternatives(row),
         better="lower" if name == "step_s" else "higher",
         line=row.line,
     )
@@ -233,7 +233,7 @@ def _why(result: Result) -> str:
     return ", ".join(f"{name} {share / total:.0%}" for name, share in first)
 
 
-def _rivals(row: CsvRow) -> Hashable:
+def _alternatives(row: CsvRow) -> Hashable:
     """Runs of one model on one cluster over one batch differ only in their plan."""
     same = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "device", "n_devices")
     return tuple(row.text(c, "") for c in (*same, "global_batch"))

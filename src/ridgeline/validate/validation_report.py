@@ -62,7 +62,7 @@ def worst_table(report: Report) -> Table:
     columns = [Column("File", align="left"), Column("Line"), Column("Row", align="left"), Column("Measured"),
                Column("Predicted"), Column("Error"), Column("Predicted bound", align="left")]  # fmt: skip
     rows = [
-        [f.file, str(c.line), c.label, _say(c, c.measured), _say(c, c.predicted), percent(c.error, signed=True), c.why]
+        [f.file, str(c.line), c.label, _fmt(c, c.measured), _fmt(c, c.predicted), percent(c.error, signed=True), c.why]
         for f in report.files
         for c in f.worst
     ]
@@ -115,7 +115,7 @@ def validation_html(report: Report, path: Path) -> Path:
     return write_atomic(path, page("Validation", lead, [*sections, chart_grid(charts)], charts))
 
 
-def _say(c: Case, value: float) -> str:
+def _fmt(c: Case, value: float) -> str:
     return metric(value, UNITS.get(c.quantity, ""))
 
 

@@ -41,14 +41,14 @@ OF_THE_MODEL: tuple[type[Technique], ...] = (FlashAttention, Recompute, LoRA)
 def _precision(weights: str, otherwise: str) -> Callable[[Technique, Experiment], str]:
     """mixed_precision with these ``weights`` only; ``otherwise``: the reason and the fix."""
 
-    def says(t: Technique, e: Experiment) -> str:
+    def reason_for(t: Technique, e: Experiment) -> str:
         if t.weights != weights:  # type: ignore[attr-defined]
             return otherwise
         if t.dtype == "fp16" and e.cluster.device.kind == "cpu":  # type: ignore[attr-defined]
             return "fp16 needs a GPU there; use dtype=bf16"
         return ""
 
-    return says
+    return reason_for
 
 
 def _hf_model(e: Experiment) -> str:
@@ -138,17 +138,17 @@ def require(name: str, e: Experiment, options: TrainOptions | None = None) -> No
         return
     if not e.is_training and (name, e.task) != ("hf", "serve"):
         raise Incompatible(f"backend {name} trains, and this is task {e.task!r}", "drop --backend")
-    _say(name, "", backend.model(e))
+    _refuse(name, "", backend.model(e))
     expresses = backend.expresses if e.is_training else SERVED
     for t in techniques_of(e.plan):
-        says = expresses.get(type(t))
-        if says is None:
+        reason_for = expresses.get(type(t))
+        if reason_for is None:
             known = ", ".join(kind.card.name for kind in expresses)
             raise Incompatible(
                 f"backend {name} has no {t.card.name}",
                 f"drop it, or use --backend native; {name} has: {known}",
             )
-        _say(name, t.card.name, says(t, e))
+        _refuse(name, t.card.name, reason_for(t, e))
     if options and options.save_every:
         raise Incompatible(f"backend {name} keeps no checkpoints of this run", "drop --save-every (--out exports)")
     if options and options.device_memory:
@@ -160,9 +160,9 @@ def require(name: str, e: Experiment, options: TrainOptions | None = None) -> No
         )
 
 
-def _say(backend: str, technique: str, said: str) -> None:
-    if said:
-        why, _, fix = said.partition("; ")
+def _refuse(backend: str, technique: str, reason: str) -> None:
+    if reason:
+        why, _, fix = reason.partition("; ")
         raise Incompatible(f"backend {backend}: {technique + ': ' if technique else ''}{why}", fix)
 
 

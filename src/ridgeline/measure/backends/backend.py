@@ -38,7 +38,7 @@ class Foreign(TrainingEngine, Protocol):
         """Write the model as a Hugging Face checkpoint (rank 0), called on every rank."""
 
 
-Says = Callable[["Technique", Experiment], str]
+WhyNotExpressed = Callable[["Technique", Experiment], str]
 """Why a technique cannot be had with these options: a sentence "…; fix"; empty when it can."""
 
 
@@ -47,13 +47,13 @@ def always(technique: Technique, e: Experiment) -> str:
     return ""
 
 
-def only(why: str, **values: tuple[Any, ...]) -> Says:
+def only(why: str, **values: tuple[Any, ...]) -> WhyNotExpressed:
     """The technique is expressed when each named option has one of the given values; ``why`` says what works."""
 
-    def says(technique: Technique, e: Experiment) -> str:
+    def reason_for(technique: Technique, e: Experiment) -> str:
         return "" if all(getattr(technique, k) in v for k, v in values.items()) else why
 
-    return says
+    return reason_for
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class BackendSpec:
     """What must be installed."""
     extra: str = ""
     """The optional dependencies of Ridgeline that bring them."""
-    expresses: Mapping[type[Technique], Says] = field(default_factory=dict)
+    expresses: Mapping[type[Technique], WhyNotExpressed] = field(default_factory=dict)
     """What it says of each technique that it has."""
     model: Callable[[Experiment], str] = lambda e: ""
-    """Why the experiment's model or workload cannot be had, as :data:`Says`."""
+    """Why the experiment's model or workload cannot be had, as :data:`WhyNotExpressed`."""
     refused: str = ""
     """Why it cannot be driven at all."""

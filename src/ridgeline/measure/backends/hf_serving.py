@@ -54,9 +54,9 @@ def hf_serving(e: Experiment, device: torch.device, report: Progress) -> Result:
     assert isinstance(w, Serve)
     report({"stage": "loading"})
     model = _model(e, device)
-    asked, prompts = requests(w), RandomIds(e.model.vocab_size, w.seed)
-    most = min(w.max_num_seqs or MOST, w.concurrency or len(asked))
-    _generate(model, [prompts.make(-1, asked[0].prompt)], 2)
+    arrivals, prompts = requests(w), RandomIds(e.model.vocab_size, w.seed)
+    most = min(w.max_num_seqs or MOST, w.concurrency or len(arrivals))
+    _generate(model, [prompts.make(-1, arrivals[0].prompt)], 2)
     batches = 0
     records: list[Record] = []
     began = time.perf_counter()
@@ -65,25 +65,25 @@ def hf_serving(e: Experiment, device: torch.device, report: Progress) -> Result:
 
     def came(k: int) -> float:
         if w.concurrency is None:
-            return began + asked[k].arrival
+            return began + arrivals[k].arrival
         return began if k < w.concurrency else freed[k - w.concurrency]
 
-    while len(records) < len(asked):
+    while len(records) < len(arrivals):
         now = time.perf_counter()
-        batch = _next(asked, len(records), now - began, most, w.concurrency is not None)
+        batch = _next(arrivals, len(records), now - began, most, w.concurrency is not None)
         if not batch:
-            time.sleep(max(0.0, began + asked[len(records)].arrival - now))
+            time.sleep(max(0.0, began + arrivals[len(records)].arrival - now))
             continue
-        made = [Record(k, came(k), r.prompt, r.output, sent=came(k)) for k, r in enumerate(batch, len(records))]
-        ids = [prompts.make(r.index, r.prompt_len) for r in made]
+        answered = [Record(k, came(k), r.prompt, r.output, sent=came(k)) for k, r in enumerate(batch, len(records))]
+        ids = [prompts.make(r.index, r.prompt_len) for r in answered]
         times = _generate(model, ids, max(r.output for r in batch))
-        for r in made:
+        for r in answered:
             r.chunks = times[: r.output_len]
             r.end, r.finish, r.output_tokens, r.prompt_tokens = r.chunks[-1], "length", r.output_len, r.prompt_len
-        records += made
+        records += answered
         freed += [time.perf_counter()] * len(batch)
         batches += 1
-        report({"step": len(records), "steps": len(asked), "stage": f"{len(batch)} in a batch"})
+        report({"step": len(records), "steps": len(arrivals), "stage": f"{len(batch)} in a batch"})
     result = Result(
         source="measured", experiment_id=e.id, name=e.name, experiment=e.canonical(),
         environment={**fingerprint(), "max_batch": most, "prompts": f"random token ids below {e.model.vocab_size}"},
@@ -97,9 +97,9 @@ def hf_serving(e: Experiment, device: torch.device, report: Progress) -> Result:
     return result
 
 
-def _next(asked: Sequence[Arrival], done: int, now: float, most: int, closed: bool) -> Sequence[Arrival]:
+def _next(arrivals: Sequence[Arrival], done: int, now: float, most: int, closed: bool) -> Sequence[Arrival]:
     """Requests that have come and are not served yet, as many as a batch takes."""
-    waiting = asked[done : done + most]
+    waiting = arrivals[done : done + most]
     return waiting if closed else [r for r in waiting if r.arrival <= now]
 
 

@@ -20,15 +20,15 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
     """
     engine: Any = make_engine(options.backend, e, here.device, here.rank, here.ranks)
     losses: list[float] = []
-    asked: list[int] = []
+    interrupts: list[int] = []
 
     def watch(stats: StepStats) -> bool:
         losses.append(stats.loss)
         here.report({"step": stats.step + 1, "steps": e.training.steps, "loss": stats.loss, "tokens": stats.tokens,
                 "seconds": stats.seconds, "grad_norm": stats.grad_norm})  # fmt: skip
-        return _any_rank(bool(asked), here.device, here.ranks)
+        return _any_rank(bool(interrupts), here.device, here.ranks)
 
-    previous = signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    previous = signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
     try:
         here.report({"stage": "training", "step": 0, "steps": e.training.steps})
         engine.drive(watch)
@@ -41,8 +41,8 @@ def train(e: Experiment, options: TrainOptions, here: RankContext) -> dict[str, 
             "traffic": {}, **engine_versions(options.backend)}  # fmt: skip
 
 
-def _any_rank(asked: bool, device: torch.device, ranks: int) -> bool:
-    flag = torch.tensor(float(asked), device=device)
+def _any_rank(here: bool, device: torch.device, ranks: int) -> bool:
+    flag = torch.tensor(float(here), device=device)
     if ranks > 1:
         torch.distributed.all_reduce(flag)
     return bool(flag)

@@ -51,11 +51,11 @@ def compression_cell(e: Experiment, options: CellOptions, here: RankContext) -> 
         place = Path(w.checkpoint)
         if e.plan.calls:
             place = Path(folder) / "out"
-            made = compress(e, CompressOptions(out=str(place), resume=False), here)
-            errors = [la["error"] for la in made["layers"] if la["error"] is not None]
-            known["compress_s"] = (made["seconds"], "s", "lower")
-            known["compress_peak_bytes"] = (made["peak_rss_bytes"], "bytes", "lower")
-            known["zeros"] = (made["zeros"], "", "")
+            report = compress(e, CompressOptions(out=str(place), resume=False), here)
+            errors = [la["error"] for la in report["layers"] if la["error"] is not None]
+            known["compress_s"] = (report["seconds"], "s", "lower")
+            known["compress_peak_bytes"] = (report["peak_rss_bytes"], "bytes", "lower")
+            known["zeros"] = (report["zeros"], "", "")
             if errors:
                 known["layer_error"] = (statistics.fmean(errors), "", "lower")
         size = stored_size(place)

@@ -80,8 +80,8 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
     for name, (value, unit) in known.items():
         better = "higher" if unit == "tokens/s" else "lower"
         result.metrics[name] = Metric(value=value, unit=unit, n=ROUNDS, better=better, source="measured")
-    for name, tell in run.said.items():
-        result.metrics[name] = Metric(value=tell(), better="higher", source="measured")
+    for name, read in run.metrics.items():
+        result.metrics[name] = Metric(value=read(), better="higher", source="measured")
     held = batch * ranks * w.output_len
     balanced = abs(rate * end - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
     result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=rate * end))

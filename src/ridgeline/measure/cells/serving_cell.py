@@ -58,7 +58,7 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
         result = hf_serving(e, device, here.report)
         result.environment |= engine_versions(options.backend)
     else:
-        result = serve_and_ask(e, device, here.report)
+        result = serve_load(e, device, here.report)
     tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
     if tokens and seconds:
         # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
@@ -70,22 +70,22 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
     return result.model_dump(mode="json", by_alias=True)
 
 
-def serve_and_ask(e: Experiment, device: torch.device, report: Progress) -> Result:
+def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
     """Start the server in this process and the client in another, and say what the workload's requests saw.
 
     Raises :class:`UserError` when they cannot be served.
     """
     w = e.workload
     assert isinstance(w, Serve)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     report({"stage": "loading"})
     engine = make_engine(e, device)
     sent = _count(engine) if e.world > 1 else {}
     nothing_is_refused = QueueLimits(None, None, None, 600.0)
     loop = EngineLoop(engine, nothing_is_refused, Metrics())
     server = _Served(create_app(Service(loop, _vocabulary(engine, w.checkpoint), NAME, None)), loop)
-    client = threading.Thread(target=_ask, args=(server, e, report), name="client", daemon=True)
-    server.setup = lambda: time.perf_counter() - begun
+    client = threading.Thread(target=_run_client, args=(server, e, report), name="client", daemon=True)
+    server.setup = lambda: time.perf_counter() - start
     client.start()
     with spare_core():
         server.run()
@@ -109,7 +109,7 @@ def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
             return plain(step)
         with Wire() as wire:
             out = plain(step)
-        sent.update({key: value for key, value in wire.seen.items() if key[0] != "p2p"})
+        sent.update({key: value for key, value in wire.counts.items() if key[0] != "p2p"})
         engine.runner.execute = plain  # type: ignore[method-assign]
         return out
 
@@ -121,7 +121,7 @@ class _Served(Server):
     """The server on any free port, for as long as its client needs it."""
 
     def __init__(self, app: Any, loop: EngineLoop) -> None:
-        super().__init__(app, loop, "127.0.0.1", 0, 0.0, self._said)
+        super().__init__(app, loop, "127.0.0.1", 0, 0.0, self._log)
         self.address: str | None = None
         self.ready = threading.Event()
         self.result: Result | None = None
@@ -129,13 +129,13 @@ class _Served(Server):
         self.ready_after = 0.0
         self.setup: Any = None
 
-    def _said(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if text.startswith("serving on "):
             self.address, self.ready_after = text.removeprefix("serving on "), self.setup()
             self.ready.set()
 
 
-def _ask(server: _Served, e: Experiment, report: Progress) -> None:
+def _run_client(server: _Served, e: Experiment, report: Progress) -> None:
     """Run the client against the server, then end the server."""
     try:
         if not server.ready.wait(60):
@@ -173,8 +173,8 @@ def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
 def _add(result: Result, engine: Engine, setup: float) -> None:
     """What only the server's side knows, without the warm-up's requests, which came one by one."""
     w, stats = Serve.model_validate(result.experiment["workload"]), engine.stats()
-    asked, most = requests(w), engine.limits.max_num_batched_tokens
-    warm = [asked[i % len(asked)] for i in range(Settings().warmup)]
+    arrivals, most = requests(w), engine.limits.max_num_batched_tokens
+    warm = [arrivals[i % len(arrivals)] for i in range(Settings().warmup)]
     chunks = sum(-(-r.prompt // most) if engine.limits.chunked else 1 for r in warm)
     tokens = stats.generated_tokens - sum(r.output for r in warm)
     steps = stats.steps - chunks - sum(r.output - 1 for r in warm)

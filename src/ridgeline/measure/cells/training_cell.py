@@ -88,7 +88,7 @@ def record_memory(result: Result, trainer: Trainer) -> None:
     """Add what one more, metered step held and sent: memory by category on the rank that needed most, and the
     collectives of the mean rank."""
     wire = Wire()
-    ranks = [(metered_step(trainer, wire), dict(wire.seen))]
+    ranks = [(metered_step(trainer, wire), dict(wire.counts))]
     if trainer.world > 1:
         mine, ranks = ranks[0], ranks * trainer.world
         dist.all_gather_object(ranks, mine)

@@ -36,7 +36,7 @@ class Drive:
 
 def drive(
     endpoint: Endpoint,
-    asked: Sequence[Arrival],
+    arrivals: Sequence[Arrival],
     prompts: Prompts,
     concurrency: int | None = None,
     warmup: int = 3,
@@ -49,18 +49,18 @@ def drive(
     Ctrl-C ends it: what is under way is dropped, the rest is returned. Raises :class:`UserError` when the first request
     of all is refused.
     """
-    _many_connections()
+    _raise_file_limit()
     with _quiet_memory():
-        return run(_Driver(endpoint, asked, prompts, concurrency, timeout, progress).run(warmup))
+        return run(_Driver(endpoint, arrivals, prompts, concurrency, timeout, progress).run(warmup))
 
 
 class _Driver:
-    def __init__(self, endpoint: Endpoint, asked: Sequence[Arrival], prompts: Prompts, concurrency: int | None,
+    def __init__(self, endpoint: Endpoint, arrivals: Sequence[Arrival], prompts: Prompts, concurrency: int | None,
                  timeout: float, progress: Progress) -> None:  # fmt: skip
-        self.endpoint, self.asked, self.prompts, self.concurrency = endpoint, asked, prompts, concurrency
+        self.endpoint, self.arrivals, self.prompts, self.concurrency = endpoint, arrivals, prompts, concurrency
         self.timeout, self.progress = timeout, progress
         self.records: list[Record] = []
-        self.settled = self.failed = self.template = 0
+        self.finished = self.failed = self.template = 0
 
     async def run(self, warmup: int) -> Drive:
         self.loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ class _Driver:
         return Drive(self.records, began, ended, interrupted, self.template)
 
     async def _open(self, began: float) -> None:
-        for i, request in enumerate(self.asked):
+        for i, request in enumerate(self.arrivals):
             record, body = self._prepare(i, request)
             record.intended = began + request.arrival
             # Also when late: answers must be read in between.
@@ -97,7 +97,7 @@ class _Driver:
         await self._all_settled()
 
     async def _closed(self) -> None:
-        waiting = iter(enumerate(self.asked))
+        waiting = iter(enumerate(self.arrivals))
 
         def following(over: Record | None = None) -> None:
             if over is not None:
@@ -115,7 +115,7 @@ class _Driver:
         await self._all_settled()
 
     async def _all_settled(self) -> None:
-        while self.settled < len(self.asked):
+        while self.finished < len(self.arrivals):
             self.news.clear()
             await self.news.wait()
 
@@ -124,14 +124,14 @@ class _Driver:
         return Record(index, 0.0, r.prompt, r.output), body
 
     def _settle(self, record: Record) -> None:
-        self.settled += 1
+        self.finished += 1
         self.failed += bool(record.error)
-        if self.settled == len(self.asked):
+        if self.finished == len(self.arrivals):
             self.news.set()
 
     async def _warm(self, i: int) -> None:
         """One request of its own prompt, so that no cache of prompts is warmed for those that count."""
-        request = self.asked[i % len(self.asked)]
+        request = self.arrivals[i % len(self.arrivals)]
         bare = i == 0 and isinstance(self.prompts.make(-1, 1), str)  # what is counted of one token is the template's
         record, body = self._prepare(-1 - i, request._replace(prompt=1) if bare else request)
         record.intended = self.loop.time()
@@ -156,11 +156,11 @@ class _Driver:
         while True:
             await asyncio.sleep(0.25)
             self.pool.expire(self.loop.time())
-            note = f"{len(self.pool.flying)} under way" + (f", {self.failed} failed" if self.failed else "")
-            self.progress({"step": self.settled, "steps": len(self.asked), "stage": note})
+            note = f"{len(self.pool.in_flight)} under way" + (f", {self.failed} failed" if self.failed else "")
+            self.progress({"step": self.finished, "steps": len(self.arrivals), "stage": note})
 
 
-def _many_connections() -> None:
+def _raise_file_limit() -> None:
     """An open loop may have thousands of requests under way: as many descriptors as the system allows."""
     with suppress(ImportError, ValueError, OSError):
         import resource

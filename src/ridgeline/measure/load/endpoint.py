@@ -43,15 +43,15 @@ class Endpoint:
 
     def body(self, prompt: list[int] | str, tokens: int) -> bytes:
         """A streamed, greedy request for this many tokens."""
-        asked: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True},
+        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True},
                                  "temperature": 0}  # fmt: skip
         if self.api == "chat":
-            asked |= {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": tokens}
+            body |= {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": tokens}
         else:
-            asked |= {"prompt": prompt, "max_tokens": tokens}
+            body |= {"prompt": prompt, "max_tokens": tokens}
         if self.ignore_eos:
-            asked |= {"ignore_eos": True, "min_tokens": tokens}
-        return json.dumps({**asked, **self.extra}, separators=(",", ":")).encode()
+            body |= {"ignore_eos": True, "min_tokens": tokens}
+        return json.dumps({**body, **self.extra}, separators=(",", ":")).encode()
 
 
 def find_endpoint(
@@ -68,10 +68,10 @@ def find_endpoint(
     known = _models(base, key)
     if not model:
         if len(known) != 1:
-            said = (
+            problem = (
                 f"serves {len(known)} models: {', '.join(known[:5])}" if known else "does not say which models it has"
             )
-            raise UserError(f"{base} {said}", "name one with --model")
+            raise UserError(f"{base} {problem}", "name one with --model")
         model = known[0]
     elif known and model not in known:
         close = ", ".join(nearest(model, known) or known[:5])

@@ -181,14 +181,14 @@ class ClientConnection(asyncio.Protocol):
             self.close()
         else:
             self.pool.idle.append(self)
-        self.pool.settle(exchange)
+        self.pool.finish(exchange)
 
     def _fail(self, kind: str, detail: str) -> None:
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         exchange.record.fail(kind, detail)
         self.close()
-        self.pool.settle(exchange)
+        self.pool.finish(exchange)
 
 
 class ConnectionPool:
@@ -205,7 +205,7 @@ class ConnectionPool:
                  *(f"{k}: {v}" for k, v in headers.items())]  # fmt: skip
         self.head = "\r\n".join(lines).replace("%", "%%").encode() + b"\r\ncontent-length: %d\r\n\r\n"
         self.idle: list[ClientConnection] = []
-        self.flying: dict[HttpExchange, ClientConnection | None] = {}
+        self.in_flight: dict[HttpExchange, ClientConnection | None] = {}
         self.opening = asyncio.Semaphore(_OPEN_AT_ONCE)
         self.tasks: set[asyncio.Task[None]] = set()
         self.context = ssl.create_default_context() if self.tls else None
@@ -216,12 +216,12 @@ class ConnectionPool:
 
     def launch(self, exchange: HttpExchange) -> None:
         """Start an exchange on an idle connection, or on a new one."""
-        self.flying[exchange] = None
+        self.in_flight[exchange] = None
         while self.idle:
             connection = self.idle.pop()
             assert connection.transport is not None
             if not connection.transport.is_closing():
-                self.flying[exchange] = connection
+                self.in_flight[exchange] = connection
                 connection.start(exchange)
                 return
         task = asyncio.ensure_future(self._connect(exchange))
@@ -242,18 +242,18 @@ class ConnectionPool:
         except OSError as e:
             exchange.record.fail("cannot connect", str(e))
         else:
-            if exchange in self.flying:
-                self.flying[exchange] = connection
+            if exchange in self.in_flight:
+                self.in_flight[exchange] = connection
                 connection.start(exchange)
             else:
                 connection.close()  # given up meanwhile
             return
-        self.settle(exchange)
+        self.finish(exchange)
 
-    def settle(self, exchange: HttpExchange) -> None:
+    def finish(self, exchange: HttpExchange) -> None:
         """An exchange is over."""
-        if exchange in self.flying:
-            del self.flying[exchange]
+        if exchange in self.in_flight:
+            del self.in_flight[exchange]
             exchange.done(exchange.record)
 
     def forget(self, connection: ClientConnection) -> None:
@@ -263,13 +263,13 @@ class ConnectionPool:
 
     def expire(self, now: float) -> None:
         """Fail what takes longer than the time-out. To be called now and then."""
-        for exchange in list(self.flying):
+        for exchange in list(self.in_flight):
             if now - exchange.record.intended > self.timeout:
                 self._give_up(exchange, "timeout", f"no end within {self.timeout:g} s")
 
     def drop_all(self) -> None:
         """Fail all that is under way as interrupted, and close every connection."""
-        for exchange in list(self.flying):
+        for exchange in list(self.in_flight):
             self._give_up(exchange, "interrupted", "")
         for connection in list(self.idle):
             connection.close()
@@ -278,11 +278,11 @@ class ConnectionPool:
 
     def _give_up(self, exchange: HttpExchange, kind: str, detail: str) -> None:
         exchange.record.fail(kind, detail)
-        connection = self.flying.get(exchange)
+        connection = self.in_flight.get(exchange)
         if connection is not None:
             connection.exchange = None
             connection.close()
-        self.settle(exchange)
+        self.finish(exchange)
 
 
 def message_of(body: bytes) -> str:

@@ -32,9 +32,9 @@ def spreads(
 ) -> Spread:
     """95 % intervals of the mean and of quantiles at ``shares``. ``owner[i]``: the request, 0 to ``requests`` - 1 in
     order of arrival, that value i belongs to."""
-    nothing = Spread(None, [None] * len(shares))
+    empty = Spread(None, [None] * len(shares))
     if not len(values) or requests < LEAST_BLOCKS * block:
-        return nothing
+        return empty
     order = np.argsort(values, kind="stable")
     v, own = values[order], owner[order]
     rng = np.random.default_rng(0)
@@ -44,9 +44,9 @@ def spreads(
     for d in range(draws):
         picked = (rng.integers(requests, size=(blocks, 1)) + np.arange(block)).ravel()[:requests] % requests
         weight = np.bincount(picked, minlength=requests)[own]
-        seen = np.cumsum(weight)
-        found[d, 0] = np.dot(v, weight) / max(1, seen[-1])
-        at = np.searchsorted(seen, np.asarray(shares) * seen[-1])
+        cumulative = np.cumsum(weight)
+        found[d, 0] = np.dot(v, weight) / max(1, cumulative[-1])
+        at = np.searchsorted(cumulative, np.asarray(shares) * cumulative[-1])
         found[d, 1:] = v[np.minimum(at, len(v) - 1)]
     low, high = np.percentile(found, (2.5, 97.5), axis=0)
     ends = [(float(a), float(b)) for a, b in zip(low, high, strict=True)]

@@ -103,27 +103,27 @@ class MockConnection(asyncio.Protocol):
             return self.refuse(404, f"no such path {path}")
         self.generate(json.loads(body), chat=path.endswith("chat/completions"))
 
-    def generate(self, asked: dict[str, Any], chat: bool) -> None:
+    def generate(self, body: dict[str, Any], chat: bool) -> None:
         """Stream an answer on schedule."""
         began = self.loop.time()
         self.kept.requests += 1
         number = self.kept.requests
-        if asked["model"] != self.b.model:
-            return self.refuse(404, f"no model {asked['model']}")
-        prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
+        if body["model"] != self.b.model:
+            return self.refuse(404, f"no model {body['model']}")
+        prompt = body["messages"][0]["content"] if chat else body["prompt"]
         if not isinstance(prompt, str) and self.b.vocab and max(prompt) >= self.b.vocab:
             return self.refuse(400, f"token {max(prompt)} is outside the vocabulary of {self.b.vocab}")
         self.kept.prompts.append(len(prompt))
         if self.b.fail_every and number % self.b.fail_every == 0:
             return self.refuse(503, "the queue is full")
-        total = asked.get("max_completion_tokens" if chat else "max_tokens", 16)
+        total = body.get("max_completion_tokens" if chat else "max_tokens", 16)
         cut = total // 2 if self.b.cut_every and number % self.b.cut_every == 0 else math.inf
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         if chat:
             self.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        usage = (asked.get("stream_options") or {}).get("include_usage")
+        usage = (body.get("stream_options") or {}).get("include_usage")
         length = len(prompt) if not isinstance(prompt, str) else len(prompt.split())
         last = began
 

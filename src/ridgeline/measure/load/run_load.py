@@ -49,18 +49,18 @@ def measure_load(
 ) -> tuple[Result, Drive]:
     """Send a workload to an endpoint. ``experiment``: whose workload it is; None: only the endpoint is known."""
     d = drive(endpoint, requests(w), prompts, w.concurrency, settings.warmup, settings.timeout, progress)
-    asked: dict[str, Any] = experiment.canonical() if experiment else {"model": endpoint.model, "plan": []}
-    told = {"endpoint": endpoint.url, "shared_prefix": settings.shared_prefix, "prompts": settings.prompts,
+    described: dict[str, Any] = experiment.canonical() if experiment else {"model": endpoint.model, "plan": []}
+    conditions = {"endpoint": endpoint.url, "shared_prefix": settings.shared_prefix, "prompts": settings.prompts,
             "ignore_eos": endpoint.ignore_eos, "warmup": settings.warmup}  # fmt: skip
     if experiment is None:
-        asked |= {"workload": w.model_dump(), "load": told}
-    key = json.dumps(asked, sort_keys=True, separators=(",", ":"))
+        described |= {"workload": w.model_dump(), "load": conditions}
+    key = json.dumps(described, sort_keys=True, separators=(",", ":"))
     result = Result(
         source="measured",
         experiment_id=experiment.id if experiment else hashlib.sha256(key.encode()).hexdigest()[:12],
         name=(experiment.name if experiment else "") or label(endpoint.model, w),
-        experiment=asked,
-        environment={**fingerprint(), **told, "run": settings.run, "load_average": load_average()},
+        experiment=described,
+        environment={**fingerprint(), **conditions, "run": settings.run, "load_average": load_average()},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     return summarize(d, w, result, settings.shared_prefix), d

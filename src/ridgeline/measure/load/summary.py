@@ -55,7 +55,7 @@ def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
     if interval := spreads(good, np.arange(len(good)), len(good), block, ()).mean:
         share.low, share.high = interval
     tokens = sum(r.tokens for r in served)
-    said = [r.prompt_tokens for r in served if r.prompt_tokens is not None]
+    prompt_tokens = [r.prompt_tokens for r in served if r.prompt_tokens is not None]
     lags = sorted(r.lag for r in served)
     result.metrics |= {
         "requests_per_s": _metric(len(served) / span, "requests/s", "higher", n=len(served)),
@@ -69,13 +69,17 @@ def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
         "output_tokens_mean": _metric(tokens / len(served), "tokens", ""),
         "output_tokens_total": _metric(tokens, "tokens", ""),
     }
-    if said:
-        result.metrics["prompt_tokens_mean"] = _metric(statistics.fmean(said), "tokens", "", "as the server counts")
-        result.metrics["prompt_tokens_per_s"] = _metric(sum(said) / span, "tokens/s", "higher", "of answered requests")
+    if prompt_tokens:
+        result.metrics["prompt_tokens_mean"] = _metric(
+            statistics.fmean(prompt_tokens), "tokens", "", "as the server counts"
+        )
+        result.metrics["prompt_tokens_per_s"] = _metric(
+            sum(prompt_tokens) / span, "tokens/s", "higher", "of answered requests"
+        )
     cached = [r.cached_tokens for r in served if r.cached_tokens is not None]
-    if cached and said:
+    if cached and prompt_tokens:
         result.metrics["cached_share"] = _metric(
-            sum(cached) / sum(said), "", "higher", "prompt tokens found in a cache"
+            sum(cached) / sum(prompt_tokens), "", "higher", "prompt tokens found in a cache"
         )
         _cache(result, d, served, shared)
     if w.concurrency is None:
@@ -120,12 +124,12 @@ def _latency(result: Result, name: str, per_request: Sequence[Sequence[float]], 
 
 def _errors(result: Result, records: Sequence[Record], failed: Sequence[Record]) -> None:
     kinds = Counter(r.error for r in failed)
-    asked = len(records)
-    result.metrics["requests"] = _metric(asked, "requests", "", "sent")
+    sent = len(records)
+    result.metrics["requests"] = _metric(sent, "requests", "", "sent")
     result.metrics["errors"] = _metric(len(failed), "requests", "lower", "sent, not answered to the end")
     for kind, count in kinds.most_common():
         detail = next((r.detail for r in failed if r.error == kind and r.detail), "")
-        result.notes.append(f"{count} of {asked} requests failed: {kind}" + (f" ({detail})" if detail else ""))
+        result.notes.append(f"{count} of {sent} requests failed: {kind}" + (f" ({detail})" if detail else ""))
     dropped = sum(r.error == "interrupted" for r in records)
     if dropped:
         result.notes.append(f"{dropped} requests were under way when the run was interrupted; they count nowhere")
@@ -178,10 +182,10 @@ def _cache(result: Result, d: Drive, served: Sequence[Record], shared: int) -> N
     """Whether the workload itself explains what the server found in its prefix cache."""
     explained = 0.0
     counted = [(r.prompt_tokens, r.prompt_len) for r in served if r.prompt_tokens is not None]
-    for said, asked in counted:
-        denser = max(1.0, (said - d.template) / asked)  # text is cut by an estimate: the server may count more
-        explained += min(said, d.template + shared * denser + CHANCE)
-    share, got = explained / sum(said for said, _ in counted), result.metrics["cached_share"].value
+    for prompt, length in counted:
+        denser = max(1.0, (prompt - d.template) / length)  # text is cut by an estimate: the server may count more
+        explained += min(prompt, d.template + shared * denser + CHANCE)
+    share, got = explained / sum(prompt for prompt, _ in counted), result.metrics["cached_share"].value
     check = Check(name="the workload explains the cached prompts", passed=got <= share, expected=share, got=got,
                   note="expected: the most that its prompts share")  # fmt: skip
     result.checks.append(check)

@@ -76,12 +76,12 @@ def timed(device: torch.device, calls: list[Callable[[], Tensor]], budget: float
     with torch.no_grad():
         for call in turns[:3]:
             call()
-        play = _graph(device, turns) if device.type == "cuda" else lambda: [call() for call in turns]
-        play()
+        replay = _graph(device, turns) if device.type == "cuda" else lambda: [call() for call in turns]
+        replay()
         times: list[float] = []
         start = time.perf_counter()
         while len(times) < 5 or (time.perf_counter() - start < budget and len(times) < 200):
-            times.append(_once(device, play))
+            times.append(_once(device, replay))
     return statistics.median(times) / len(turns)
 
 
@@ -99,14 +99,14 @@ def _graph(device: torch.device, turns: list[Callable[[], Tensor]]) -> Callable[
     return graph.replay
 
 
-def _once(device: torch.device, play: Callable[[], object]) -> float:
+def _once(device: torch.device, replay: Callable[[], object]) -> float:
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        play()
+        replay()
         end.record()
         torch.cuda.synchronize(device)
         return float(begin.elapsed_time(end)) / 1e3
-    begun = time.perf_counter()
-    play()
-    return time.perf_counter() - begun
+    start = time.perf_counter()
+    replay()
+    return time.perf_counter() - start

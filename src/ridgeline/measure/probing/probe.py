@@ -144,8 +144,8 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
         layers, n = (int(x) for x in key.split(","))
         seconds[layers, n], operators[layers] = _beside(narrow(layers), n, took, bare)
     few, many = sorted({layers for layers, _ in seconds})
-    one, crowd = sorted({n for _, n in seconds})
-    slope = {x: (seconds[x, crowd] - seconds[x, one]) / (crowd - one) for x in (few, many)}
+    one, several = sorted({n for _, n in seconds})
+    slope = {x: (seconds[x, several] - seconds[x, one]) / (several - one) for x in (few, many)}
     layer = max((slope[many] - slope[few]) / (many - few), -pools["attention_pool"].latency)
     sequence = max(0.0, slope[few] - few * layer)
     alone = {x: seconds[x, one] - x * layer - sequence for x in (few, many)}
@@ -176,9 +176,9 @@ def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float,
 
 def http_latency(found: dict[str, Any]) -> dict[str, float]:
     """What HTTP and text add to the steps of the narrow model of two layers."""
-    http, (layers, crowd) = found["http"], NARROW_STEPS[1]
-    one, many = (found["steps"][f"{layers},{n}"] for n in (1, crowd))
-    step = one + (many - one) / (crowd - 1) * (http["clients"] - 1)
+    http, (layers, several) = found["http"], NARROW_STEPS[1]
+    one, many = (found["steps"][f"{layers},{n}"] for n in (1, several))
+    step = one + (many - one) / (several - 1) * (http["clients"] - 1)
     lone = max(0.0, http["lone_token_s"] - one)
     token = max(0.0, http["token_s"] - step - lone) / (http["clients"] - 1)
     reply = max(0.0, lone - token)
@@ -225,14 +225,14 @@ def datasheet(title: str, memory: float) -> Device | None:
     def words(text: str) -> set[str]:
         return set(re.findall(r"[a-z0-9]+", text.lower())) - {"nvidia", "amd", "geforce", "gpu", "tensor", "core"}
 
-    said = words(title)
+    named = words(title)
     best: tuple[float, str] | None = None
     for name in catalog.devices():
         d = catalog.device(name)
-        common = words(d.title) & said
+        common = words(d.title) & named
         model = {w for w in words(d.title) if re.search(r"\d", w) and not w.endswith("gb")}
-        if d.kind == "gpu" and model & said and abs(d.memory_bytes / memory - 1) < 0.1:
-            score = (len(common) - 0.1 * len(words(d.title) - said), name)
+        if d.kind == "gpu" and model & named and abs(d.memory_bytes / memory - 1) < 0.1:
+            score = (len(common) - 0.1 * len(words(d.title) - named), name)
             best = max(best, score) if best else score
     return catalog.device(best[1]) if best else None
 

@@ -81,15 +81,15 @@ def _http(device: torch.device, quick: bool) -> dict[str, float]:
     """Seconds at the server of the narrow model: ``alone_s`` of one request for one token, ``crowd_s`` per request
     when several clients ask for one token each, ``token_s`` per further token of ``clients`` at once, ``lone_token_s``
     of one client."""
-    from ridgeline.measure.cells.serving_cell import serve_and_ask
+    from ridgeline.measure.cells.serving_cell import serve_load
 
     def ask(clients: int, requests: int, output: int) -> dict[str, float]:
         e = serving_experiment(narrow(2), clients, requests=requests, prompt_len=1, output_len=output)
-        found = serve_and_ask(e, device, lambda _: None)
+        found = serve_load(e, device, lambda _: None)
         return {name: m.value for name, m in found.metrics.items()}
 
     n = 12 if quick else 120
-    alone, crowd = ask(1, n // 2, 1), ask(CLIENTS, 2 * n, 1)
+    alone, together = ask(1, n // 2, 1), ask(CLIENTS, 2 * n, 1)
     lone, tokens = ask(1, n // 4, 40), ask(CLIENTS, n, 40)
-    return {"clients": CLIENTS, "alone_s": alone["e2e_p50_s"], "crowd_s": 1 / crowd["requests_per_s"],
+    return {"clients": CLIENTS, "alone_s": alone["e2e_p50_s"], "crowd_s": 1 / together["requests_per_s"],
             "token_s": tokens["tpot_p50_s"], "lone_token_s": lone["tpot_p50_s"]}  # fmt: skip

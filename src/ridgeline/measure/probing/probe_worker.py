@@ -138,13 +138,13 @@ def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int,
 def _low(timer: Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, Any]]:
     """Forward products that wait for weights, plain ones and codes; and of codes those with many rows."""
     rates: dict[str, dict[str, Any]] = {}
-    made: dict[str, Callable[[int, int], nn.Module]] = {
+    makers: dict[str, Callable[[int, int], nn.Module]] = {
         name: functools.partial(_plain, dtype) for name, dtype in dtypes.items()
     }
-    made["int4"] = lambda out, width: PackedLinear(_codes(out, width, 4, 64))
-    made["int8"] = lambda out, width: PackedLinear(_codes(out, width, 8, width))
+    makers["int4"] = lambda out, width: PackedLinear(_codes(out, width, 4, 64))
+    makers["int8"] = lambda out, width: PackedLinear(_codes(out, width, 8, width))
     with torch.inference_mode():
-        for name, make in made.items():
+        for name, make in makers.items():
             dtype = dtypes.get(name, torch.float32)
             few = max(GEMM_ROWS) if name in dtypes else FEW_NIBBLES if name == "int4" else FEW_BYTES
             tiny, layers = _layers(timer, [make(64, 64)], dtype, 1), _copies(make(1024, 1024))

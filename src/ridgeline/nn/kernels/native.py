@@ -36,20 +36,20 @@ TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with one warning that says why, where there is no working compiler."""
-    asked = os.environ.get("CXX")
-    compiler = next(filter(None, map(shutil.which, [asked] if asked else ["g++", "clang++"])), None)
+    named = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++"])), None)
     if compiler is None:
-        _without(f"there is no compiler {asked!r}, which CXX names" if asked else "no C++ compiler is installed")
+        _without(f"there is no compiler {named!r}, which CXX names" if named else "no C++ compiler is installed")
         return None
-    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor(), torch.__version__])
-    place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(made_of.encode(), digest_size=10).hexdigest()}.so"
+    inputs = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor(), torch.__version__])
+    place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(inputs.encode(), digest_size=10).hexdigest()}.so"
     try:
         if not place.exists():
             _compile(compiler, place)
         loaded = ctypes.CDLL(str(place))
     except (OSError, subprocess.SubprocessError) as e:
-        said = getattr(e, "stderr", b"") or str(e).encode()
-        _without(f"they do not compile: {said.decode(errors='replace').strip().splitlines()[-1]}")
+        output = getattr(e, "stderr", b"") or str(e).encode()
+        _without(f"they do not compile: {output.decode(errors='replace').strip().splitlines()[-1]}")
         return None
     loaded.rl_cross_entropy.restype = ctypes.c_double
     return loaded

@@ -39,17 +39,17 @@ def _part(q, k, v, table, lengths, acc, stats, slots, blocks, groups, repeat, wi
     out = tl.zeros([HEADS, PADDED], tl.float32)
     for start in range(first // TILE * TILE, last, TILE):
         n = start + tl.arange(0, TILE)
-        seen = (n >= first) & (n < last)
-        block = tl.load(table + b * blocks + n // BLOCK, seen, other=0)
+        visible = (n >= first) & (n < last)
+        block = tl.load(table + b * blocks + n // BLOCK, visible, other=0)
         slot = g.to(tl.int64) * slots + block.to(tl.int64) * BLOCK + n % BLOCK
         place = slot[:, None] * WIDTH + wide[None, :]
-        both = seen[:, None] & inside[None, :]
+        both = visible[:, None] & inside[None, :]
         keys = tl.load(k + place, both, other=0.0).to(tl.float32)
         scores = tl.sum(query[:, None, :] * keys[None, :, :], 2)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.where(visible[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - higher))
-        weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
+        weights = tl.where(visible[None, :], tl.exp(scores - higher[:, None]), 0.0)
         values = tl.load(v + place, both, other=0.0).to(tl.float32)
         total = total * shrink + tl.sum(weights, 1)
         out = out * shrink[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)

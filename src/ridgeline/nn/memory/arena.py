@@ -171,7 +171,7 @@ class Arena(TorchDispatchMode):
     now: int = 0
     served: int = 0
     """Results placed since the last step began."""
-    strayed: bool = False
+    diverged: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -181,15 +181,15 @@ class Arena(TorchDispatchMode):
     def begin(self) -> None:
         """A new step."""
         self.now = self.served = 0
-        self.strayed = False
+        self.diverged = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         op = self.now
         self.now += 1
         kwargs = kwargs or {}
-        if not self.strayed and (op >= len(self.operators) or self.operators[op] != signature(func, args, kwargs)):
-            self.strayed = True
-        place = None if self.strayed else self.places.get(op)
+        if not self.diverged and (op >= len(self.operators) or self.operators[op] != signature(func, args, kwargs)):
+            self.diverged = True
+        place = None if self.diverged else self.places.get(op)
         if place is None:
             return func(*args, **kwargs)
         if func not in self.writers:

@@ -232,8 +232,8 @@ class PagedCache(LayerCache):
         values = torch.cat([*(p[1] for p in past), v], 2)
         at = torch.arange(keys.shape[2], device=q.device)
         query = at[-q.shape[2] :, None]
-        seen = (at <= query) & (at > query - self.layout.window)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=k.shape[1] < q.shape[1])
+        visible = (at <= query) & (at > query - self.layout.window)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=k.shape[1] < q.shape[1])
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:

@@ -161,11 +161,11 @@ class Meter(TorchDispatchMode):
                     storage = part.untyped_storage()
                     if storage._cdata in self.live or is_host(storage):
                         self._see(part, category)
-        made = making_now() or ("parameters" if self._casts_weight(func, args, out) else category)
+        kind = making_now() or ("parameters" if self._casts_weight(func, args, out) else category)
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 for part in _parts(x):
-                    self._see(part, made)
+                    self._see(part, kind)
         if self.total > self.peak.total:
             self._record(str(func))
         if self.host > self.peak.host:

@@ -91,7 +91,7 @@ class _Pause:
 
 
 @dataclass
-class _Made:
+class _Output:
     """A result that can be placed."""
 
     op: int
@@ -108,7 +108,7 @@ class _Record(_Mode):
         super().__init__()
         self.writer = writer
         self.signatures: list[tuple[Any, ...]] = []
-        self.made: list[_Made] = []
+        self.outputs: list[_Output] = []
         self.storages = 0
         """Storages that the pass allocated, outside attention."""
         self._watched: list[Any] = []
@@ -123,18 +123,18 @@ class _Record(_Mode):
         self.storages += 1
         whole = out.is_contiguous() and out.untyped_storage().nbytes() == out.numel() * out.itemsize > 0
         if whole and self.writer(func) is not None:
-            made = _Made(self.now, tuple(out.shape), out.dtype)
+            output = _Output(self.now, tuple(out.shape), out.dtype)
 
-            def gone(_: object, made: _Made = made) -> None:
-                made.death = self.now
+            def gone(_: object, output: _Output = output) -> None:
+                output.death = self.now
 
-            self.made.append(made)
+            self.outputs.append(output)
             self._watched.append(weakref.ref(out.untyped_storage(), gone))
         return out
 
     def close(self) -> None:
         """The pass has ended, and its result is still there."""
-        self.made = [m for m in self.made if m.death is not None]
+        self.outputs = [m for m in self.outputs if m.death is not None]
         self._watched.clear()
 
 
@@ -144,17 +144,17 @@ class _Place(_Mode):
     def __init__(self, plan: _Plan, writer: Callable[[Any], Any]) -> None:
         super().__init__()
         self.plan, self.writer = plan, writer
-        self.strayed = False
+        self.diverged = False
         self.placed = 0
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Operator ``now``, into its place if it has one."""
         expected = self.plan.signatures
-        if not self.strayed and (self.now >= len(expected) or expected[self.now][0] is not func):
-            self.strayed = True
-        place = None if self.strayed else self.plan.views.get(self.now)
+        if not self.diverged and (self.now >= len(expected) or expected[self.now][0] is not func):
+            self.diverged = True
+        place = None if self.diverged else self.plan.views.get(self.now)
         if place is not None and expected[self.now] != signature(func, args, kwargs):
-            place, self.strayed = None, True
+            place, self.diverged = None, True
         if place is None:
             return func(*args, **kwargs)
         self.placed += 1
@@ -187,19 +187,19 @@ class _Kind:
 
     def takes(self, tokens: int, record: _Record) -> bool:
         """Whether a recorded pass is of this kind, which it may make general."""
-        if not self.general and tokens != self.tokens and len(record.made) == len(self.record.made):
+        if not self.general and tokens != self.tokens and len(record.outputs) == len(self.record.outputs):
             self.other = tokens, record
         try:
-            signatures, made = self.at(tokens)
+            signatures, outputs = self.at(tokens)
         except ValueError:
-            signatures, made = [], []
-        if signatures == record.signatures and made == record.made:
+            signatures, outputs = [], []
+        if signatures == record.signatures and outputs == record.outputs:
             return True
         if self.other is not None and self.other[1] is record:
             self.other = None
         return False
 
-    def at(self, tokens: int) -> tuple[list[tuple[Any, ...]], list[_Made]]:
+    def at(self, tokens: int) -> tuple[list[tuple[Any, ...]], list[_Output]]:
         """Signatures and results of a pass over ``tokens``. Raises :class:`ValueError` where nothing linear fits."""
         mine = self.record
         first, (second, theirs) = self.tokens, self.other or (self.tokens, self.record)
@@ -215,9 +215,9 @@ class _Kind:
 
         pairs = zip(mine.signatures, theirs.signatures, strict=True)
         signatures = [(s[0] if s[0] is t[0] else None, line(s[1], t[1])) for s, t in pairs]
-        made = [_Made(m.op, line(m.size, t.size), m.dtype, m.death) for m, t in
-                zip(mine.made, theirs.made, strict=True)]  # fmt: skip
-        return signatures, made
+        outputs = [_Output(m.op, line(m.size, t.size), m.dtype, m.death) for m, t in
+                zip(mine.outputs, theirs.outputs, strict=True)]  # fmt: skip
+        return signatures, outputs
 
 
 @dataclass
@@ -260,7 +260,7 @@ class PassMemory:
         self._count(plan)
         mode = _Place(plan, self._writer)
         out = self._run(mode, ids, at)
-        if mode.strayed:
+        if mode.diverged:
             self.kind[tokens] = None
             self.plans.pop(tokens, None)
         return out
@@ -295,9 +295,9 @@ class PassMemory:
         return out
 
     def _plan(self, tokens: int, kind: _Kind) -> _Plan:
-        signatures, made = kind.at(tokens)
+        signatures, outputs = kind.at(tokens)
         spans: list[Span] = []
-        for m in made:
+        for m in outputs:
             spans.append((math.prod(m.size) * m.dtype.itemsize, m.op, max(m.op + 1, m.death or 0)))
         places, wanted = self.planner(spans, {i: t.nbytes for i, t in self.memory.items()})
         for i, size in wanted.items():
@@ -307,7 +307,7 @@ class PassMemory:
                 self.memory[i] = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 self.allocations += 1
         views = {}
-        for m, (region, offset), (nbytes, _, _) in zip(made, places, spans, strict=True):
+        for m, (region, offset), (nbytes, _, _) in zip(outputs, places, spans, strict=True):
             views[m.op] = self.memory[region][offset : offset + nbytes].view(m.dtype).view(m.size)
         plan = _Plan(signatures, views, frozenset(r for r, _ in places), sum(padded(s[0]) for s in spans))
         if len(self.plans) >= PLANS:

@@ -414,9 +414,9 @@ def _open(folder: Path) -> tuple[int, bool]:
     try:
         if hasattr(os, "O_DIRECT"):
             with contextlib.suppress(OSError):
-                straight = os.open(name, os.O_RDWR | os.O_DIRECT)
+                descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
                 os.close(fd)
-                return straight, True
+                return descriptor, True
         return fd, False
     finally:
         os.unlink(name)

@@ -218,8 +218,8 @@ class Transformer(nn.Module):
         dtype = compute_dtype(x)
         padding = None if attention_mask is None else attention_mask.bool()
         own = documents if self.backend.separates else None
-        seen = None if self.backend.separates else documents
-        mask = make_mask(self.spec, padding, start, length, self.backend.wants_bias, device, dtype, seen)
+        separate = None if self.backend.separates else documents
+        mask = make_mask(self.spec, padding, start, length, self.backend.wants_bias, device, dtype, separate)
         mask = mask._replace(documents=own)
         rope = None if self.rotary is None else self.rotary.tables(positions, start, length, device, dtype)
         for name, block in self.layers.items():

@@ -84,12 +84,12 @@ class Packed:
     def rows(self, start: int, stop: int) -> Packed:
         """The same for some of the rows (layers solved together are cut apart again)."""
         width = self.shape[1]
-        aside = self.outliers
-        if aside is not None:
-            inside = (aside.index >= start * width) & (aside.index < stop * width)
-            aside = PackedOutliers(aside.index[inside] - start * width, aside.values[inside])
+        outliers = self.outliers
+        if outliers is not None:
+            inside = (outliers.index >= start * width) & (outliers.index < stop * width)
+            outliers = PackedOutliers(outliers.index[inside] - start * width, outliers.values[inside])
         zero = None if self.zero is None else self.zero[start:stop]
-        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], zero=zero, outliers=aside)
+        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], zero=zero, outliers=outliers)
 
     @property
     def bits_per_weight(self) -> float:

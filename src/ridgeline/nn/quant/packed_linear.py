@@ -38,8 +38,8 @@ def _bare(module: M) -> M:
 
 
 def _cpu_has(feature: str) -> bool:
-    asked = getattr(torch.cpu, f"_is_{feature}_supported", None)  # private to PyTorch: not in every version
-    return bool(asked and asked())
+    supported = getattr(torch.cpu, f"_is_{feature}_supported", None)  # private to PyTorch: not in every version
+    return bool(supported and supported())
 
 
 @lru_cache(maxsize=1)

@@ -136,26 +136,26 @@ def _experts(
     old: Experts, name: str, code: Code, device: torch.device, fast: bool, dense: Callable[[str, int], Tensor] | None
 ) -> PackedExperts | None:
     kinds = [k for k in ("gate_proj", "up_proj", "down_proj") if getattr(old, k) is not None]
-    made: dict[str, list[nn.Module]] = {}
+    linears: dict[str, list[nn.Module]] = {}
     missing: list[tuple[str, int]] = []
     any_packed = False
     for kind in kinds:
-        made[kind] = []
+        linears[kind] = []
         for e in range(len(old.up_proj)):
             found = code(f"{name}.{kind}", e)
             if found is not None:
                 _fits(found[0], tuple(getattr(old, kind).shape[1:]), f"{name}.{kind}.{e}")
-                made[kind].append(_layer(found, fast, device))
+                linears[kind].append(_layer(found, fast, device))
                 any_packed = True
             else:
                 missing.append((kind, e))
-                made[kind].append(nn.Identity())
+                linears[kind].append(nn.Identity())
     if not any_packed:
         return None
     for kind, e in missing:
         weight = getattr(old, kind).detach()[e] if dense is None else dense(f"{name}.{kind}", e)
-        made[kind][e] = Dense(weight)
-    return PackedExperts(old.activation, made.get("gate_proj"), made["up_proj"], made["down_proj"])
+        linears[kind][e] = Dense(weight)
+    return PackedExperts(old.activation, linears.get("gate_proj"), linears["up_proj"], linears["down_proj"])
 
 
 def _layer(found: tuple[Packed | Ternary, InputCode | None], fast: bool, device: torch.device) -> nn.Module:

@@ -100,8 +100,8 @@ class Simulation:
         self.held = 0  # tokens set aside: whole outputs where the engine reserves, prompts under way elsewhere
         self.admitted = 0
         self.arrivals = Arrivals(requests, concurrency, limits.request_s, self._accepted)
-        nothing = [math.nan] * len(requests)
-        self.out = SimulationOutcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
+        unset = [math.nan] * len(requests)
+        self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Simulation:
         if not lim.reserves:
             room = lim.cache_tokens - lim.overhead_tokens * n - self.cached - self.held
             k = max(1, min(k, room // n))
-        k, per, slope = pace(self.costs, n, self.cached, k)
+        k, per, slope = decode_iterations(self.costs, n, self.cached, k)
         if not self.waiting and self.partial is None:
             k = until(self.arrivals.next - self.now, per, slope, k)
         self._advance(k, k * per + slope * (k * (k - 1) / 2), n)
@@ -241,9 +241,9 @@ class Simulation:
                 break
             s = max(self.running.values(), key=lambda r: r.order)
             del self.running[s.index]
-            made = self.step - s.started
-            self.cached -= s.prompt + 1 + made
-            again = SimulatedRequest(s.index, s.prompt + 1 + made, s.left - made)
+            generated = self.step - s.started
+            self.cached -= s.prompt + 1 + generated
+            again = SimulatedRequest(s.index, s.prompt + 1 + generated, s.left - generated)
             self.waiting.appendleft(again)
             self.out.preemptions += 1
             gone += 1
@@ -256,7 +256,7 @@ class Simulation:
         return s is None or s.order != end[2]
 
 
-def pace(costs: Costs, n: int, cached: int, most: int) -> tuple[int, float, float]:
+def decode_iterations(costs: Costs, n: int, cached: int, most: int) -> tuple[int, float, float]:
     """(iterations, seconds of the first, seconds that each takes more than the one before) of up to ``most`` decode
     iterations of ``n`` sequences with ``cached`` tokens in all."""
     a, b = costs.decode(n)

@@ -64,9 +64,9 @@ class Parts:
     sequences), ``links`` (collectives of the body), ``expanded`` (products of weights stored narrow), in seconds.
     """
 
-    def __init__(self, e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
+    def __init__(self, e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
-        self.made = as_in_engines(made)
+        self.techniques = as_in_engines(techniques)
         self._graphs: dict[int, Graph] = {}
         self._attended: dict[tuple[int, int, int], float] = {}
         self.body = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
@@ -82,7 +82,7 @@ class Parts:
         if alone and batch in self._graphs:
             return self._graphs[batch]
         g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
-        g = fuse(rewritten(g, self.e, self.made), self.engine)
+        g = fuse(rewritten(g, self.e, self.techniques), self.engine)
         if alone and len(self._graphs) < 2 * len(GRID):
             self._graphs[batch] = g
         return g
@@ -121,21 +121,22 @@ class Parts:
         )
 
 
-_parts: dict[tuple[Hashable, ...], tuple[Device, Parts]] = {}
+_parts: list[tuple[Device, tuple[Hashable, ...], Parts]] = []
 _MOST_PARTS = 32
 
 
-def parts_of(e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts) -> Parts:
+def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> Parts:
     """The :class:`Parts` of an inference experiment, remembered for others that differ only in their workload."""
     device = cluster.device
-    mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes, id(device))
+    mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes)
     key = (e.model, tuple(e.plan.strings()), mesh, e.dtype, engine)
-    found = _parts.get(key)
-    if found is None or found[0] is not device:  # an id may be given again
-        if len(_parts) >= _MOST_PARTS:
-            del _parts[next(iter(_parts))]
-        found = _parts[key] = (device, Parts(e, made, cluster, engine))
-    return found[1]
+    for known_device, known_key, parts in _parts:
+        if known_device is device and known_key == key:
+            return parts
+    parts = Parts(e, techniques, cluster, engine)
+    _parts.insert(0, (device, key, parts))
+    del _parts[_MOST_PARTS:]
+    return parts
 
 
 class Iterations:
@@ -146,12 +147,17 @@ class Iterations:
     """
 
     def __init__(
-        self, e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts, contexts: tuple[int, int]
+        self,
+        e: Experiment,
+        techniques: list[Technique],
+        cluster: Cluster,
+        engine: EngineCosts,
+        contexts: tuple[int, int],
     ) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
         low, high = max(1, contexts[0]), max(2, contexts[1])
         self.contexts = (low, max(high, low + 64))
-        self.parts = parts = parts_of(e, made, cluster, engine)
+        self.parts = parts = parts_of(e, techniques, cluster, engine)
         self.graph, self.body, self.head = parts.graph, parts.body, parts.head
         self.links, self.expanded = parts.links, parts.expanded
         self._short = Interpolated(lambda b: parts.attention(b, 1, self.contexts[0]))
@@ -163,7 +169,7 @@ class Iterations:
         self._plain: dict[int, tuple[float, float]] = {}
         self._drafted: dict[int, tuple[float, float, float]] = {}
         s = Scheduling()
-        for t in made:
+        for t in techniques:
             t.scheduling(s)
         self.speculation = s.speculation
 
@@ -174,8 +180,8 @@ class Iterations:
 
     def decode(self, n: int) -> tuple[float, float]:
         """(a, b): GPU seconds of a token for each of ``n`` sequences with K cached tokens in all are a + b·K."""
-        a, b, made = self._drafts(n)
-        return a / made, b / made
+        a, b, tokens = self._drafts(n)
+        return a / tokens, b / tokens
 
     def between(self, n: int) -> float:
         """Seconds added to a decode iteration with ``n`` sequences for each token that it makes, while the GPU
@@ -209,8 +215,8 @@ class Iterations:
         return found
 
     def _spent(self, n: int, cached: float, way: tuple[float, float, float]) -> float:
-        a, b, made = way
-        return (max(a + b * cached, self._beside(n)) + self._waits(n)) / made
+        a, b, tokens = way
+        return (max(a + b * cached, self._beside(n)) + self._waits(n)) / tokens
 
     def _checked(self, n: int, s: Speculation) -> tuple[float, float, float]:
         """Drafts one after another, and a pass over them and one token more (arXiv:2211.17192)."""
@@ -223,7 +229,7 @@ class Iterations:
             small = Iterations(self.e.model_copy(update=alone), [], self.cluster, self.engine, self.contexts)
             one, grow = small._one(n)
             a, b = a + s.tokens * max(one, small.dispatch_s), b + s.tokens * grow
-        return a, b, s.made
+        return a, b, s.expected_tokens
 
     def _waits(self, n: int) -> float:
         e = self.engine

@@ -33,7 +33,7 @@ class Room(NamedTuple):
     """Cached tokens that fit, over all sequences; 0 when the weights alone do not."""
     bytes_per_token: float
     peak: Peak
-    said: str
+    reason: str
     """The sum in words."""
 
 
@@ -61,12 +61,12 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
         "the largest iteration",
     )
     tokens = max(0, int(left / each))
-    said = (
+    reason = (
         f"the weights of {e.model.name} take {weights / 1e9:.1f} GB per device, with workspace"
         f" {(weights + work + pool) / 1e9:.1f} GB of the {usable / 1e9:.1f} GB that {engine.name} may use on"
         f" {device.name}: room for {tokens} cached tokens"
     )
-    return Room(tokens, each, peak, said)
+    return Room(tokens, each, peak, reason)
 
 
 def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
@@ -79,8 +79,8 @@ def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, 
     each = s.block_bytes(stages[0], heads, m.head_dim, DTYPE_BYTES[e.dtype])
     blocks, longest = s.pool(m, w, each, device.memory_bytes - weights)
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
-    said = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
-    return Room(blocks * s.block_size, each / s.block_size, peak, said), blocks, longest
+    reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
+    return Room(blocks * s.block_size, each / s.block_size, peak, reason), blocks, longest
 
 
 def workspace(g: Graph) -> float:

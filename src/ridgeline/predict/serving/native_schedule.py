@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeline.predict.serving.arrivals import Arrival, Arrivals
-from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, pace, until
+from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, decode_iterations, until
 from ridgeline.spec.scheduling import Scheduling
 
 
@@ -106,8 +106,8 @@ class PackedSimulation:
         self.waiting: deque[NativeRequest] = deque()
         self.running: list[NativeRequest] = []
         self.admission_s, self.fresh, self.now = admission_s, 0, 0.0
-        nothing = [math.nan] * len(requests)
-        self.out = SimulationOutcome(self.arrivals.sent, nothing, [*nothing], [r.output for r in requests])
+        unset = [math.nan] * len(requests)
+        self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
         self.steps: list[list[int]] | None = [] if record else None
 
     def run(self) -> SimulationOutcome:
@@ -119,10 +119,10 @@ class PackedSimulation:
                 self.fresh += 1
             sent_back = self.out.preemptions
             plan = self._schedule()
-            settled = self.out.preemptions == sent_back
+            steady = self.out.preemptions == sent_back
             if plan:
-                self._step(plan, settled)
-            elif not settled:
+                self._step(plan, steady)
+            elif not steady:
                 continue
             elif math.isinf(self.arrivals.next):
                 self.out.rejected = self.arrivals.refused
@@ -160,12 +160,12 @@ class PackedSimulation:
         return each if each >= max(counts, default=0) else 0
 
     def _share(self, job: NativeRequest, budget: int, alone: bool) -> int:
-        lacks = job.tokens - job.computed
-        if lacks <= budget:
-            return lacks
+        missing = job.tokens - job.computed
+        if missing <= budget:
+            return missing
         if self.limits.chunked:
             return budget
-        return lacks if alone else 0
+        return missing if alone else 0
 
     def _room(self, job: NativeRequest, n: int, plan: dict[NativeRequest, int]) -> bool:
         while not self._grow(job, n):
@@ -200,7 +200,7 @@ class PackedSimulation:
 
     # ---- iterations --------------------------------------------------------------------------------------------------
 
-    def _step(self, plan: dict[NativeRequest, int], settled: bool) -> None:
+    def _step(self, plan: dict[NativeRequest, int], steady: bool) -> None:
         """Compute ``plan``, and where it is ``settled`` that nobody comes or goes, what follows it."""
         prompts = [(n, job.computed) for job, n in plan.items() if n > 1]
         decoding, k = len(plan) - len(prompts), 1
@@ -209,8 +209,8 @@ class PackedSimulation:
             pads = len(plan) * max(plan.values()) - sum(plan.values()) if self.limits.padded else 0
             seconds = self.costs.mixed(prompts, decoding, cached, pads)
         else:
-            most = self._lasting(plan) if settled and decoding == len(self.running) else 1
-            k, each, slope = pace(self.costs, decoding, cached, most)
+            most = self._lasting(plan) if steady and decoding == len(self.running) else 1
+            k, each, slope = decode_iterations(self.costs, decoding, cached, most)
             if self.limits.continuous and not self.waiting:
                 k = until(self.arrivals.next - self.now, each, slope, k)
             seconds = k * each + slope * (k * (k - 1) / 2)

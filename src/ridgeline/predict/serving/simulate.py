@@ -42,26 +42,26 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
             p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).params
         )
         cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
-    asked = _share(requests(w), e.data_parallel, w)
-    lengths = [r.prompt + r.output for r in asked]
-    surface = Iterations(e, techniques, cluster, engine, (min(r.prompt for r in asked), max(lengths)))
+    arrivals = _share(requests(w), e.data_parallel, w)
+    lengths = [r.prompt + r.output for r in arrivals]
+    surface = Iterations(e, techniques, cluster, engine, (min(r.prompt for r in arrivals), max(lengths)))
     clients = _clients(w, e.data_parallel)
     if engine.name == OWN:
-        sim, space = packed(surface, techniques, w, asked, clients)
+        sim, space = packed(surface, techniques, w, arrivals, clients)
         outcome = sim.run()
-        if outcome.rejected == len(asked):
-            return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
+        if outcome.rejected == len(arrivals):
+            return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
     else:
-        limits, space = limits_of(w, engine, surface, asked)
+        limits, space = limits_of(w, engine, surface, arrivals)
         if min(lengths) + limits.overhead_tokens > limits.cache_tokens:
-            return _infeasible(e, space, cluster, f"{space.said}, no request ({min(lengths)} tokens or more) fits")
-        outcome = Simulation(surface, limits, asked, clients).run()
+            return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
+        outcome = Simulation(surface, limits, arrivals, clients).run()
     metrics = serving_metrics(outcome, w, e, source_of(cluster))
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
     result = assemble(e, metrics, space.peak, cluster)
     if outcome.rejected:
         result.notes.append(
-            f"{outcome.rejected} of {len(asked)} requests are longer than the cache or the context and were rejected"
+            f"{outcome.rejected} of {len(arrivals)} requests are longer than the cache or the context and were rejected"
         )
     sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
@@ -84,25 +84,29 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
 
 
 def packed(
-    surface: Iterations, techniques: Sequence[Technique], w: Serve, asked: Sequence[Arrival], clients: int | None = None
+    surface: Iterations,
+    techniques: Sequence[Technique],
+    w: Serve,
+    arrivals: Sequence[Arrival],
+    clients: int | None = None,
 ) -> tuple[PackedSimulation, Room]:
-    """Ridgeline's own engine as the plan sets it up, about to serve ``asked``, and the pool that it has."""
+    """Ridgeline's own engine as the plan sets it up, about to serve ``arrivals``, and the pool that it has."""
     engine, s = surface.engine, Scheduling()
     s.limits.max_num_seqs, s.limits.max_num_batched_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     for t in techniques:
         t.scheduling(s)
-    s.asked(w)
+    s.take_workload(w)
     space, blocks, longest = pool_room(surface, s, w)
-    return PackedSimulation(surface, s, blocks, longest, asked, clients, engine.request_s, engine.admission_s), space
+    return PackedSimulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s), space
 
 
 def limits_of(
-    w: Serve, engine: EngineCosts, surface: Iterations, asked: Sequence[Arrival]
+    w: Serve, engine: EngineCosts, surface: Iterations, arrivals: Sequence[Arrival]
 ) -> tuple[EngineLimits, Room]:
     """The scheduler's limits: the engine's, as the workload overrides them, and the room for the cache."""
     seqs = w.max_num_seqs or engine.max_num_seqs
     tokens = w.max_num_batched_tokens or engine.max_num_batched_tokens
-    space = room(surface.e, surface, engine, min(tokens, max(r.prompt for r in asked) * seqs))
+    space = room(surface.e, surface, engine, min(tokens, max(r.prompt for r in arrivals) * seqs))
     limits = EngineLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
@@ -115,9 +119,9 @@ def limits_of(
     return limits, space
 
 
-def _share(asked: list[Arrival], replicas: int, w: Serve) -> list[Arrival]:
+def _share(arrivals: list[Arrival], replicas: int, w: Serve) -> list[Arrival]:
     """What the first of several replicas gets, in turns."""
-    return asked if w.concurrency is not None else asked[::replicas]
+    return arrivals if w.concurrency is not None else arrivals[::replicas]
 
 
 def _clients(w: Serve, replicas: int) -> int | None:
@@ -130,12 +134,12 @@ def serving_metrics(o: SimulationOutcome, w: Serve, e: Experiment, source: str) 
     ttft = sorted(o.first[i] - o.arrival[i] for i in served)
     e2e = sorted(o.finish[i] - o.arrival[i] for i in served)
     several = [i for i in served if o.output[i] > 1]
-    pace = {i: (o.finish[i] - o.first[i]) / (o.output[i] - 1) for i in several}
+    tpot = {i: (o.finish[i] - o.first[i]) / (o.output[i] - 1) for i in several}
     span = max(o.finish[i] for i in served) - min(o.arrival[i] for i in served)
     tokens = sum(o.output[i] for i in served)
     n = e.data_parallel
     metrics: dict[str, Metric] = {}
-    for name, values in (("ttft", ttft), ("tpot", sorted(pace.values())), ("e2e", e2e)):
+    for name, values in (("ttft", ttft), ("tpot", sorted(tpot.values())), ("e2e", e2e)):
         if values:
             metrics[f"{name}_s"] = metric(math.fsum(values) / len(values), "s", "lower", source)
             for q in QUANTILES:
@@ -147,7 +151,7 @@ def serving_metrics(o: SimulationOutcome, w: Serve, e: Experiment, source: str) 
             metrics[f"itl_p{q * 100:.0f}_s"] = metric(value, "s", "lower", source)
     good = sum(
         (w.slo_ttft is None or o.first[i] - o.arrival[i] <= w.slo_ttft)
-        and (w.slo_tpot is None or pace.get(i, 0.0) <= w.slo_tpot)
+        and (w.slo_tpot is None or tpot.get(i, 0.0) <= w.slo_tpot)
         for i in served
     )
     metrics |= {

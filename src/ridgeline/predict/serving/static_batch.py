@@ -18,7 +18,7 @@ from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
 
-def predict_generation(e: Experiment, made: list[Technique]) -> Result:
+def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
     """The Result of a generation experiment, already normalized and checked."""
     w = e.workload
     assert isinstance(w, Generate)
@@ -26,16 +26,16 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
     cluster = cluster.model_copy(update={"device": cluster.device.generating()})
     engine = engine_of(e)
     if engine is not None:  # engines compute attention in one kernel whatever the plan says
-        made = as_in_engines(made)
-    prefill = rewritten(prefill_graph(e), e, made)
-    decode = rewritten(decode_graph(e), e, made)
+        techniques = as_in_engines(techniques)
+    prefill = rewritten(prefill_graph(e), e, techniques)
+    decode = rewritten(decode_graph(e), e, techniques)
     steps = decode.decode_steps
     if engine is None:
-        first, each = _plain(prefill, decode, e, made, cluster)
+        first, each = _plain(prefill, decode, e, techniques, cluster)
         waves = 1
     else:
         prefill, decode = fuse(prefill, engine), fuse(decode, engine)
-        first, each, waves = engine_times(e, made, cluster, engine, w)
+        first, each, waves = engine_times(e, techniques, cluster, engine, w)
     total = waves * (first + steps * each)
     produced = e.batch_size * (steps + 1)
     peak = inference_peak(prefill, decode)
@@ -61,7 +61,7 @@ def predict_generation(e: Experiment, made: list[Technique]) -> Result:
 
 
 def _plain(
-    prefill: Graph, decode: Graph, e: Experiment, made: list[Technique], cluster: Cluster
+    prefill: Graph, decode: Graph, e: Experiment, techniques: list[Technique], cluster: Cluster
 ) -> tuple[float, float]:
     """(first token, mean further token) of the torch twin; Simpson's rule over the growing context."""
     w = e.workload
@@ -70,14 +70,14 @@ def _plain(
     if w.output_len < 32:  # the context hardly grows
         return first, middle
     ends = [
-        simulate(rewritten(decode_graph(e, n), e, made), cluster, []).seconds
+        simulate(rewritten(decode_graph(e, n), e, techniques), cluster, []).seconds
         for n in (w.prompt_len + 1, w.prompt_len + w.output_len)
     ]
     return first, (ends[0] + 4 * middle + ends[1]) / 6
 
 
 def engine_times(
-    e: Experiment, made: list[Technique], cluster: Cluster, engine: EngineCosts, w: Generate
+    e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts, w: Generate
 ) -> tuple[float, float, int]:
     """(mean seconds to the first token, mean seconds per further token, waves) of a batch that starts together.
 
@@ -86,7 +86,7 @@ def engine_times(
     batch runs in waves, and the times are those of the first.
     """
     last = w.prompt_len + w.output_len
-    surface = Iterations(e, made, cluster, engine, (w.prompt_len, last))
+    surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, last))
     space = room(e, surface, engine, e.micro_batch_size * w.prompt_len)
     batch = max(1, min(e.micro_batch_size, space.tokens // (w.prompt_len + BLOCK)))
     waves = -(-e.micro_batch_size // batch)

@@ -208,7 +208,7 @@ class _Sweep:
         self.states = 0.0 if g.host_states else sum(s.states * n for s, n in known)
         self.fixed = self.stored + self.states + g.buffers
         self.sharded = any(s.sharded for s, _ in known)
-        self.handed_round = max((o.bytes * (1 + 1 / o.ranks) for b in blocks for o in b.after_update), default=0.0)
+        self.after_update = max((o.bytes * (1 + 1 / o.ranks) for b in blocks for o in b.after_update), default=0.0)
         self._gradients(accumulates)
         self._parameters()
         self._activations(held)
@@ -252,7 +252,7 @@ class _Sweep:
         """Categories and instant of the most that the step needs."""
         self._forward()
         self._backward()
-        self._consider(Instant.UPDATE, "", 0.0, self.all_gradients, 0.0, self.handed_round)
+        self._consider(Instant.UPDATE, "", 0.0, self.all_gradients, 0.0, self.after_update)
         categories = {
             "parameters": self.stored + self.live.gathered,
             "gradients": self.live.gradients,

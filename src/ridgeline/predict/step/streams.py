@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ridgeline.graph.graph import Block, Graph, Op
+from ridgeline.graph.graph import Block, Graph, Op, keep_time
 from ridgeline.graph.schedule import run as run_schedule
 from ridgeline.graph.traffic import step_ops
 from ridgeline.predict.machine import machine
@@ -133,22 +133,15 @@ def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> floa
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
     """Seconds, bound and source of any operator timed alone."""
-    found = _timed.get(id(op))
-    if found is not None and found[0] is op and found[1] is cluster:
-        return found[2]
+    if op.timed is not None and op.timed[0] is cluster:
+        known: Timed = op.timed[1]
+        return known
     if op.kind in COPIES:
         timed = host_time(op, cluster)
     else:
         timed = collective_time(op, cluster) if op.axis else op_time(op, cluster.device)
-    if len(_timed) >= _MOST_TIMED:
-        _timed.clear()
-    _timed[id(op)] = op, cluster, timed
+    keep_time(op, (cluster, timed))  # the step and then its breakdown ask, and a search in every plan that shares it
     return timed
-
-
-_timed: dict[int, tuple[Op, Cluster, Timed]] = {}
-"""Operators of the prediction under way: the step, and then its breakdown, ask for each."""
-_MOST_TIMED = 1024
 
 
 def block_times(b: Block, cluster: Cluster, factors: InStepFactors = ALONE) -> BlockTimes:
@@ -279,7 +272,7 @@ def _fetch(s: Streams, parts: list[tuple[str, float]], name: str, after: float) 
 
 def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors) -> None:
     """The optimizer's operators, on the device or on the host, and what follows them."""
-    begun = s.compute
+    start = s.compute
     for op in update:
         took = seconds_of(op, cluster, factors)
         if op.axis and op.kind not in COPIES:
@@ -289,10 +282,10 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: I
             s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
         else:
             s.run(op.name, "optimizer", took, max(s.clocks["link"], s.clocks["out"]))
-    handed = [(op, b.repeat / g.stages) for b in g.blocks for op in b.after_update]
-    for op, times in [*((op, 1.0) for op in g.after_update), *handed]:
+    gathers = [(op, b.repeat / g.stages) for b in g.blocks for op in b.after_update]
+    for op, times in [*((op, 1.0) for op in g.after_update), *gathers]:
         stream = COPIES.get(op.kind, "link")
-        after = max(s.clocks.values()) if not g.delayed_update else begun
+        after = max(s.clocks.values()) if not g.delayed_update else start
         end = s.send(op.name, times * seconds_of(op, cluster), after, stream)
         s.run(op.name, "optimizer", 0.0, 0.0 if g.delayed_update else end)
 
@@ -369,10 +362,10 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
     """
     device = cluster.device
     sums: dict[tuple[str, str, str, str], list[float]] = {}
-    said: dict[tuple[str, str, str, str], Timed] = {}
+    timed: dict[tuple[str, str, str, str], Timed] = {}
     for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
-        said[key] = one = timed_of(op, cluster)
+        timed[key] = one = timed_of(op, cluster)
         seconds = one.seconds * (1.0 if op.axis else factors.of(op.kind))
         n = count * times
         roof = 0.0 if op.axis else roof_seconds(op, device)
@@ -381,8 +374,8 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
         sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
     rows = [
         Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=s, count=n, flops=flops, bytes=moved,
-            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None, bound=said[key].bound,
-            spread=said[key].spread)
+            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None, bound=timed[key].bound,
+            spread=timed[key].spread)
         for key, (s, n, flops, moved, sent, roof) in sums.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda r: -r.seconds)

@@ -70,8 +70,8 @@ def _lumped(found: dict[str, float], kept: set[str]) -> dict[str, float]:
 
 
 def _bars(plans: Plans, parts: Callable[[Result], dict[str, float]]) -> list[Bar]:
-    made = [(name, r.source, parts(r)) for name, results in plans for r in results]
-    return [(name, source, found) for name, source, found in made if sum(found.values()) > 0]
+    bars = [(name, r.source, parts(r)) for name, results in plans for r in results]
+    return [(name, source, found) for name, source, found in bars if sum(found.values()) > 0]
 
 
 def _chart(

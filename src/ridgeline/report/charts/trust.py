@@ -23,11 +23,11 @@ Value = Callable[[Outcome], tuple[float | None, float | None, float | None, floa
 
 def trust_charts(a: Ablation) -> list[Chart]:
     """One for tokens/s, one for peak memory; only those with both sides."""
-    made = [
+    charts = [
         _chart(a, "trust-speed", "Predicted and measured throughput", "tokens/s", _speed),
         _chart(a, "trust-memory", "Predicted and measured peak memory", "bytes", _memory),
     ]
-    return [c for c in made if c is not None]
+    return [c for c in charts if c is not None]
 
 
 def _speed(o: Outcome) -> tuple[float | None, float | None, float | None, float | None]:

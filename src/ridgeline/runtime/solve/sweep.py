@@ -37,7 +37,7 @@ class Solved:
     rounding."""
 
     @property
-    def said(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, Any]:
         """The damping for a report (JSON has no infinity), and whether nothing could be made up for."""
         if math.isfinite(self.damp):
             return {"damp": self.damp}

@@ -127,9 +127,9 @@ class Cramming(Technique):
         def agree(share: float) -> float:
             if run.world == 1:
                 return share
-            told = torch.tensor(share if run.rank == 0 else 0.0, dtype=torch.float64, device=run.device)
-            dist.all_reduce(told)
-            return float(told)
+            shared = torch.tensor(share if run.rank == 0 else 0.0, dtype=torch.float64, device=run.device)
+            dist.all_reduce(shared)
+            return float(shared)
 
         spending = Spending(budget, count, agree)
         run.hooks.states["budget"] = spending

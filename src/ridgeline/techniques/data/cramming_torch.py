@@ -61,16 +61,16 @@ class Spending:
     """A number of rank 0 on every rank."""
     earlier: float = 0.0
     """Spent before this process."""
-    begun: float | None = None
+    start: float | None = None
     known: tuple[int, float] = (-1, 0.0)
     """The last step that began, and the share that was spent by then."""
 
     @property
     def spent(self) -> float:
         """What is gone now, by this rank's count."""
-        if self.begun is None:
-            self.begun = self.count()
-        return self.earlier + self.count() - self.begun
+        if self.start is None:
+            self.start = self.count()
+        return self.earlier + self.count() - self.start
 
     def share(self, step: int) -> float:
         """Share of the budget that was gone when ``step`` began, in [0, 1]; the same on all ranks."""
@@ -88,7 +88,7 @@ class Spending:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a checkpoint: what was spent stays spent."""
-        self.earlier, self.begun, self.known = float(state["spent"]), None, (-1, 0.0)
+        self.earlier, self.start, self.known = float(state["spent"]), None, (-1, 0.0)
 
 
 def triangle(share: float, top: float) -> float:

@@ -88,17 +88,17 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool) -> None:
         b.forward = _replace(b.forward, old, fused)
         if any(o.name in old_backward for o in b.backward):  # not below the first adapter of a frozen model
             # Five matrix products backward (scores again, dV, dP, dQ, dK) against two forward.
-            back = Op(f"{prefix}.flash.bwd", "attention", "attention", "backward", 2.5 * flops, 2 * elements * width,
+            grad = Op(f"{prefix}.flash.bwd", "attention", "attention", "backward", 2.5 * flops, 2 * elements * width,
                       scores.dtype, shape, causal=masked)  # fmt: skip
-            b.backward = _replace(b.backward, old_backward, back)
+            b.backward = _replace(b.backward, old_backward, grad)
             saved = {k: v for k, v in b.saved.items() if not k.startswith(f"{prefix}.probs")}
             keys = heads * kv_len * dim * width / groups
             for part, kept in (("q", heads * q_len * dim * width), ("k", keys), ("v", keys)):
-                saved[f"{prefix}.{part}"] = Saved(kept, frozenset({back.name}))
+                saved[f"{prefix}.{part}"] = Saved(kept, frozenset({grad.name}))
             context = saved.get(f"{prefix}.context")
-            users = (context.users if context else frozenset()) | {back.name}
+            users = (context.users if context else frozenset()) | {grad.name}
             saved[f"{prefix}.context"] = Saved(float(heads * q_len * dim) * width, users)
-            saved[f"{prefix}.lse"] = Saved(heads * q_len * 4.0, frozenset({back.name}))
+            saved[f"{prefix}.lse"] = Saved(heads * q_len * 4.0, frozenset({grad.name}))
             b.saved = saved
         small = float(heads * q_len * dim) * width
         others = [o for o in b.forward if o.kind == "activation"]

@@ -114,11 +114,11 @@ class SavedLayer:
 def _is_cast(t: Tensor, weights: set[tuple[int, ...]]) -> bool:
     """Whether ``t`` is autocast's low-precision copy of a weight, transposed: trained, or frozen (no history)."""
     base = t if t._base is None else t._base
-    made = base.grad_fn
-    if made is not None:
-        if made.name() != "ToCopyBackward0":
+    node = base.grad_fn
+    if node is not None:
+        if node.name() != "ToCopyBackward0":
             return False
-        return isinstance(getattr(made.next_functions[0][0], "variable", None), nn.Parameter)
+        return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
     return t.ndim == 2 and t.dtype != torch.float32 and t.stride(0) == 1 < t.stride(1) and tuple(t.shape) in weights
 
 

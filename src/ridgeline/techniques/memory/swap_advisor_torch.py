@@ -177,8 +177,8 @@ class Swapper:
         return view
 
     @staticmethod
-    def _released(seen: _Seen, recorder: Recorder) -> None:
-        seen.released = recorder.now
+    def _released(entry: _Seen, recorder: Recorder) -> None:
+        entry.released = recorder.now
 
     def _parameters(self) -> list[Tensor]:
         return [p.to_local() if hasattr(p, "to_local") else p for p in self.root.parameters()]

@@ -133,9 +133,9 @@ def simulate(p: Problem, choice: SwapChoice) -> Simulated:
         s.starts.append(start)
         now = start + took
         for i in leaving.get(op, ()):
-            begun = max(out_free, now)
-            out_free = begun + p.gaps[i].bytes / p.bandwidth
-            s.out[i] = begun, out_free
+            begin = max(out_free, now)
+            out_free = begin + p.gaps[i].bytes / p.bandwidth
+            s.out[i] = begin, out_free
             pending.append(i)
     s.seconds = now
     s.stall = max(0.0, now - sum(p.seconds))
@@ -259,13 +259,13 @@ def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int =
 
     best = min(seeds, key=lambda c: simulate(p, c).cost)
     best_cost = simulate(p, best).cost
-    people = [np.stack([worth, np.full(count, 1.0)]), np.stack([worth, np.full(count, 2.0)])]
-    people += [born() for _ in range(population - 2)]
+    genomes = [np.stack([worth, np.full(count, 1.0)]), np.stack([worth, np.full(count, 2.0)])]
+    genomes += [born() for _ in range(population - 2)]
     idle = 0
     for _ in range(generations):
         before = best_cost
         ranked: list[tuple[tuple[int, float, int], int, np.ndarray]] = []
-        for genome in people:
+        for genome in genomes:
             choice = express(genome)
             cost = simulate(p, choice).cost
             ranked.append((cost, len(ranked), genome))
@@ -276,14 +276,14 @@ def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int =
             break
         ranked.sort(key=lambda r: r[:2])
         parents = [genome for _, _, genome in ranked[: max(2, population // 3)]]
-        people = parents[:2]
-        while len(people) < population:
+        genomes = parents[:2]
+        while len(genomes) < population:
             a, b = (parents[int(k)] for k in rng.integers(0, len(parents), 2))
             child = np.where(rng.random((1, count)) < 0.5, a, b)
             hit = rng.random(child.shape) < 0.15
             child = child + hit * rng.normal(0, [[0.3], [1.0]], child.shape)
             child[1] = np.clip(child[1], 0.0, 8.0)
-            people.append(child)
+            genomes.append(child)
     return _trimmed(p, best)
 
 

@@ -91,12 +91,12 @@ class Residency:
     # ---- one micro-batch ----
 
     def _begin(self, *_: Any) -> None:
-        self._soon(0, 1)
+        self._prefetch_parts(0, 1)
         for name in self.ends:
             self._fetch(name)
             self.here[name]()
 
-    def _soon(self, *indices: int) -> None:
+    def _prefetch_parts(self, *indices: int) -> None:
         """Start reading layers from disk."""
         for i in indices:
             if 0 <= i < len(self.layers) and self.layers[i] not in self.here:
@@ -108,7 +108,7 @@ class Residency:
         self._drop([n for n in self.layers if n not in near])
         for name in near:
             self._fetch(name)
-        self._soon(i + 2 * step)
+        self._prefetch_parts(i + 2 * step)
         self.here[near[0]]()
 
     def _before(self, i: int, *_: Any) -> None:
@@ -120,7 +120,7 @@ class Residency:
         if out.requires_grad:
             out.register_hook(lambda _: self._wanted(i, -1))
             if last:
-                self._soon(i, i - 1)
+                self._prefetch_parts(i, i - 1)
 
     def _tile(self, linear: str, count: int, i: int) -> None:
         """Tile ``i`` is used now."""

@@ -77,7 +77,7 @@ class FusedUpdate:
                 p.register_post_accumulate_grad_hook(self._ready)
         self.inner = run.execute
         run.execute = self.execute
-        run.tell_last(self._hear)
+        run.before_micro_batch(self._on_micro_batch)
         run.gradients.norm = self.norm
 
     @property
@@ -90,7 +90,7 @@ class FusedUpdate:
         """Whether the norm must be known before anything is applied."""
         return self.how == "global" and self.limit > 0
 
-    def _hear(self, last: bool) -> None:
+    def _on_micro_batch(self, last: bool) -> None:
         self.last = last
 
     def execute(self, micros: list[Micro], factor: float) -> Tensor:

@@ -80,7 +80,7 @@ class IntegerUpdates:
         run = self.run
         self._generator = torch.Generator("cpu" if run.device.type == "meta" else run.device)
         self._place: dict[IntegerWeight, int] = {}
-        run.tell_last(self._hear)
+        run.before_micro_batch(self._on_micro_batch)
         run.hooks.before_step.append(self._begin)
         inner = run.gradients.norm
 
@@ -113,7 +113,7 @@ class IntegerUpdates:
     def _begin(self, step: int) -> None:
         self.step, self.squares = step, 0.0
 
-    def _hear(self, last: bool) -> None:
+    def _on_micro_batch(self, last: bool) -> None:
         self.last = last
 
     @torch.no_grad()

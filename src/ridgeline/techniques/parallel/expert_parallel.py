@@ -109,10 +109,10 @@ class ExpertParallel(Technique):
                 ops = [_fewer(op, d, experts, rows) for op in getattr(b, direction)]
                 setattr(b, direction, _sent(ops, size, d, stride, direction))
             if self.capacity is None:
-                tell = Op("mlp.dispatch.counts", "communication", "alltoall", bytes=8.0 * total, link_bytes=8.0 * total,
+                sent = Op("mlp.dispatch.counts", "communication", "alltoall", bytes=8.0 * total, link_bytes=8.0 * total,
                           dtype="int64", ranks=d, axis="ep", stride=stride)  # fmt: skip
                 first = next(i for i, op in enumerate(b.forward) if op.kind == "alltoall")
-                b.forward.insert(first, tell)
+                b.forward.insert(first, sent)
 
         return g.each_block(divide, layers_only=True)
 

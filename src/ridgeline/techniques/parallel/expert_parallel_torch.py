@@ -68,8 +68,8 @@ class TokenExchange:
         order = expert.argsort(stable=True)
         out = experts(arrived[order], by_rank.sum(0).tolist())
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        back: Tensor = _AllToAll.apply(out[place], received, sent, self.group)  # type: ignore[no-untyped-call]
-        return back
+        returned: Tensor = _AllToAll.apply(out[place], received, sent, self.group)  # type: ignore[no-untyped-call]
+        return returned
 
     def _bounded(self, experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
         d, total = self.group.size(), len(counts)
@@ -85,5 +85,5 @@ class TokenExchange:
         by_expert = arrived.view(d, held, room, -1).transpose(0, 1).reshape(arrived.shape)
         out = experts(by_expert, [d * room] * held)
         by_rank = out.view(held, d, room, -1).transpose(0, 1).reshape(out.shape)
-        back = _AllToAll.apply(by_rank, block, block, self.group)  # type: ignore[no-untyped-call]
-        return rows.new_zeros(rows.shape).index_copy(0, kept.nonzero().flatten(), back[slots].to(rows.dtype))
+        returned = _AllToAll.apply(by_rank, block, block, self.group)  # type: ignore[no-untyped-call]
+        return rows.new_zeros(rows.shape).index_copy(0, kept.nonzero().flatten(), returned[slots].to(rows.dtype))

@@ -119,10 +119,10 @@ class PipelineParallel(Technique):
         layers = e.model.num_layers + e.model.encoder_layers
         self.needs(layers >= stages, f"{layers} layers do not fill {stages} stages", f"use at most {layers} stages")
         if self.layers is not None:
-            said = " + ".join(str(n) for n in self.layers)
+            counts = " + ".join(str(n) for n in self.layers)
             self.needs(
                 len(self.layers) == stages and sum(self.layers) == layers and min(self.layers) > 0,
-                f"layers {said} are not {layers} layers in {stages} stages",
+                f"layers {counts} are not {layers} layers in {stages} stages",
                 f"give {stages} numbers that add up to {layers}, or drop layers",
             )
         if self.schedule == "interleaved":

@@ -155,9 +155,9 @@ def _exchange(g: Graph, elements: float, c: int, stride: int) -> None:
             split_saved(b, ["attention.k", "attention.v"], c)
         core = next(o for o in b.forward if o.name == core.name)
         b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "forward", core))
-        back = next((o for o in b.backward if o.name in ("attention.flash.bwd", "attention.scores.dk")), None)
-        if back is not None:
-            b.backward.append(ring("attention.exchange_again", "backward", back))
-            b.backward.append(ring("attention.exchange_grads", "backward", back, wide))
+        attention = next((o for o in b.backward if o.name in ("attention.flash.bwd", "attention.scores.dk")), None)
+        if attention is not None:
+            b.backward.append(ring("attention.exchange_again", "backward", attention))
+            b.backward.append(ring("attention.exchange_grads", "backward", attention, wide))
 
     g.each_block(pass_round, layers_only=True)

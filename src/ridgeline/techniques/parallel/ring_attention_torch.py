@@ -131,11 +131,11 @@ class Documents:
         ring, length = self.ring, self.numbers.shape[1]
         of = [zigzag(length, ring.ranks, r).to(like.device) for r in (ring.rank, (ring.rank - step) % ring.ranks)]
         mine, theirs = of[0][rows], of[1][keys]
-        seen = self.numbers[:, mine, None] == self.numbers[:, None, theirs]
+        visible = self.numbers[:, mine, None] == self.numbers[:, None, theirs]
         if step == 0:
-            seen = seen & (mine[:, None] >= theirs)
-        bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
-        return bias.masked_fill_(~seen, torch.finfo(like.dtype).min / 2).unsqueeze(1)
+            visible = visible & (mine[:, None] >= theirs)
+        bias = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+        return bias.masked_fill_(~visible, torch.finfo(like.dtype).min / 2).unsqueeze(1)
 
 
 class _RingAttention(torch.autograd.Function):

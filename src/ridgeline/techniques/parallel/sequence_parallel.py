@@ -54,8 +54,8 @@ class SequenceParallel(Technique):
         g.residual /= t
         size = g.residual * t
         for b in g.blocks:
-            b.forward = _gathered([_rewritten(op, t) for op in b.forward], _ENTRANCES, size, t, "forward")
-            b.backward = _gathered([_rewritten(op, t) for op in b.backward], _EXITS, size, t, "backward")
+            b.forward = _gathered([_rewritten(op, t) for op in b.forward], _INPUTS, size, t, "forward")
+            b.backward = _gathered([_rewritten(op, t) for op in b.backward], _OUTPUTS, size, t, "backward")
             b.backward += _regathers(b, size, t)
             for name, saved in b.saved.items():
                 norm = name.endswith("norm.stats") and "attention." not in name
@@ -79,10 +79,10 @@ def _rewritten(op: Op, t: int) -> Op:
     return split_bytes(op, t) if outside and not op.axis else op
 
 
-_ENTRANCES = {"attention": ("attention.q_proj",), "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.router"),
+_INPUTS = {"attention": ("attention.q_proj",), "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.router"),
               "head": ("head.out",)}  # fmt: skip
 """The first operator of each part that reads the whole sequence."""
-_EXITS = {"attention": ("attention.o_proj",), "mlp": ("mlp.down_proj", "mlp.combine"), "embed": ("embed.tokens",)}
+_OUTPUTS = {"attention": ("attention.o_proj",), "mlp": ("mlp.down_proj", "mlp.combine"), "embed": ("embed.tokens",)}
 """The layers whose output is scattered: their gradient arrives in parts."""
 
 

@@ -105,13 +105,13 @@ class ShardedUpdate:
         self._use(own=True)
 
     def _divide(self, among: Callable[[str], Among | None]) -> None:
-        run, made = self.run, dict[tuple[str, bool], Unit]()
+        run, units = self.run, dict[tuple[str, bool], Unit]()
         pairs: dict[nn.Parameter, nn.Parameter] = {}
         for name, p in run.root.named_parameters():
             ranks = among(name) if p.requires_grad else None
             if ranks is None:
                 continue
-            unit = made.setdefault((part_name(name), ranks.experts), Unit(ranks))
+            unit = units.setdefault((part_name(name), ranks.experts), Unit(ranks))
             own = pairs[p] = self._own(p, ranks)
             unit.whole.append(p)
             unit.own.append(own)
@@ -119,7 +119,7 @@ class ShardedUpdate:
             p.register_post_accumulate_grad_hook(self._ready)
             wide = run.update.masters.pop(p)
             run.update.masters[own] = _rows(wide, ranks.shards).clone()
-        self.units = list(made.values())[::-1]  # as backward comes to them
+        self.units = list(units.values())[::-1]  # as backward comes to them
         for module in run.root.modules():
             for leaf, p in module.named_parameters(recurse=False):
                 if p in pairs:
@@ -233,8 +233,8 @@ class ShardedUpdate:
             own.grad = placed(part, own)
         else:
             local(own.grad).add_(part)
-        for tell in (own._post_accumulate_grad_hooks or {}).values():
-            tell(own)
+        for hook in (own._post_accumulate_grad_hooks or {}).values():
+            hook(own)
 
     # ---- after the update ----
 

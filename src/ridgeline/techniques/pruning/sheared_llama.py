@@ -69,13 +69,13 @@ class ShearedLLaMA(Technique):
         """The shape must be smaller, made of whole groups, and one that the configuration can say."""
         m = e.model
         self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
-        asked = {
+        shape = {
             "layers": (self.layers, m.num_layers), "hidden": (self.hidden, m.hidden_size),
             "heads": (self.heads, m.num_heads), "intermediate": (self.intermediate, m.intermediate_size),
         }  # fmt: skip
-        for name, (left, whole) in asked.items():
+        for name, (left, whole) in shape.items():
             self.needs(left <= whole, f"{name}={left} exceeds the {whole} of {m.name}", f"use at most {whole}")
-        self.needs(any(0 < left < whole for left, whole in asked.values()), f"that is the shape of {m.name} already",
+        self.needs(any(0 < left < whole for left, whole in shape.values()), f"that is the shape of {m.name} already",
                    "give a smaller one, such as intermediate=" + str(m.intermediate_size // 2))  # fmt: skip
         share = m.num_heads // m.num_kv_heads
         self.needs(self.heads % share == 0, f"heads={self.heads} is not made of whole groups of {share}",

@@ -61,4 +61,4 @@ class SparseGPT(Pruning):
             assert solved.keep is not None
             layer.weight = solved.weight
             prune(layer, solved.keep)
-            layer.said.update(solved.said)
+            layer.notes.update(solved.notes)

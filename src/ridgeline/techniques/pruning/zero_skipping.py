@@ -95,8 +95,8 @@ class ZeroSkipping(Technique):
             for module in list(run.model.modules()):
                 if isinstance(module, MLP) and isinstance(module.down_proj, nn.Linear):
                     module.down_proj = SkippingLinear(module.down_proj, self.threshold, self.rows, inner, self.most)  # type: ignore[assignment]
-            run.said["skipped_inner_flops"] = lambda: inner.share
+            run.metrics["skipped_inner_flops"] = lambda: inner.share
         if self.attention:
             keys = Tally()
             run.model.set_attention(skipping_attention(self.probability, self.block, keys))
-            run.said["skipped_attention_flops"] = lambda: keys.share
+            run.metrics["skipped_attention_flops"] = lambda: keys.share

@@ -84,9 +84,9 @@ def skipping_attention(threshold: float, block: int, tally: Tally) -> AttentionB
         padded = F.pad(weights.amax(2), (0, -total % block)).view(batch, groups, -1, block)
         keep = (padded.amax(-1) > threshold).repeat_interleave(block, 2)[..., :total]
         rows = weights.shape[2]
-        seen = int(keep.sum())
-        tally.add(2 * batch * groups * rows * total * width, 2 * rows * width * (batch * groups * total - seen))
-        if seen == keep.numel():
+        kept = int(keep.sum())
+        tally.add(2 * batch * groups * rows * total * width, 2 * rows * width * (batch * groups * total - kept))
+        if kept == keep.numel():
             return torch.matmul(weights, v).view(batch, heads, length, width)
         out = torch.empty(batch, groups, rows, width, dtype=v.dtype, device=v.device)
         for b in range(batch):

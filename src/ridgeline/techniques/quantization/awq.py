@@ -60,24 +60,24 @@ class AWQ(WeightOnly):
         from ridgeline.runtime.solve.fold import fold, readers, unfoldable
         from ridgeline.runtime.solve.statistics import Gram
 
-        moments: dict[str, Gram] = {}
+        grams: dict[str, Gram] = {}
         sums: dict[str, Tensor] = {}
 
         def visit(site: str, x: Tensor) -> None:
-            if site not in moments:
-                moments[site], sums[site] = Gram(x.shape[-1]), torch.zeros(x.shape[-1])
-            moments[site].add(x)
+            if site not in grams:
+                grams[site], sums[site] = Gram(x.shape[-1]), torch.zeros(x.shape[-1])
+            grams[site].add(x)
             sums[site] += x.abs().reshape(-1, x.shape[-1]).sum(0)
 
         job.observe(visit)
-        for site, gram in moments.items():
+        for site, gram in grams.items():
             if why := unfoldable(job.block, site):
-                job.said[site] = f"not scaled: {why}"
+                job.notes[site] = f"not scaled: {why}"
                 continue
             weight = torch.cat([linear.weight for linear in readers(job.block, site)])
             power, scale = self.search(weight, gram.value, sums[site] / gram.rows, grid)
             fold(job.block, site, scale)
-            job.said[site] = {"power": power}
+            job.notes[site] = {"power": power}
 
     def search(self, weight: Tensor, gram: Tensor, mean: Tensor, grid: Grid) -> tuple[float, Tensor]:
         """(the power, the scales [in]) of least layer error for ``weight`` [out, in] under H, from mean |x| [in]."""

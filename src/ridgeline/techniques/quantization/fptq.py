@@ -104,7 +104,7 @@ class FPTQ(WeightOnly):
                 fold(job.block, site, scale)
                 code, how = InputCode(INPUT_BITS, float((peak / scale).max()) / top), "equalized, static"
             decided[f"layers.{job.index}.{site}"] = code
-            job.said[site] = {"largest": largest, "inputs": how}
+            job.notes[site] = {"largest": largest, "inputs": how}
 
 
 def equalizer(peak: Tensor) -> Tensor:

@@ -58,4 +58,4 @@ class GPTQ(WeightOnly):
         solved = sweep(weight, site.gram, fitted, None if keep is None else Given(keep), self.act_order, self.damp,
                        self.block)  # fmt: skip
         packed = fitted.pack(solved.weight)
-        store(site, packed, **solved.said)
+        store(site, packed, **solved.notes)

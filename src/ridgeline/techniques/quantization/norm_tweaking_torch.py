@@ -74,4 +74,4 @@ def tweak(job: BlockJob, distance: Distance, lr: float, passes: int, size: int) 
         with torch.no_grad():
             for p, old in zip(chosen, before, strict=True):
                 p.copy_(old)
-    job.said["norm_tweaking"] = {"before": start, "after": end, "kept": kept}
+    job.notes["norm_tweaking"] = {"before": start, "after": end, "kept": kept}

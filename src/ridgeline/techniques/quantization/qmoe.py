@@ -130,4 +130,4 @@ class QMoE(Technique):
         rows = len(weights[0])
         for i, (site, s) in enumerate(zip(sites, solved, strict=True)):
             own = record.rows(i * rows, (i + 1) * rows)
-            store(site, own, found[i * rows : (i + 1) * rows], **s.said, rounded=site.tokens < self.min_tokens)
+            store(site, own, found[i * rows : (i + 1) * rows], **s.notes, rounded=site.tokens < self.min_tokens)

@@ -64,11 +64,11 @@ class QuantEase(WeightOnly):
         """Weights shrink; those that are kept aside are added at run time, by value, row and column."""
 
         def add(b: Block) -> None:
-            aside = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
+            extra = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
             for p in b.params:
-                p.bytes_per_element += self.outliers * _HELD if p.name in aside else 0.0
-            b.forward = [changed(o, bytes=o.bytes + aside[o.param], weight_bytes=o.weight_bytes + aside[o.param])
-                         if o.param in aside else o for o in b.forward]  # fmt: skip
+                p.bytes_per_element += self.outliers * _HELD if p.name in extra else 0.0
+            b.forward = [changed(o, bytes=o.bytes + extra[o.param], weight_bytes=o.weight_bytes + extra[o.param])
+                         if o.param in extra else o for o in b.forward]  # fmt: skip
 
         g = super().rewrite(g, e)
         return g.each_block(add, layers_only=True) if self.outliers else g
@@ -95,15 +95,15 @@ class QuantEase(WeightOnly):
         keep, grid = site.keeps(), run.affine(self.bits, self.group_size, self.symmetric, self.mse)
         # Both solvers take inputs that are never active out; the grids that they fit must agree on that.
         weight = site.together().masked_fill(site.gram.diagonal() == 0, 0)
-        start, said = None, {}
+        start, notes = None, {}
         if self.start == "gptq":
             rest, support = weight, None if keep is None else Given(keep)
             if self.outliers:  # which are not to be made up for
                 count = round(self.outliers * (weight.shape[1] if self.structured else weight.numel()))
                 rest = weight - largest(weight.t(), count, self.structured).t()
             solved = sweep(rest, site.gram, grid.fit(rest), support, act_order=True, damp=self.damp)
-            start, said = solved.weight, solved.said
+            start, notes = solved.weight, solved.notes
         found = descend(weight, site.gram, grid, start, keep, self.passes, self.outliers, self.structured)
         packed = found.fitted.pack(found.on_grid, found.outliers)
         assert isinstance(packed, Packed)
-        store(site, packed, objective=[found.errors[0], found.errors[-1]], **said)
+        store(site, packed, objective=[found.errors[0], found.errors[-1]], **notes)

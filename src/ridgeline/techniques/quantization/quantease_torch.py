@@ -66,20 +66,20 @@ def descend(
 
     count = round(outliers * (width if structured else w.numel()))
     stored = torch.float16 if grid_dtype(grid) is None else grid_dtype(grid)
-    aside = largest(w, count, structured) if count else torch.zeros_like(w)
-    fitted = grid.fit((w - aside)[back].t().contiguous())
-    q = (w - aside).clone() if start is None else start.t()[order].contiguous()
+    sparse = largest(w, count, structured) if count else torch.zeros_like(w)
+    fitted = grid.fit((w - sparse)[back].t().contiguous())
+    q = (w - sparse).clone() if start is None else start.t()[order].contiguous()
     if mask is not None:
         q.mul_(mask)
     step = 1 / (2 * _largest_eigenvalue(s)) if count else 0.0
-    errors = [] if start is None else [_error(w - aside - q, s)]
+    errors = [] if start is None else [_error(w - sparse - q, s)]
     u = torch.empty_like(q[0])
     for it in range(passes):
         last = it == passes - 1
         if count and last:
-            aside = aside.to(stored).to(aside.dtype)  # as stored, so that the last pass corrects for it
+            sparse = sparse.to(stored).to(sparse.dtype)  # as stored, so that the last pass corrects for it
         relax = start is None and it % 3 == 1 and it <= RELAXED_UNTIL and not last
-        r = s @ (w - aside - q)
+        r = s @ (w - sparse - q)
         for a in range(0, width, block):
             b = min(a + block, width)
             delta = torch.zeros(b - a, w.shape[1], dtype=w.dtype, device=w.device)
@@ -97,18 +97,18 @@ def descend(
             if b < width:
                 r[b:].addmm_(s[b:, a:b], delta, alpha=-1)
         if not relax:
-            errors.append(_error(w - aside - q, s))
+            errors.append(_error(w - sparse - q, s))
         if count and not last:
-            gradient = s @ (q + aside - w)
-            moved = aside - 2 * step * gradient
-            aside = largest(moved if mask is None else moved * mask, count, structured)
+            gradient = s @ (q + sparse - w)
+            moved = sparse - 2 * step * gradient
+            sparse = largest(moved if mask is None else moved * mask, count, structured)
     record = None
     if count:
-        kept_aside = aside[back].t().contiguous()
-        index = kept_aside.view(-1).nonzero().squeeze(1)
-        record = PackedOutliers(index.to(torch.int32), kept_aside.view(-1)[index].to(stored))
+        stored_outliers = sparse[back].t().contiguous()
+        index = stored_outliers.view(-1).nonzero().squeeze(1)
+        record = PackedOutliers(index.to(torch.int32), stored_outliers.view(-1)[index].to(stored))
     on_grid = q[back].t().contiguous()
-    found = on_grid + aside[back].t() if count else on_grid
+    found = on_grid + sparse[back].t() if count else on_grid
     return Descended(on_grid, found, fitted, record, tuple(errors))
 
 

@@ -73,7 +73,7 @@ class SmoothInt8(WeightOnly):
 
         for site, peak in job.peaks.items():
             if why := unfoldable(job.block, site):
-                job.said[site] = f"not smoothed: {why}"
+                job.notes[site] = f"not smoothed: {why}"
                 continue
             largest = torch.stack([linear.weight.abs().amax(0) for linear in readers(job.block, site)]).amax(0)
             scale = peak.pow(self.alpha) / largest.clamp_min(1e-5).pow(1 - self.alpha)

@@ -135,8 +135,8 @@ def _checkpoint_dtype(e: Experiment) -> str:
     if not file.is_file():
         return e.dtype
     config = json.loads(file.read_text(encoding="utf-8"))
-    said = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(said, "fp32")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(dtype, "fp32")
 
 
 def packed(

@@ -79,11 +79,11 @@ class MultiAdapter(Technique):
             (rows, n, k), r = op.shape, self.rank
             dtype = "bf16" if op.dtype in ("fp8", "int8") else op.dtype
             width = DTYPE_BYTES[dtype]
-            asked = self.adapters * (1 - (1 - 1 / self.adapters) ** rows)
+            loaded = self.adapters * (1 - (1 - 1 / self.adapters) ** rows)
             for name, wide, deep in (("lora_a", r, k), ("lora_b", n, r)):
-                moved = (rows * (wide + deep) + asked * wide * deep) * width
+                moved = (rows * (wide + deep) + loaded * wide * deep) * width
                 out.append(Op(f"{op.name}.{name}", op.module, "gemm", flops=2.0 * rows * wide * deep, bytes=moved,
-                              dtype=dtype, shape=(rows, wide, deep), experts=asked))  # fmt: skip
+                              dtype=dtype, shape=(rows, wide, deep), experts=loaded))  # fmt: skip
                 b.params.append(Param(f"{op.name}.{name}", float(self.adapters * wide * deep), dtype, False, width))
             out.append(Op(f"{op.name}.lora_add", op.module, "copy", bytes=3.0 * rows * n * width, dtype=dtype))
         b.forward = out

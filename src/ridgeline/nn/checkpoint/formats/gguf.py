@@ -54,12 +54,12 @@ def their_name(ours: str) -> str:
     return f"blk.{layer}.{_NAMES[inner]}.{kind}"
 
 
-def _turned(spec: ModelSpec, ours: str, rows: int, back: bool = False) -> Tensor | None:
+def _turned(spec: ModelSpec, ours: str, rows: int, inverse: bool = False) -> Tensor | None:
     """The order of a weight's (or bias's) rows in the file, or back; None: as they are."""
     if _ARCHITECTURES[spec.family] != "llama" or (".q_proj." not in ours and ".k_proj." not in ours):
         return None
     order = torch.arange(rows).view(-1, 2, spec.head_dim // 2).transpose(1, 2).reshape(-1)
-    return torch.argsort(order) if back else order
+    return torch.argsort(order) if inverse else order
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -244,6 +244,6 @@ def load_gguf(file: Path, dtype: torch.dtype = torch.float32) -> Transformer:
         if theirs is None:
             raise UserError(f"tensor {their_name(name)!r} is missing in {file}", "download or write it again")
         data = torch.from_numpy(np.array(gguf.quants.dequantize(theirs.data, theirs.tensor_type)))
-        order = _turned(spec, name, parameter.shape[0], back=True)
+        order = _turned(spec, name, parameter.shape[0], inverse=True)
         assign(parameter, data.view(parameter.shape) if order is None else data.view(parameter.shape)[order])
     return model
