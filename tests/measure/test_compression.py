@@ -228,7 +228,7 @@ def test_command_line(bench, tmp_path):
 
     def run(*args):
         command = [sys.executable, "-m", "ridgeline", *map(str, args)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
 
     made = run("compress", path, "--with", "gptq:bits=4,group_size=32", "--calib", bench.text, "--samples", 4,
                "--seq-len", 32, "--out", tmp_path / "c4")  # fmt: skip

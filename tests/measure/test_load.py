@@ -88,7 +88,8 @@ def test_arrivals_are_those_that_a_prediction_assumes(server):
     asked = requests(w)
     assert [(r.prompt_len, r.output_len) for r in d.records] == [(a.prompt, a.output) for a in asked]
     assert [r.intended - d.began for r in d.records] == pytest.approx([a.arrival for a in asked])
-    assert stats(server)["prompts"][-50:] == [a.prompt for a in asked], "and the server got prompts of that length"
+    # Requests milliseconds apart may overtake each other on a busy machine.
+    assert sorted(stats(server)["prompts"][-50:]) == sorted(a.prompt for a in asked), "the server got these lengths"
     assert [r.output_tokens for r in d.records] == [a.output for a in asked]
 
 

@@ -48,7 +48,7 @@ def serve(folder, plan, *more):
     (folder / "prompts.json").write_text(json.dumps(PROMPTS))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path("src").resolve())}
     run = subprocess.run([sys.executable, "-c", SERVE, str(folder), plan, *more], capture_output=True, text=True,
-                         timeout=120, env=environment)  # fmt: skip
+                         timeout=600, env=environment)  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -70,7 +70,7 @@ def test_a_dead_rank_is_named_with_its_signal_and_step(number, status, corpus):
 def test_a_stuck_rank_times_out_with_the_operation_and_the_step(corpus):
     e = experiment(corpus, "zero", ranks=2, steps=100_000)
     with pytest.raises(JobFailed) as failure:
-        run_job(train_job(e, TrainOptions(timeout=6)), act_at(2, lambda: worker(1).suspend()))
+        run_job(train_job(e, TrainOptions(timeout=20)), act_at(2, lambda: worker(1).suspend()))
     assert failure.value.status == "timeout"
     said = failure.value.reason
     assert re.search(r"rank 0 waited in vain in (all_gather|reduce_scatter|all_reduce)\w* \(step \d+, ", said), said

@@ -91,7 +91,7 @@ run_job(job, lambda message: message.get("step") == 2 and print("two steps", flu
     assert len({p.ppid() for p in ranks}) == 1
     parent.kill()
     parent.wait()
-    assert not psutil.wait_procs(ranks, timeout=60)[1]
+    assert not psutil.wait_procs(ranks, timeout=300)[1]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are forked on Linux only")
@@ -169,7 +169,7 @@ def file(corpus, tmp_path):
 
 def ridgeline(*args, **more):
     return subprocess.run(
-        [sys.executable, "-m", "ridgeline", *map(str, args)], capture_output=True, text=True, timeout=120, **more
+        [sys.executable, "-m", "ridgeline", *map(str, args)], capture_output=True, text=True, timeout=600, **more
     )
 
 
@@ -189,7 +189,7 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(file, tmp_p
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=300)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors
         return json.loads(said)
@@ -222,7 +222,7 @@ def test_torchrun_starts_the_ranks_too(file, corpus, tmp_path):
     def torchrun(*args):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         return subprocess.run(
-            [*command, "-m", "ridgeline", "train", str(file), *args], capture_output=True, text=True, timeout=120,
+            [*command, "-m", "ridgeline", "train", str(file), *args], capture_output=True, text=True, timeout=600,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
@@ -249,7 +249,7 @@ def test_torchrun_on_two_machines(file, corpus, tmp_path):
                          env={**os.environ, "OMP_NUM_THREADS": "1"})
         for _ in range(2)
     ]  # fmt: skip
-    said = [agent.communicate(timeout=240) for agent in agents]
+    said = [agent.communicate(timeout=600) for agent in agents]
     assert [a.returncode for a in agents] == [0, 0], said
     results = [json.loads(out) for out, _ in said if out.strip()]
     assert len(results) == 1, "rank 0 prints the result"

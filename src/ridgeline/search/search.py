@@ -51,8 +51,10 @@ Shape = tuple[int, Set, Set]
 """Index of the base experiment, mesh and shape."""
 
 
-def search(question: Question, workers: int = 2, progress: Progress | None = None, any_will_do: bool = False) -> Answer:
-    """Search the space of plans for the question's goal; with ``any_will_do`` stop at the first feasible plan."""
+def search(
+    question: Question, workers: int = 2, progress: Progress | None = None, first_feasible: bool = False
+) -> Answer:
+    """Search the space of plans for the question's goal; with ``first_feasible`` stop at the first feasible plan."""
     start = time.perf_counter()
     bases = [b for c in sub_clusters(question.cluster, question.goal == "cost") for b in _bases(question, c)]
     settled = settle(question, bases[0])
@@ -61,8 +63,8 @@ def search(question: Question, workers: int = 2, progress: Progress | None = Non
     shapes = [(i, mesh, shape) for i, space in enumerate(spaces) for mesh in space.combinations("mesh")
               for shape in space.combinations("shape")]  # fmt: skip
     shapes.sort(key=lambda s: sum(t.phase == "recompute" for t in s[2]))
-    workers = 1 if any_will_do else max(1, min(workers, len(shapes) // 8))
-    run = partial(_walk, question, bases, spaces, any_will_do=any_will_do)
+    workers = 1 if first_feasible else max(1, min(workers, len(shapes) // 8))
+    run = partial(_walk, question, bases, spaces, first_feasible=first_feasible)
     found = Found()
     if workers == 1:
         found.merge(run(shapes, progress=progress))
@@ -125,7 +127,7 @@ def _nodes(
 
 
 def _walk(
-    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], any_will_do: bool = False,
+    q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], first_feasible: bool = False,
     progress: Progress | None = None,
 ) -> Found:  # fmt: skip
     """The nodes in order of their bounds; once a bound is out of reach, so are all after it."""
@@ -141,7 +143,7 @@ def _walk(
         _expand(q, bases[node.base], spaces[node.base], node, found)
         if progress:
             progress(done + 1, len(nodes))
-        if any_will_do and found.kinds:
+        if first_feasible and found.kinds:
             break
     return found
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
@@ -33,6 +34,8 @@ from ridgeline.spec.experiment import Experiment
 
 WAIT = timedelta(seconds=60)
 """How long a rank waits for another within a step."""
+START = timedelta(minutes=10)
+"""How long a rank waits for the others to start: on a busy machine an import takes minutes."""
 
 
 class RankLost(RuntimeError):
@@ -128,7 +131,10 @@ def join(meet: Path, rank: int, ranks: int) -> torch.device:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    dist.init_process_group("nccl" if gpu else "gloo", f"file://{meet}", timeout=WAIT, rank=rank, world_size=ranks)
+    store = FileStore(str(meet), ranks)
+    store.set(f"rank {rank} is here", "")
+    store.wait([f"rank {i} is here" for i in range(ranks)], START)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, timeout=WAIT, rank=rank, world_size=ranks)
     return device
 
 
