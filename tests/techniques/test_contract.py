@@ -45,6 +45,7 @@ def test_card_is_complete(name):
         assert option["type"] != "value", f"option {option['name']} has no plain type"
     assert cls.rewrite is not Technique.rewrite
     real = (
+        (cls.apply, Technique.apply),
         (cls.build, Technique.build),
         (cls.compress, Technique.compress),
         (cls.serve, Technique.serve),

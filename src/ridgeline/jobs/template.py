@@ -40,7 +40,7 @@ _LARGEST = 1 << 20
 class ForkedRank:
     """A running rank: the part of :class:`subprocess.Popen` that a launcher needs."""
 
-    def __init__(self, template: Template, pid: int, stdout: TextIO | None) -> None:
+    def __init__(self, template: RankTemplate, pid: int, stdout: TextIO | None) -> None:
         self.template, self.pid, self.stdout = template, pid, stdout
 
     @property
@@ -78,7 +78,7 @@ class ForkedRank:
         self.send_signal(signal.SIGKILL)
 
 
-class Template:
+class RankTemplate:
     """The process that ranks are forked from; it ends with this one, and its ranks with it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -125,7 +125,7 @@ class Template:
         return answer
 
 
-_templates: dict[tuple[int, tuple[tuple[str, str], ...]], Template] = {}
+_templates: dict[tuple[int, tuple[tuple[str, str], ...]], RankTemplate] = {}
 """By this process, as a fork of it must not share them, and by what libraries read when they are loaded."""
 
 
@@ -140,7 +140,7 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
     key = (os.getpid(), tuple(read_early))
     template = _templates.get(key)
     if template is None or template.process.poll() is not None:
-        template = _templates[key] = Template(environment)
+        template = _templates[key] = RankTemplate(environment)
     read, write = os.pipe() if pipe else (-1, os.dup(sink.fileno()))
     try:
         pid = template.fork(file, mode, environment, write, sink.fileno())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ridgeline.graph.graph import Graph
     from ridgeline.runtime.compress_build import CompressBuild
     from ridgeline.runtime.serve_build import ServeBuild
-    from ridgeline.runtime.train_build import TrainBuild
+    from ridgeline.runtime.train_build import Build, TrainBuild
     from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.scheduling import Scheduling
 
@@ -217,17 +217,21 @@ class Technique(BaseModel):
         """The analytic side: a pass over the graph. Must not change ``e``; may change and return ``g``."""
         raise NotImplementedError
 
-    def build(self, run: TrainBuild) -> None:
-        """The real side: act on the engine's builder."""
+    def apply(self, run: Build) -> None:
+        """The real side of what acts on the model alone: the same in every engine."""
         raise NotImplementedError
+
+    def build(self, run: TrainBuild) -> None:
+        """The real side in training: act on the engine's builder; where the model is enough, :meth:`apply`."""
+        self.apply(run)
 
     def scheduling(self, s: Scheduling) -> None:
         """What the technique changes about scheduling in task serve, real and simulated."""
 
     def serve(self, run: ServeBuild) -> None:
-        """The real side in task serve, beside :meth:`scheduling`; where neither differs, :meth:`build`."""
+        """The real side in task serve, beside :meth:`scheduling`; where neither differs, :meth:`apply`."""
         if type(self).scheduling is Technique.scheduling:
-            self.build(run)  # type: ignore[arg-type]  # serving techniques touch only what every Build has
+            self.apply(run)
 
     def compress(self, run: CompressBuild) -> None:
         """The real side in task compress: register with the layer-wise driver."""

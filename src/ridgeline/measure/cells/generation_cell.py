@@ -99,7 +99,7 @@ def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Te
     model.requires_grad_(False)
     run = Build(e, model, device)
     for technique in techniques:
-        technique.build(run)  # type: ignore[arg-type]  # generation techniques touch only what Build has
+        technique.apply(run)
     return run
 
 

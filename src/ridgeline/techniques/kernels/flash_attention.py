@@ -57,7 +57,7 @@ class FlashAttention(Technique):
         causal = e.model.causal and not masked
         return g.each_block(lambda b: _fuse(b, groups, batch, causal), layers_only=True)
 
-    def build(self, run: Build) -> None:
+    def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""
         run.model.set_attention(run.fused_attention)
 

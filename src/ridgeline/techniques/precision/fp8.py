@@ -12,7 +12,7 @@ from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.train_build import Build, TrainBuild
 
 COMPACT_BYTES = 5.0
 """Optimizer bytes per element with fp8 states: fp16 master, fp8 first moment, fp16 second moment."""
@@ -81,10 +81,9 @@ class FP8(Technique):
                    " tensor does not know its scale", fix)  # fmt: skip
             refuse(self, e, "optimizer", "states=true cannot be used with {other}, which keeps them in fp32", fix)
 
-    def build(self, run: Build) -> None:
-        """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
+    def apply(self, run: Build) -> None:
+        """Swap the linear layers."""
         from ridgeline.nn.quant.quantized import replace_linears
-        from ridgeline.runtime.train_build import TrainBuild
         from ridgeline.techniques.precision.fp8_linear_torch import StoredFp8Linear, use_fp8
 
         if not run.experiment.is_training:
@@ -93,8 +92,10 @@ class FP8(Technique):
             replace_linears(run.model, StoredFp8Linear)
             return
         use_fp8(run.model)
-        if not isinstance(run, TrainBuild):
-            return
+
+    def build(self, run: TrainBuild) -> None:
+        """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
+        self.apply(run)
         if self.gradients:
             from ridgeline.techniques.precision.fp8_torch import sum_bucket
 

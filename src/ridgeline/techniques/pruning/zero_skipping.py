@@ -83,7 +83,7 @@ class ZeroSkipping(Technique):
         read = weights * min(1.0, rows * (1 - self.zeros))  # every row its own stretches
         return changed(op, flops=op.flops * (1 - self.zeros), bytes=op.bytes - weights + read)
 
-    def build(self, run: Build) -> None:
+    def apply(self, run: Build) -> None:
         """Transpose the last projections and count what they skip."""
         from torch import nn
 

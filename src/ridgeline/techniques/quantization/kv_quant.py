@@ -59,7 +59,7 @@ class KVQuant(Technique):
             return g.each_block(lambda b: _expand(b, e, each, wide, self.dtype), layers_only=True)
         return g.each_block(lambda b: _narrow(b, each / wide, self.dtype), layers_only=True)
 
-    def build(self, run: Build) -> None:
+    def apply(self, run: Build) -> None:
         """Have generation make its caches of codes."""
         from ridgeline.nn.quant.quantized_kv import CodedCache
 

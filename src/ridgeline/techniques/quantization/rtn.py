@@ -89,7 +89,7 @@ class RTN(WeightOnly):
 
         return g.each_block(quantize, layers_only=True)
 
-    def build(self, run: Build) -> None:
+    def apply(self, run: Build) -> None:
         """Replace the linears of every block by integer codes; where nothing trains, by those of the fast kernels."""
         if not run.experiment.is_training:
             packed(run, self.card.name, self.bits, self.group_size, self.symmetric, codes_dense=True, mse=self.mse)

@@ -59,7 +59,7 @@ class WeightOnly(Technique):
         """One weight format at a time."""
         return self.card.owns | {"weights"}
 
-    def build(self, run: Build) -> None:
+    def apply(self, run: Build) -> None:
         """A compressed checkpoint's layers hold their codes already; random weights get codes of the same form."""
         packed(run, self.card.name, self.bits, self.group_size, self.symmetric)
 

@@ -25,6 +25,10 @@ class Format(Protocol):
 
     name: str
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Format:
+        """A reader for a ``quantization_config`` of this method."""
+
     def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
         """The tensors that stand for ``module.weight``. Raises :class:`UserError` for what the format cannot say."""
 
@@ -66,6 +70,5 @@ def reader(config: dict[str, Any] | None) -> Format | None:
     method = str(config.get("quant_method", ""))
     for kind in formats().values():
         if method == kind.name:
-            made: Format = kind.from_config(config)  # type: ignore[attr-defined]
-            return made
+            return kind.from_config(config)
     raise UserError(f"checkpoints of quant_method {method!r} are not read", f"read: {', '.join(formats())}")
