@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline import experiments
+from ridgeline import catalog, experiments
 from ridgeline.docs.__main__ import pages
 from ridgeline.docs.effects import Effects
 from ridgeline.docs.measured import from_ablation, from_compression, from_rows
@@ -68,8 +68,8 @@ def effects():
 def test_every_technique_has_a_page_that_the_catalog_links():
     made = pages()
     assert {f"techniques/{name}.md" for name in registry()} == {n for n in made if n.startswith("techniques/")}
-    catalog = made["catalogue.md"]()
-    assert all(f"](techniques/{name}.md)" in catalog for name in registry())
+    index = made["catalogue.md"]()
+    assert all(f"](techniques/{name}.md)" in index for name in registry())
 
 
 def test_a_page_has_claim_prediction_measurement_and_options(effects):
@@ -136,3 +136,12 @@ def test_results_are_found_by_their_plans():
     ]
     assert not list(from_compression({"dense_part": part}, "awq"))
     assert not list(from_ablation(rows, "lora"))
+
+
+def test_the_feature_list_names_every_technique():
+    text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+    table = text.partition("## Techniques")[2].partition("\n## ")[0]
+    assert {n for n in re.findall(r"`(\w+)`", table) if n in registry()} == set(registry())
+    assert f"| **Techniques** | {len(registry())}," in text
+    assert f"{len(catalog.models())} models" in text
+    assert f"{len(catalog.devices())} devices" in text
