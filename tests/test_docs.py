@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from ridgeline import catalog, experiments
+from ridgeline.cli.base import app
 from ridgeline.docs.__main__ import pages
 from ridgeline.docs.effects import Effects
 from ridgeline.docs.measured import from_ablation, from_compression, from_rows
@@ -145,3 +147,27 @@ def test_the_feature_list_names_every_technique():
     assert f"| **Techniques** | {len(registry())}," in text
     assert f"{len(catalog.models())} models" in text
     assert f"{len(catalog.devices())} devices" in text
+    assert f" {len(registry())} techniques " in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands():
+    """(page, words) of every ``ridgeline …`` line in a block of code."""
+    for page in PAGES:
+        for block in re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = line.removeprefix("$ ").partition(" #")[0].split()
+                if words[:1] == ["ridgeline"] and "|" not in words:
+                    yield page.name, words[1:]
+
+
+def test_commands_in_the_documentation_exist_with_their_options():
+    known = typer.main.get_command(app).commands
+    seen = 0
+    for page, (name, *words) in commands():
+        assert name in known, f"{page}: ridgeline {name}"
+        options = {o for p in known[name].params for o in (*p.opts, *p.secondary_opts)}
+        used = {w.partition("=")[0] for last, w in zip(["", *words], words, strict=False)
+                if re.match(r"--?[a-z]", w) and last != "--with"}  # fmt: skip
+        assert used <= options, f"{page}: ridgeline {name}: {sorted(used - options)}"
+        seen += 1
+    assert seen > 50
