@@ -63,8 +63,14 @@ def _paper(text: str) -> str:
 def _options(c: dict[str, Any]) -> str:
     if not c["options"]:
         return f"None: write `{c['name']}`."
-    rows = [[f"`{o['name']}`", o["type"].replace("|", "or"), f"`{o['default']}`", o["help"]] for o in c["options"]]
+    rows = [[f"`{o['name']}`", o["type"].replace("|", "or"), _default(o["default"]), o["help"]] for o in c["options"]]
     return _table("| option | type | default | meaning |", rows)
+
+
+def _default(value: Any) -> str:
+    """As a plan writes it; nothing where there is none."""
+    text = "+".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
+    return f"`{text}`" if text else ""
 
 
 def _company(name: str, pairs: list[Pair], c: dict[str, Any]) -> str:
