@@ -45,9 +45,9 @@ lint: setup
 
 docs: setup
 	$(BIN)/python -m ridgeline.docs
-	@if test -x $(BIN)/mkdocs; then $(BIN)/mkdocs build; \
+	@if test -x $(BIN)/mkdocs; then $(BIN)/mkdocs build --strict; \
 	else echo "mkdocs is not installed: $(BIN)/pip install -c constraints.txt -e '.[docs]', then make docs"; fi
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/techniques
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,14 +1,22 @@
-"""The documentation's links and pages exist, and the examples can be predicted."""
+"""What the documentation links and names exists, and its numbers come from the code and from results."""
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+import typer
 
-from ridgeline import experiments
+from ridgeline import catalog, experiments
+from ridgeline.cli.base import app
+from ridgeline.docs.__main__ import pages
+from ridgeline.docs.effects import Effects
+from ridgeline.docs.measured import from_ablation, from_compression, from_rows
 from ridgeline.predict import predict
+from ridgeline.report.units import metric, size, times
+from ridgeline.techniques.registry import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -41,3 +49,125 @@ def test_the_planned_example_fits():
     e = experiments.load(ROOT / "examples" / "llama2-70b-64xa100.toml")
     assert e.cluster.size == 64
     assert predict(e).status == "ok"
+
+
+def test_the_api_reference_names_what_is_there():
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    assert len(named) == len(set(named)) > 20
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        assert pkgutil.resolve_name(f"{module}:{attribute}").__doc__, name
+
+
+# ---- a page per technique -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def effects():
+    return Effects(ROOT)
+
+
+def test_every_technique_has_a_page_that_the_catalog_links():
+    made = pages()
+    assert {f"techniques/{name}.md" for name in registry()} == {n for n in made if n.startswith("techniques/")}
+    index = made["catalogue.md"]()
+    assert all(f"](techniques/{name}.md)" in index for name in registry())
+
+
+def test_a_page_has_claim_prediction_measurement_and_options(effects):
+    page = pages()["techniques/lora.md"]()
+    assert registry()["lora"].card.claim in page
+    assert all(f"| {e.source} | {e.setting} | {e.says} |" in page for e in effects.of("lora"))
+    assert all(f"| `{option}` |" in page for option in registry()["lora"].model_fields)
+
+
+def test_effects_name_what_is_there(effects):
+    known = set(registry())
+    data = effects.data
+    assert {x["technique"] for x in data["claim"] + data["measured"]} | set(data["options"]) | set(
+        data["instead"]
+    ) <= known
+    for setting in data["setting"].values():
+        experiments.make(setting["model"], setting["on"], dict(setting["workload"]), setting["beside"])
+    for c in data["claim"]:
+        experiments.make(c["model"], c["on"], dict(c["workload"]), c["plan"])
+        assert c["technique"] in {call.partition(":")[0] for call in c["plan"]}
+
+
+@pytest.mark.parametrize("name", sorted({m["technique"] for m in Effects(ROOT).data["measured"]}))
+def test_measured_effects_are_read(effects, name):
+    rows = list(effects._measured(name))
+    wanted = [m for m in effects.data["measured"] if m["technique"] == name]
+    assert len(rows) >= len(wanted)
+    for m in wanted:
+        assert any(m["file"] in r.setting and r.says.endswith(m["says"]) for r in rows)
+
+
+def test_a_prediction_on_a_page_is_the_prediction(effects):
+    """With against without, beside the techniques that the row names."""
+    (row,) = [e for e in effects.of("recompute") if e.source == "predicted"]
+    s = effects.data["setting"]["train"]
+    a, b = (predict(experiments.make(s["model"], s["on"], dict(s["workload"]), plan))
+            for plan in (s["beside"], [*s["beside"], "recompute"]))  # fmt: skip
+    old, new = (r.metrics["tokens_per_s"] for r in (a, b))
+    assert f"{times(new.value / old.value)} tokens/s ({metric(old.value, old.unit)} → " in row.says
+    assert f"({size(a.peak_bytes)} → {size(b.peak_bytes)})" in row.says
+    assert all(f"`{call}`" in row.setting for call in (*s["beside"], "recompute"))
+
+
+def test_what_was_not_measured_is_said(effects):
+    quiet = next(n for n in registry() if not list(effects._measured(n)))
+    assert effects.of(quiet)[-1].says == "not measured"
+
+
+def test_results_are_found_by_their_plans():
+    rows = {"model": "m", "rows": [
+        {"method": name, "plan": plan, "step_s": {"measured": t, "predicted": 2.0}, "held_out_loss": {"after": 3.0},
+         "peak_bytes": {"measured": m, "predicted": m}}
+        for name, plan, t, m in (("plain", [], 1.0, 100), ("small", ["lora:rank=4"], 0.5, 40),
+                                 ("both", ["lora:rank=4", "recompute"], 0.75, 10))
+    ]}  # fmt: skip
+    ((setting, says),) = from_rows(rows, "lora")
+    assert (setting, says.split("<br>")[0]) == ("small against plain, m", "0.500× step time (predicted 1.00×)")
+    ((setting, says),) = from_rows(rows, "recompute")
+    assert (setting, says.split("<br>")[1]) == ("both against small, m", "0.250× peak (predicted 0.250×)")
+    part = {"rows": {"x": {"plan": ["wanda"], "against_dense": {"value": 1.1, "low": 1.05, "high": 1.2},
+                           "bits_per_weight": 16.0}}}  # fmt: skip
+    assert list(from_compression({"dense_part": part}, "wanda")) == [
+        ("perplexity, dense part", "`wanda`: +10.00 % [+5.00, +20.00], 16.00 bits per weight")
+    ]
+    assert not list(from_compression({"dense_part": part}, "awq"))
+    assert not list(from_ablation(rows, "lora"))
+
+
+def test_the_feature_list_names_every_technique():
+    text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+    table = text.partition("## Techniques")[2].partition("\n## ")[0]
+    assert {n for n in re.findall(r"`(\w+)`", table) if n in registry()} == set(registry())
+    assert f"| **Techniques** | {len(registry())}," in text
+    assert f"{len(catalog.models())} models" in text
+    assert f"{len(catalog.devices())} devices" in text
+    assert f" {len(registry())} techniques " in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands():
+    """(page, words) of every ``ridgeline …`` line in a block of code."""
+    for page in PAGES:
+        for block in re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = line.removeprefix("$ ").partition(" #")[0].split()
+                if words[:1] == ["ridgeline"] and "|" not in words:
+                    yield page.name, words[1:]
+
+
+def test_commands_in_the_documentation_exist_with_their_options():
+    known = typer.main.get_command(app).commands
+    seen = 0
+    for page, (name, *words) in commands():
+        assert name in known, f"{page}: ridgeline {name}"
+        options = {o for p in known[name].params for o in (*p.opts, *p.secondary_opts)}
+        used = {w.partition("=")[0] for last, w in zip(["", *words], words, strict=False)
+                if re.match(r"--?[a-z]", w) and last != "--with"}  # fmt: skip
+        assert used <= options, f"{page}: ridgeline {name}: {sorted(used - options)}"
+        seen += 1
+    assert seen > 50

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.docs import FLOORS, SOURCE, imported
+from ridgeline.docs.architecture import FLOORS, SOURCE, imported
 
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -273,7 +273,7 @@ def test_failed_write_keeps_the_old_profile(tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "config" / "devices").iterdir()] == ["local.toml"]
 
 
-def test_a_calibrated_profile_goes_before_the_catalogue(tmp_path, monkeypatch):
+def test_a_calibrated_profile_goes_before_the_catalog(tmp_path, monkeypatch):
     monkeypatch.setenv("RIDGELINE_HOME", str(tmp_path))
     plain = catalog.device("h100-sxm")
     tuned = plain.model_copy(update={"source": "calibrated here", "memory_bandwidth": 3.2e12})

@@ -46,7 +46,7 @@ def test_exact_counts_are_held_exactly():
         assert catalog.published(name) == (count, 0.0)
 
 
-def test_size_of_the_catalogue():
+def test_size_of_the_catalog():
     names = catalog.models()
     assert len(names) == len(set(names)) >= 50
     assert {"llama-tiny", "llama-mini", "mixtral-tiny", "gpt2-tiny", "bert-tiny"} <= set(names)
@@ -156,7 +156,7 @@ def test_paths_resolve_to_their_config(tmp_path):
     assert catalog.model(str(directory / "config.json")).hidden_size == 16
 
 
-def test_a_catalogue_name_wins_over_a_directory(tmp_path, monkeypatch):
+def test_a_catalog_name_wins_over_a_directory(tmp_path, monkeypatch):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.chdir(tmp_path)

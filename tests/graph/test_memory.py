@@ -23,7 +23,7 @@ def test_parameters_of_every_family(spec, twins):
 
 
 @pytest.mark.parametrize("name", catalog.models())
-def test_parameters_of_every_catalogue_model(name):
+def test_parameters_of_every_catalog_model(name):
     spec = catalog.model(name)
     for dtype, width in (("fp32", 4), ("bf16", 2)):
         workload = {"kind": "pretrain", "seq_len": 8, "batch_size": 1, "dtype": dtype}

@@ -194,7 +194,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("plan", TOGETHER, ids="+".join)
-def test_techniques_together_on_the_whole_catalogue(plan):
+def test_techniques_together_on_the_whole_catalog(plan):
     for name in catalog.models():
         length = min(512, catalog.model(name).max_positions)
         r = predict(experiments.make(name, "8xa100", {"kind": "pretrain", "seq_len": length}, plan))

@@ -99,10 +99,17 @@ def test_command_line(package):
 
 
 def test_documentation(package):
-    page = run(package, "-c", "from ridgeline.docs import catalogue_markdown as page; print(page())")
-    assert "## `dummy` — A dummy" in page
-    assert "`kilobytes`" in page
-    assert page.count("`dummy`") >= 3  # its heading, and a row and a column of the matrix
+    ask = (
+        "from ridgeline.docs.catalog_page import catalog_markdown;"
+        "from ridgeline.docs.technique_page import technique_markdown;"
+        "from ridgeline.techniques.matrix import support_matrix; pairs = support_matrix();"
+        "print(technique_markdown('dummy', pairs, [])); print(catalog_markdown(pairs))"
+    )
+    pages = run(package, "-c", ask)
+    assert "# `dummy`: A dummy" in pages
+    assert "`kilobytes`" in pages
+    assert "[`dummy`](techniques/dummy.md)" in pages
+    assert pages.count("| `dummy` |") == 2  # a row and a column of the matrix
 
 
 def test_generic_tests(package):

@@ -15,10 +15,10 @@ from ridgeline.spec.errors import unknown
 def report(
     what: Annotated[str, typer.Argument(help="Stored id, result file or ablation file.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file; its suffix chooses the format.")] = None,
-    format: Annotated[str | None, typer.Option(help="html, md, csv or json.")] = None,
+    format: Annotated[str | None, typer.Option(help="html, md, csv or json; svg: the chart of an ablation.")] = None,
     json: Json = False,
 ) -> None:
-    """Write a stored result or ablation as HTML, Markdown, CSV or JSON (Markdown to standard output by default)."""
+    """Write a stored result or ablation as HTML, Markdown, CSV, JSON or SVG (default: Markdown on standard output)."""
     from ridgeline.report.export import FORMATS, export
 
     chosen = "json" if json else format or (out.suffix.lstrip(".") if out and out.suffix else "md")

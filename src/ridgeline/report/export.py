@@ -1,4 +1,4 @@
-"""Results and ablations as files: HTML, Markdown, CSV, JSON."""
+"""Results and ablations as files: HTML, Markdown, CSV, JSON, and the picture of an ablation as SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ridgeline.spec.ablation import Ablation
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Result
 
-FORMATS = ("html", "md", "csv", "json")
+FORMATS = ("html", "md", "csv", "json", "svg")
 
 
 def load_any(path: Path) -> Result | Ablation:
@@ -38,8 +38,20 @@ def export(what: Result | Ablation, format: str, out: Path | None) -> str | None
         else:
             result_html(what, out)
         return None
-    text = what.to_json() if format == "json" else to_csv(what) if format == "csv" else to_markdown(what)
+    text = _text(what, format)
     if out is None:
         return text
     write_atomic(out, text)
     return None
+
+
+def _text(what: Result | Ablation, format: str) -> str:
+    if format == "svg":
+        from ridgeline.report.charts.svg import ablation_svg
+
+        if not isinstance(what, Ablation):
+            raise UserError(
+                "an SVG is drawn of an ablation, and this is one result", "write it as html, which has charts"
+            )
+        return ablation_svg(what)
+    return what.to_json() if format == "json" else to_csv(what) if format == "csv" else to_markdown(what)

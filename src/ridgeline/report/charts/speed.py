@@ -96,13 +96,13 @@ def _bullets(
         "data": data,
         "layout": layout(
             rows_height(len(names)),
-            xaxis=axis(title, range=[0, 1.08 * _farthest(values, guesses, above)], ticksuffix=suffix),
+            xaxis=axis(title, range=[0, 1.08 * farthest(values, guesses, above)], ticksuffix=suffix),
             yaxis=plans_axis(names),
         ),
     }
 
 
-def _farthest(values: list[float | None], guesses: list[float | None], above: list[float]) -> float:
+def farthest(values: list[float | None], guesses: list[float | None], above: list[float]) -> float:
     """The end of the axis: past every bar and diamond; intervals more than twice as long run out of the picture."""
     known = [v for v in (*values, *guesses) if v is not None and math.isfinite(v)]
     largest = max(known, default=1.0) or 1.0

@@ -1,19 +1,13 @@
-"""``python -m ridgeline.docs`` writes the generated pages: ``catalogue.md`` from the technique cards and the support
-matrix, ``architecture.md`` from the packages and their imports."""
+"""The architecture page: the packages, their imports and what each is for, read from the source files."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from ridgeline.techniques.cards import cards, unpredicted
-from ridgeline.techniques.matrix import Pair, support_matrix
-
-SOURCE = Path(__file__).parent
+SOURCE = Path(__file__).parents[1]
 FLOORS = [
     ("spec", "catalog"),
     ("report", "jobs", "data"),
@@ -22,63 +16,9 @@ FLOORS = [
     ("techniques",),
     ("predict", "train", "compress", "serve"),
     ("search", "measure", "validate"),
-    ("cli",),
+    ("cli", "docs"),
 ]
 """The packages, lowest floor first: none imports one on a higher floor (a test)."""
-
-
-def catalogue_markdown() -> str:
-    """The technique catalog and the support matrix as one Markdown page."""
-    found = cards()
-    parts = [
-        "# Technique catalog",
-        "Generated from the cards in `ridgeline/techniques`. Claims are the papers' own, on the papers' hardware.",
-        *(_card(c) for c in found),
-        "# Support matrix",
-        "Every pair either has a passing parity test (✓), can be predicted but not yet run (○), or is refused with a"
-        " reason (✗).",
-        _matrix(support_matrix(), {c["name"]: set(c["tasks"]) for c in found}),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _card(c: dict[str, Any]) -> str:
-    contract = f"lossless (same loss within {c['tolerance']:g})" if c["lossless"] else f"lossy: {c['quality']}"
-    lines = [
-        f"## `{c['name']}` — {c['title']}",
-        "",
-        c["summary"],
-        "",
-        f"- **Paper:** {c['paper']}. **Claim:** {c['claim']}",
-        f"- **Tasks:** {', '.join(c['tasks'])}. **Phase:** {c['phase']}. **Place:** {c['taxonomy']}",
-        f"- **Contract:** {contract}",
-        *([] if c["runs"] else ["- **State:** predicted only; not yet run"]),
-        *(f"- **Predicted as without it** in {tasks}: {why}" for why, tasks in unpredicted(c).items()),
-    ]
-    if c["options"]:
-        lines += ["", "| option | type | default | meaning |", "|---|---|---|---|"]
-        for o in c["options"]:
-            kind = o["type"].replace("|", "or")  # a bar would end the cell
-            lines.append(f"| `{o['name']}` | {kind} | `{o['default']}` | {o['help']} |")
-    return "\n".join(lines)
-
-
-def _matrix(pairs: list[Pair], tasks: dict[str, set[str]]) -> str:
-    names = sorted({p.a for p in pairs} | {p.b for p in pairs})
-    status = {frozenset((p.a, p.b)): p for p in pairs}
-    lines = ["| | " + " | ".join(f"`{n}`" for n in names) + " |", "|---" * (len(names) + 1) + "|"]
-    for a in names:
-        marks = []
-        for b in names:
-            p = status.get(frozenset((a, b))) if a != b else None
-            marks.append("" if p is None else p.mark)
-        lines.append(f"| `{a}` | " + " | ".join(marks) + " |")
-    refused = [p for p in pairs if p.status == "refused"]
-    together = [p for p in refused if tasks[p.a] & tasks[p.b]]
-    lines += ["", *(f"- `{p.a}` × `{p.b}`: {p.reason}" for p in together)]
-    if len(together) < len(refused):
-        lines.append("- The other pairs marked ✗ have no task in common.")
-    return "\n".join(lines)
 
 
 def architecture_markdown() -> str:
@@ -93,13 +33,14 @@ def architecture_markdown() -> str:
     ]
     for room in (room for floor in reversed(FLOORS) for room in floor):
         inner = sorted(f.parent for f in (SOURCE / room).glob("*/__init__.py"))
-        parts += [f"## `{room}`", _summary(SOURCE / room)]
+        parts += [f"## `{room}`", summary(SOURCE / room)]
         if inner:
-            parts.append("\n".join(f"- `{f.name}`: {_summary(f)}" for f in inner))
+            parts.append("\n".join(f"- `{f.name}`: {summary(f)}" for f in inner))
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(package: Path) -> str:
+def summary(package: Path) -> str:
+    """The first paragraph of a package's docstring, as Markdown."""
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split()).replace("``", "`")
 
@@ -140,16 +81,3 @@ def _picture() -> str:
                      f' {size} lines</text>')  # fmt: skip
     tall = 40 + len(FLOORS) * (height + gap)
     return f'<svg viewBox="0 0 740 {tall}" font-family="sans-serif">\n' + "\n".join(lines) + "\n</svg>"
-
-
-def main() -> None:
-    """Write the pages below the current directory's ``docs``, or in the directory given."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("docs")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, page in (("catalogue.md", catalogue_markdown), ("architecture.md", architecture_markdown)):
-        (folder / name).write_text(page(), encoding="utf-8")
-        print(f"wrote {folder / name}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

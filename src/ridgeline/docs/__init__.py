@@ -1,0 +1,1 @@
+"""Generated documentation: technique pages, catalog, support matrix, architecture."""
