@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch.distributed.rendezvous import rendezvous
 
 from ridgeline.jobs.launch import free_port, rank_environment
 from ridgeline.runtime.mesh import Mesh
@@ -131,7 +131,7 @@ def join(meet: Path, rank: int, ranks: int) -> torch.device:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    store = FileStore(str(meet), ranks)
+    store, rank, ranks = next(rendezvous(f"file://{meet}", rank, ranks))
     store.set(f"rank {rank} is here", "")
     store.wait([f"rank {i} is here" for i in range(ranks)], START)
     dist.init_process_group("nccl" if gpu else "gloo", store=store, timeout=WAIT, rank=rank, world_size=ranks)
