@@ -38,6 +38,12 @@ class ScheduleTimes:
     """Per rank, every action with its start; empty where the steady state was extrapolated."""
 
 
+def idle_share(schedule: str, ranks: int, micros: int, chunks: int = 1) -> float:
+    """Idle time of a rank over its work where all stages take equally long and sends nothing (arXiv:2104.04473, section
+    2.2); for zero_bubble a lower bound."""
+    return 0.0 if schedule == "zero_bubble" else (ranks - 1) / (micros * chunks)
+
+
 @lru_cache(maxsize=4096)
 def actions(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1) -> tuple[Action, ...]:
     """The actions of one rank, in order.

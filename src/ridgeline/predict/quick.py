@@ -29,7 +29,9 @@ class Quick:
     blocked: str = ""
     """Why it cannot run although its tensors fit (no room for one request's cache)."""
     complete: bool = True
-    """Whether the peak is that of the step; False: the states alone exceed the device, and nothing else was sized."""
+    """Whether the peak is that of the step; False: a lower bound of it exceeds the device already."""
+    states_fit: bool = True
+    """Whether the states alone are within the device's memory."""
     floor: float = 0.0
     """Seconds that no other placement of the same states goes below: computation without communication and update."""
 
@@ -67,10 +69,17 @@ def _places(t: Technique) -> bool:
     return PHASES.index(t.phase) >= PHASES.index("shard")
 
 
-def quick(e: Experiment, techniques: list[Technique], always: bool = False, prepared: Graph | None = None) -> Quick:
+def quick(
+    e: Experiment,
+    techniques: list[Technique],
+    always: bool = False,
+    prepared: Graph | None = None,
+    activations: float = 0.0,
+) -> Quick:
     """Predict a normalized, checked experiment. Times are left out when it does not fit, unless ``always``.
 
-    ``prepared`` is the graph that :func:`prepare` made for it; it is not changed.
+    ``prepared`` is the graph that :func:`prepare` made for it; it is not changed. ``activations``: bytes of them and of
+    temporaries that are known to be there at one instant.
     """
     if not e.is_training:
         r = predict(e)
@@ -79,8 +88,8 @@ def quick(e: Experiment, techniques: list[Technique], always: bool = False, prep
         return Quick(values, {m.category: m.bytes for m in r.memory}, e.cluster.device.memory_bytes, blocked)
     parts = segments(e, techniques)
     if len(parts) > 1:
-        return _mean([(share, _quick(part, techniques, always, None)) for share, part in parts])
-    return _quick(e, techniques, always, prepared)
+        return _mean([(share, _quick(part, techniques, always, None, 0.0)) for share, part in parts])
+    return _quick(e, techniques, always, prepared, activations)
 
 
 def _mean(found: list[tuple[float, Quick]]) -> Quick:
@@ -98,7 +107,9 @@ def _mean(found: list[tuple[float, Quick]]) -> Quick:
     return Quick(metrics, out.peak, out.limit, out.blocked, floor=sum(share * one.floor for share, one in found))
 
 
-def _quick(e: Experiment, techniques: list[Technique], always: bool, prepared: Graph | None) -> Quick:
+def _quick(
+    e: Experiment, techniques: list[Technique], always: bool, prepared: Graph | None, activations: float
+) -> Quick:
     cluster = rank_cluster(e)
     g = prepared.copy() if prepared else prepare(e, techniques)
     for t in techniques:
@@ -107,10 +118,13 @@ def _quick(e: Experiment, techniques: list[Technique], always: bool, prepared: G
     g.close()
     device = cluster.device
     if not always:
-        held = resident(g)
-        least = {**held, "framework": device.reserved_bytes}
+        least = {**resident(g), "framework": device.reserved_bytes}
+        states_fit = sum(least.values()) <= device.memory_bytes
+        if states_fit and activations:
+            least |= {"gradients": 0.0, "activations": activations}
         if sum(least.values()) > device.memory_bytes:
-            return Quick({"peak_bytes": sum(least.values())}, least, device.memory_bytes, complete=False)
+            return Quick({"peak_bytes": sum(least.values())}, least, device.memory_bytes, complete=False,
+                         states_fit=states_fit)  # fmt: skip
     update = update_ops(g, e)
     peak = with_overheads(training_peak(g), e)
     categories = {**peak.categories, "framework": device.reserved_bytes}

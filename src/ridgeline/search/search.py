@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing import get_context
 
 from ridgeline.graph import Graph
+from ridgeline.graph.schedule import idle_share
 from ridgeline.predict.interval import STEP
 from ridgeline.predict.quick import Quick, computation, prepare, quick, split
 from ridgeline.search.found import Answer, Found, Tried, share
@@ -43,8 +44,6 @@ SLACK = 1.1
 
 SEEDS = 6
 """Nodes that are looked at first."""
-NEAR = 0.7
-"""Below this share of the fastest plan's time, a bound rules nothing out: it is not computed."""
 
 Progress = Callable[[int, int], None]
 Shape = tuple[int, Set, Set]
@@ -176,7 +175,10 @@ def _place(
 ) -> None:
     """The placements of one split into stages: those that offload come last."""
     everything = q.goal == "memory"
-    floor = kept = 0.0  # least seconds of any of them; bytes that only offloading moves
+    floor = node.bound  # least seconds of any of them
+    if prepared and (pipe := prepared.pipeline):
+        floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
+    timed_floor = kept = 0.0  # the same of those that were timed; bytes that only offloading moves
     fits = False
     for done, placement in enumerate(placements):
         if floor > SLACK * found.fastest and not everything:
@@ -204,12 +206,12 @@ def _place(
             found.refuse(refused, 1)
             continue
         weight = q.weight(base.cluster)
-        bounds = not floor and q.training and NEAR * found.fastest < node.bound
-        timed = quick(e, techniques, always=bounds, prepared=prepared)
-        floor = floor or timed.floor * weight
-        if not offloads(placement):
+        timed = quick(e, techniques, prepared=prepared, activations=0.0 if offloads(placement) else kept)
+        timed_floor = timed_floor or timed.floor * weight
+        floor = max(floor, timed_floor)
+        if not offloads(placement) and timed.complete:
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
-        if not timed.complete:
+        if not timed.states_fit:
             found.too_large.add(kind)
         if _judge(q, e, timed, found):
             fits = True
