@@ -28,6 +28,7 @@ from ridgeline.search.space import (
     batches,
     candidate,
     micro_batches,
+    moves_activations,
     offloads,
     refusal,
     slots,
@@ -178,7 +179,8 @@ def _place(
     floor = node.bound  # least seconds of any of them
     if prepared and (pipe := prepared.pipeline):
         floor *= 1 + idle_share(pipe.schedule, pipe.degree, prepared.accumulation, pipe.chunks)
-    timed_floor = kept = 0.0  # the same of those that were timed; bytes that only offloading moves
+    timed_floor = 0.0  # the same of those that were timed
+    saved = kept = 0.0  # bytes of activations, and with temporaries
     fits = False
     for done, placement in enumerate(placements):
         if floor > SLACK * found.fastest and not everything:
@@ -206,10 +208,12 @@ def _place(
             found.refuse(refused, 1)
             continue
         weight = q.weight(base.cluster)
-        timed = quick(e, techniques, prepared=prepared, activations=0.0 if offloads(placement) else kept)
+        stay = 0.0 if moves_activations(placement) else saved if offloads(placement) else kept
+        timed = quick(e, techniques, prepared=prepared, activations=stay)
         timed_floor = timed_floor or timed.floor * weight
         floor = max(floor, timed_floor)
         if not offloads(placement) and timed.complete:
+            saved = max(saved, timed.peak.get("activations", 0.0))
             kept = max(kept, timed.peak.get("activations", 0.0) + timed.peak.get("temporaries", 0.0))
         if not timed.states_fit:
             found.too_large.add(kind)

@@ -92,6 +92,11 @@ def offloads(placement: Set) -> int:
     return sum(t.phase == "offload" for t in placement)
 
 
+def moves_activations(placement: Set) -> bool:
+    """Whether saved activations go somewhere else than the device's memory."""
+    return any("activations" in t.parts for t in placement)
+
+
 def with_settled(base: Experiment, chosen: Set, settled: Set) -> Set:
     """``chosen`` and those of ``settled`` that ``check`` accepts beside it."""
     for t in settled:
