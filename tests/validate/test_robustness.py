@@ -1,5 +1,6 @@
 """Measured data as the world writes it: every known device and family, odd spellings, and broken files."""
 
+import csv
 import json
 import math
 
@@ -18,6 +19,7 @@ from ridgeline.validate import training_rows as training
 from ridgeline.validate.csv_table import BadCell, CsvRow, read_table
 from ridgeline.validate.run import run
 from ridgeline.validate.score import baseline
+from ridgeline.validate.validation_report import rows_csv
 
 DEVICES = [
     "a100-40g-sxm", "a100-80g-sxm", "a100-80g-pcie", "a800-80g", "h100-sxm", "h100-pcie", "h100-96g-hbm2e-500w",
@@ -303,3 +305,17 @@ def test_experts_on_ranks_of_their_own_are_predicted_so():
     divided, apart = (serving.experiment(row(**serving_row(tp=4, ep=ep))).plan for ep in (1, 4))
     assert not divided.has("expert_parallel")
     assert apart.option("expert_parallel", "degree") == 4
+
+
+def test_every_row_is_exported_with_its_prediction(tmp_path):
+    file = tmp_path / "gemm.csv"
+    file.write_text(GEMM + GOOD + "no-such,bf16,1,1,1,1.0,test\n")
+    report = run(file)
+    rows = list(csv.DictReader(rows_csv(report, tmp_path / "rows.csv").open(encoding="utf-8")))
+    assert [r["line"] for r in rows] == ["2", "3"]
+    case = report.files[0].cases[0]
+    assert float(rows[0]["predicted"]) == pytest.approx(case.predicted, rel=1e-5)
+    assert float(rows[0]["low"]) < case.predicted < float(rows[0]["high"])
+    assert float(rows[0]["error"]) == pytest.approx(case.predicted / 2e-5 - 1, abs=1e-4)
+    assert "no-such" in rows[1]["skipped"]
+    assert rows[1]["predicted"] == ""

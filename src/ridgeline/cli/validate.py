@@ -16,6 +16,9 @@ def validate(
     plot: Annotated[
         Path | None, typer.Option(help="Also write an HTML page of measured against predicted values.")
     ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="Also write every row with its prediction, interval and error as CSV.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """How far are predictions from measurements? Judges every row of the files, beside a trivial baseline."""
@@ -25,6 +28,7 @@ def validate(
     from ridgeline.validate.run import run
     from ridgeline.validate.validation_report import (
         regret_table,
+        rows_csv,
         score_table,
         skipped_lines,
         validation_html,
@@ -36,6 +40,8 @@ def validate(
     if plot:
         validation_html(report, plot)
         say(f"wrote {plot}")
+    if rows:
+        say(f"wrote {rows_csv(report, rows)}")
     if json:
         print(js.dumps(report.as_dict()))
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -113,6 +115,22 @@ def validation_html(report: Report, path: Path) -> Path:
     if skipped:
         sections.append(section("Not judged", f"<ul>{skipped}</ul>"))
     return write_atomic(path, page("Validation", lead, [*sections, chart_grid(charts)], charts))
+
+
+def rows_csv(report: Report, path: Path) -> Path:
+    """Write every judged row with its prediction, the 95 % interval and the error; skipped rows with their reason."""
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(["file", "line", "group", "quantity", "measured", "predicted", "low", "high", "error", "source",
+                    "bound", "row", "skipped"])  # fmt: skip
+    for f in report.files:
+        for c in f.cases:
+            reach = None if c.spread is None else math.exp(1.96 * c.spread)
+            ends = ("", "") if reach is None else (f"{c.predicted / reach:.6g}", f"{c.predicted * reach:.6g}")
+            table.writerow([f.file, c.line, c.group, c.quantity, f"{c.measured:.6g}", f"{c.predicted:.6g}", *ends,
+                            f"{c.error:.4f}", c.source, c.why, c.label, ""])  # fmt: skip
+        table.writerows([f.file, s.line, *[""] * 10, s.reason] for s in f.skipped)
+    return write_atomic(path, out.getvalue())
 
 
 def _fmt(c: Case, value: float) -> str:
