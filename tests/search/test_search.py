@@ -14,6 +14,7 @@ from ridgeline.predict.common import rewritten
 from ridgeline.predict.step.peak_memory import resident, training_peak
 from ridgeline.predict.step.training_step import update_ops
 from ridgeline.search import Question, search
+from ridgeline.search.answer_tables import trade
 from ridgeline.search.question import parse_slo
 from ridgeline.search.space import kind_of
 from ridgeline.search.why import closest_miss, relaxations, why_not
@@ -250,3 +251,22 @@ def test_a_limit_on_memory_is_kept_by_a_slower_plan():
     best = search(question(slo={"peak_bytes": limit}), workers=1).best[0]
     assert best.metrics["peak_bytes"] <= limit
     assert best.metrics["tokens_per_s"] == pytest.approx(max(v for v, _ in fitting))
+
+
+def test_fixed_techniques_that_exclude_each_other_are_a_mistake():
+    with pytest.raises(Incompatible, match="qlora also decides which parameters train"):
+        replace(TUNED, fixed=Plan.parse(["lora", "qlora"]))
+
+
+def test_the_trade_of_an_alternative_is_in_words():
+    answer = search(question(), workers=1)
+    first, *others = answer.best
+    assert trade(first, first, "tokens_per_s") == "–"
+    for t in others:
+        text = trade(t, first, "tokens_per_s")
+        change = t.metrics["tokens_per_s"] / first.metrics["tokens_per_s"] - 1
+        assert ("faster" in text, "slower" in text) == (change >= 0.005, change <= -0.005)
+        for name in t.names ^ first.names:
+            known = registry()[name]
+            if known.phase != "compile":
+                assert (f"no {name}" in text) == (name in first.names)

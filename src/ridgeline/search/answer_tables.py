@@ -76,16 +76,15 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
     parts = [*new, *(f"no {name}" for name in gone)]
     ratio = t.metrics[goal] / first.metrics[goal]
     better = ratio > 1 if goal in HIGHER else ratio < 1
-    change = abs(ratio - 1)
-    if goal.endswith("_s"):
-        ratio_text = f"{percent(change)} {'faster' if better else 'slower'}"
-    else:
-        ratio_text = f"{percent(change)} {'more' if ratio > 1 else 'less'}"
-    if change < 0.005:
-        ratio_text = "equal"
+    costs = []
+    if abs(ratio - 1) >= 0.005:
+        words = ("faster", "slower") if goal.endswith("_s") else ("cheaper", "dearer") if "dollars" in goal else (
+            "better", "worse")  # fmt: skip
+        costs.append(f"{percent(abs(ratio - 1))} {words[0] if better else words[1]}")
     spare = first.metrics["peak_bytes"] - t.metrics["peak_bytes"]
-    memory = f"{size(abs(spare))} {'less' if spare > 0 else 'more'} memory"
-    return f"{', '.join(parts) or 'other degrees'}: {ratio_text}, {memory}"
+    if abs(spare) >= 0.01 * first.metrics["peak_bytes"]:
+        costs.append(f"{size(abs(spare))} {'less' if spare > 0 else 'more'} memory")
+    return f"{', '.join(parts) or 'other degrees'}: {', '.join(costs) or 'equal'}"
 
 
 def _counts(a: Answer) -> str:

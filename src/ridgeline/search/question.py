@@ -11,7 +11,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import TRAINING_TASKS, Workload
-from ridgeline.techniques.registry import registry, techniques_of
+from ridgeline.techniques.registry import check_apart, registry, techniques_of
 from ridgeline.techniques.technique import Technique
 
 GOALS = ("throughput", "latency", "cost", "memory")
@@ -22,7 +22,8 @@ HIGHER = frozenset({"tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "go
 
 @dataclass(frozen=True)
 class Question:
-    """One planning question. Raises :class:`UserError` for unknown goals, metrics' values or techniques."""
+    """One planning question. Raises :class:`UserError` for unknown goals, metrics' values or techniques, and for fixed
+    ones that exclude each other."""
 
     model: ModelSpec
     cluster: Cluster
@@ -48,7 +49,7 @@ class Question:
         for name in (*self.allow, *self.only, *self.forbid):
             if name not in registry():
                 raise unknown("technique", name, registry(), "allow/only/forbid")
-        techniques_of(self.fixed)
+        check_apart(techniques_of(self.fixed))
 
     @property
     def training(self) -> bool:

@@ -64,6 +64,9 @@ def why_not(answer: Answer) -> list[WhyNot]:
         if alone:
             out.append(WhyNot(name, alone, "no plan has it"))
             continue
+        if not cls.choices(q.base(q.cluster)):
+            out.append(WhyNot(name, "its options are the user's to choose", f"add --with {name} to have it"))
+            continue
         near = next((t for t in answer.found.nearest if name in t.names), None)
         if near:
             out.append(WhyNot(name, _misses(near), "no plan with it was feasible"))

@@ -205,12 +205,12 @@ class EngineLoop:
         """Take no more requests, let the running ones finish for so long, then abort the rest."""
         self.draining = True
         until = time.monotonic() + seconds
-        while self._streams and time.monotonic() < until and self.alive:
+        while self.open_streams and time.monotonic() < until and self.alive:
             await asyncio.sleep(0.02)
         if left := list(self._streams):
             log.warning("%d requests aborted: not finished within %g s", len(left), seconds)
             self._call(lambda: self._abort(left))
-            while self._streams and self.alive:
+            while self.open_streams and self.alive:
                 await asyncio.sleep(0.02)
 
     def stop(self, seconds: float = 5.0) -> bool:

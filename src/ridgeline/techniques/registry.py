@@ -213,24 +213,37 @@ def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
             raise Incompatible(
                 f"{t.card.name} does not apply to task {e.task!r}", f"it works in: {tasks}; remove it from the plan"
             )
-    _check_parts(e, techniques)
+    _check_needs(e, techniques)
+    check_apart(techniques)
     for t in techniques:
         t.check(e)
 
 
-def _check_parts(e: Experiment, techniques: list[Technique]) -> None:
-    """What each technique needs is there; what it owns or does not go with is nobody else's."""
-    having: dict[Part, list[Technique]] = {}
+def _by_part(techniques: list[Technique]) -> dict[Part, list[Technique]]:
+    found: dict[Part, list[Technique]] = {}
     for t in techniques:
         for part in t.parts:
-            having.setdefault(part, []).append(t)
-    for t in techniques:
-        name, card = t.card.name, t.card
-        for part, why in card.needs.items() if e.is_training else ():
+            found.setdefault(part, []).append(t)
+    return found
+
+
+def _check_needs(e: Experiment, techniques: list[Technique]) -> None:
+    """What each technique needs in training is there."""
+    having = _by_part(techniques)
+    for t in techniques if e.is_training else ():
+        for part, why in t.card.needs.items():
             if all(other is t for other in having.get(part, ())):
-                missing = dict(zip(card.needs, partners(t), strict=True))[part]
-                raise Incompatible(f"{name}: {why}", f"add {missing} (--with {missing})")
-        reasons = {**card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
+                missing = dict(zip(t.card.needs, partners(t), strict=True))[part]
+                raise Incompatible(f"{t.card.name}: {why}", f"add {missing} (--with {missing})")
+
+
+def check_apart(techniques: list[Technique]) -> None:
+    """Raise :class:`Incompatible` where a technique owns, or does not go with, what another one owns or changes: no
+    third one can help."""
+    having = _by_part(techniques)
+    for t in techniques:
+        name = t.card.name
+        reasons = {**t.card.conflicts, **{part: f"{{other}} also decides {PARTS[part]}" for part in sorted(t.owns())}}
         for part, why in reasons.items():
             for other in having.get(part, ()):
                 if other is not t:
