@@ -133,10 +133,11 @@ def test_what_a_part_lacks_is_absent():
     assert catalog.device("xeon").kind == "cpu"
 
 
-def test_geforce_links_are_staged_through_the_host():
+def test_geforce_cards_have_no_peer_access_over_pcie():
     for name in ("rtx4090", "rtx3090"):
-        device = catalog.device(name)
-        assert device.link.bandwidth < device.host_link.bandwidth / 2
+        assert not catalog.device(name).link.p2p
+    for name in ("l40s", "a6000", "h100-sxm"):
+        assert catalog.device(name).link.p2p
 
 
 # ---- names and clusters -----------------------------------------------------------------------------------------

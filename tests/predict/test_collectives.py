@@ -7,6 +7,7 @@ import pytest
 from ridgeline import catalog
 from ridgeline.graph import Op
 from ridgeline.predict.operators.collective_time import collective_time
+from ridgeline.spec.device import Cluster
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast")
 
@@ -69,10 +70,55 @@ def test_groups_inside_and_across_nodes():
     assert seconds("alltoall", 1e9, 32, on) > seconds("alltoall", 1e9, 8, on)
 
 
+def over(device, **link):
+    return device.model_copy(update={"link": device.link.model_copy(update=link)})
+
+
 def test_cards_without_peer_access_pass_through_the_host():
     nvlink, staged = (seconds("all_reduce", 1e9, 8, f"8x{d}") for d in ("a800-80g", "rtx4090"))
     assert staged > 10 * nvlink
-    assert 1.75 * 1e9 / staged < catalog.device("rtx4090").link.bandwidth
+    assert 1.75 * 1e9 / staged < catalog.device("rtx4090").link.bandwidth / 2
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "p2p"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_peer_access_is_faster(kind, ranks):
+    """A GeForce card has none over PCIe, which a file can say otherwise: ``p2p = true``."""
+    card = catalog.device("rtx4090")
+    assert not card.link.p2p
+    for size in (1024, 1e6, 1e9):
+        op = Op("x", "communication", kind, link_bytes=size, ranks=ranks, axis="tp", dtype="bf16")
+        hosted, direct = (
+            collective_time(op, Cluster(device=over(card, p2p=p2p), devices_per_node=8)).seconds
+            for p2p in (False, True)
+        )
+        assert hosted > direct
+
+
+def test_host_bridges_between_cards_slow_larger_groups():
+    """Groups that span more cards share what lies between them: per byte, each is slower than the last."""
+
+    def bus(ranks, stride=1):
+        return 2 * (ranks - 1) / ranks * 1e9 / seconds("all_reduce", 1e9, ranks, "8xl40s", stride)
+
+    assert bus(2) > 2 * bus(4) > 4 * bus(8)
+    # Two cards that stand four apart cross as much as all eight.
+    assert bus(2, stride=4) < bus(4)
+    even = over(catalog.device("l40s"), spans=[])
+    op = Op("x", "communication", "all_reduce", link_bytes=1e9, ranks=8, axis="tp", dtype="bf16")
+    assert collective_time(op, Cluster(device=even, devices_per_node=8)).seconds < seconds(
+        "all_reduce", 1e9, 8, "8xl40s"
+    )
+
+
+def test_a_tree_over_two_nodes_sends_the_buffer_once():
+    """A ring of 16 sends 15/8 of the buffer through a node's cards, a tree of two nodes all of it once."""
+    on, size = "2x8xh100-sxm", 8e9
+    node = 8 * catalog.device("h100-sxm").network.bandwidth
+    assert size / node < seconds("all_reduce", size, 16, on) < 15 / 8 * size / node
+    assert seconds("all_gather", size, 16, on) > 0.9 * size / node
+    four = seconds("all_reduce", size, 32, "4x8xh100-sxm")
+    assert seconds("all_reduce", size, 16, on) < four < 2 * seconds("all_reduce", size, 16, on)
 
 
 def test_latency_of_small_messages():

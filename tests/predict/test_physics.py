@@ -9,8 +9,8 @@ from ridgeline.graph import Op, training_graph
 from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time
-from ridgeline.predict.operators.kernel import op_time, roof_seconds
-from ridgeline.spec.device import Cluster
+from ridgeline.predict.operators.kernel import op_time, peak_flops
+from ridgeline.spec.device import DTYPE_BYTES, Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.techniques.registry import check
 
@@ -51,7 +51,8 @@ def faster(device, bandwidth=1.0, peak=1.0, link=1.0):
 def test_products_keep_above_the_roofline_and_grow(name, m, n, k, dtype):
     device = catalog.device(name)
     op = gemm(m, n, k, dtype)
-    assert op_time(op, device).seconds >= roof_seconds(op, device) * 0.98
+    cold = n * k * DTYPE_BYTES[dtype] / device.memory_bandwidth  # activations may come out of a cache
+    assert op_time(op, device).seconds >= max(cold, op.flops / peak_flops(device, dtype)) * 0.98
     for larger in (gemm(2 * m, n, k, dtype), gemm(m, 2 * n, k, dtype), gemm(m, n, 2 * k, dtype)):
         assert op_time(larger, device).seconds >= op_time(op, device).seconds * 0.97 - TILE
 

@@ -321,13 +321,33 @@ def _architecture_names() -> tuple[str, ...]:
 @cache
 def architecture(name: str) -> Efficiency:
     """The constants of one architecture, such as ``ampere``. Raises :class:`UserError` for an unknown one."""
-    from ridgeline.catalog.toml import parse, validate
+    from ridgeline.catalog.toml import validate
     from ridgeline.spec.efficiency import Efficiency
 
     if name not in architectures():
         raise unknown("architecture", name, architectures())
+    return validate(Efficiency, architecture_document(name), f"{name}.toml")
+
+
+def architecture_document(name: str) -> dict[str, Any]:
+    """What the file of an architecture gives, over what the one that it is ``like`` gives."""
+    from ridgeline.catalog.toml import parse
+
     file = files(__name__) / "efficiency" / f"{name}.toml"
-    return validate(Efficiency, parse(file.read_bytes(), file.name), file.name)
+    given = parse(file.read_bytes(), file.name)
+    like = given.pop("like", "")
+    if not like:
+        return given
+    return merged({k: v for k, v in architecture_document(like).items() if k not in _OWN}, given)
+
+
+_OWN = ("fitted_on", "source", "data", "spread")
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """``below`` with what ``above`` gives in its place, table by table."""
+    both = {k: merged(below[k], v) for k, v in above.items() if isinstance(v, dict) and isinstance(below.get(k), dict)}
+    return {**below, **above, **both}
 
 
 # ---- profiles: this machine, and calibrated devices -------------------------------------------------------------

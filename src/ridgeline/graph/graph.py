@@ -64,6 +64,9 @@ class Op:
     """gemm: whether two of every four weights are zero, and sparse tensor cores skip them."""
     weight_bytes: float = 0.0
     """gemm: the part of ``bytes`` that is weights stored in another width than rows and results; 0: all are as wide."""
+    reuse: float = 0.0
+    """gemm: bytes of weights that pass between two uses of one, attention: of keys and values, where the operator runs
+    again and again alone; 0: more than a cache holds."""
     kv_dtype: str = ""
     """attention: storage of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""

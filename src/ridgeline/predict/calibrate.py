@@ -21,14 +21,14 @@ from ridgeline.predict.operators.attention_time import decode, decode_kernel, is
 from ridgeline.predict.operators.collective_time import algorithm_time, path
 from ridgeline.predict.operators.gemm import quantize_time, tiled
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
-from ridgeline.spec.efficiency import Efficiency
+from ridgeline.spec.efficiency import Efficiency, PrefillConstants
 
 C = TypeVar("C", bound=BaseModel)
 _PULL = 0.01
 """Weight of the starting constants: a factor of e away costs as much as a 1 % error of every row."""
 _SOFT = 0.1
 """Relative error beyond which a row counts linearly and no longer by its square."""
-_MOST_ROWS = 1500
+_MOST_ROWS = 800
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,29 @@ def calibrate(
     families: dict[tuple[str, str], list[TimedSample]] = {}
     for sample in samples:
         families.setdefault(family_of(sample.ops[-1]), []).append(sample)
+    fitted: set[tuple[str, str]] = set()
     out = Calibrated(base)
     update: dict[str, Any] = {"source": source, "fitted_on": [device.name], "spread": dict(base.spread)}
     update["data"] = f"Fitted on {sum(map(len, families.values()))} measured rows of {device.name}."
     errors: dict[str, list[float]] = {}
-    for (kind, key), rows in sorted(families.items()):
-        table = getattr(base, kind)
-        old = (table.get(key) or table.get(_fallback(key)) or next(iter(table.values()))) if key else table
-        predict = _PREDICT[kind]
-        if len(rows) < 2 * len(_free(old)):
+    for (kind, key), rows in sorted(families.items(), key=lambda f: ("fp8" in f[0][1], f[0])):  # 16 bits before 8
+        table, wide = update.get(kind, getattr(base, kind)), _wide(key)
+        old = (table.get(key) or table.get(wide) or next(iter(table.values()))) if key else table
+        names = _free(old)
+        if key != wide and (kind, wide) in fitted:  # the processor is the same: only what the width changes is free
+            names = [n for n in names if n in _OF_WIDTH[kind]]
+            old = table[wide].model_copy(update={n: getattr(old, n) for n in (*names, *_KERNELS[kind])})
+        if len(rows) < 2 * len(names):
             continue
         if kind in ("gemm", "prefill"):
             old = _referred(old, m, rows[0].ops[-1].dtype)
-        new = _fit(old, rows, m, predict)
+        new = _fit(old, rows, m, predict := _PREDICT[kind], names)
         before, after = _errors(old, rows, m, predict), _errors(new, rows, m, predict)
         out.fits.append(Fit(f"{kind} {key}".strip(), len(rows), _mean(before), _mean(after)))
+        fitted.add((kind, key))
         errors.setdefault(kind, []).extend(after)
         if key:
-            update.setdefault(kind, dict(table))[key] = new
+            update[kind] = {**table, key: new}
         else:
             update[kind] = new
     for kind, found in errors.items():
@@ -103,13 +108,10 @@ def calibrate(
 
 def _referred(c: Any, m: Machine, dtype: str) -> Any:
     """``c`` with the figures of this device that its constants will be relative to."""
-    if hasattr(c, "narrow"):
-        dtype = "fp8" if c.narrow else "bf16"
-    peak = m.peak(dtype)
-    update = {"tensor_rate": float(f"{peak / m.units / m.clock:.4g}")}
-    if hasattr(c, "power") and m.device.watts:
-        update["power"] = float(f"{m.device.watts / peak:.4g}")
-    return c.model_copy(update=update)
+    if isinstance(c, PrefillConstants):
+        peak = m.peak("fp8" if c.narrow else "bf16")
+        return c.model_copy(update={"tensor_rate": float(f"{peak / m.units / m.clock:.4g}")})
+    return c.model_copy(update={"power": float(f"{m.device.watts / m.peak(dtype):.4g}")}) if m.device.watts else c
 
 
 def family_of(op: Op) -> tuple[str, str]:
@@ -126,8 +128,9 @@ def family_of(op: Op) -> tuple[str, str]:
     return "prefill", library + narrow
 
 
-def _fallback(key: str) -> str:
-    return key.removesuffix(".fp8") if "." in key else "bf16"
+def _wide(key: str) -> str:
+    """The key of the 16-bit kernels of the same kind."""
+    return "bf16" if key in ("fp8", "fp32") else key.removesuffix(".fp8")
 
 
 # ---- prediction with given constants ------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ def _fallback(key: str) -> str:
 def _gemm(m: Machine, c: Any, s: TimedSample) -> float:
     op = s.ops[-1]
     rows, n, k = op.shape
-    t = tiled(m, c, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0)).seconds
+    t = tiled(m, c, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0), op.reuse).seconds
     return t + sum(quantize_time(m, c, q.bytes / 3.0) for q in s.ops[:-1])
 
 
@@ -148,7 +151,7 @@ def _prefill(m: Machine, c: Any, s: TimedSample) -> float:
 def _decode(m: Machine, c: Any, s: TimedSample) -> float:
     op = s.ops[-1]
     apart = decode_kernel(op.kernel, op.shape[1], op.shape[2]) == "mmha"
-    return decode(m, c, op.shape, DTYPE_BYTES[op.kv_dtype or op.dtype], apart, op.dtype).seconds
+    return decode(m, c, op.shape, DTYPE_BYTES[op.kv_dtype or op.dtype], apart, op.dtype, op.reuse).seconds
 
 
 def _collective(m: Machine, c: Any, s: TimedSample) -> float:
@@ -165,10 +168,18 @@ _PREDICT: dict[str, Callable[[Machine, Any, TimedSample], float]] = {
 # ---- least squares ------------------------------------------------------------------------------------------------
 
 _STILL = {
-    "l2_bytes_per_clock", "dequantize_share", "backward_share", "network_share", "network_hop", "power", "share_limit",
-    "tensor_share", "tensor_rate",
+    "dequantize_share", "backward_share", "network_share", "network_hop", "power", "share_limit", "tensor_share",
+    "tensor_rate",
 }  # fmt: skip
 """Constants that single kernels on one node of one device say nothing of."""
+_OF_WIDTH = {
+    "gemm": {"latency", "share", "vector_clocks", "quantize_latency", "quantize_share"},
+    "prefill": {"latency", "softmax_clocks", "block", "query_passes", "kv_passes"},
+    "decode": {"latency", "memory_share", "tile", "slots", "block", "draw_bytes_per_clock"},
+}
+"""Constants that 8-bit kernels have for themselves."""
+_KERNELS: dict[str, tuple[str, ...]] = {"gemm": ("vector_rows",), "prefill": ("narrow",), "decode": ("splits",)}
+"""What is known of a library's kernels, and not fitted."""
 
 
 def _free(c: BaseModel) -> list[str]:
@@ -177,15 +188,15 @@ def _free(c: BaseModel) -> list[str]:
 
 
 def _fit(
-    start: C, samples: Sequence[TimedSample], m: Machine, predict: Callable[[Machine, Any, TimedSample], float]
-) -> C:
+    start: C, samples: Sequence[TimedSample], m: Machine, predict: Callable[[Machine, Any, TimedSample], float],
+    names: list[str],
+) -> C:  # fmt: skip
     import numpy as np
     from scipy.optimize import least_squares
 
     chosen = list(samples)
     if len(chosen) > _MOST_ROWS:
         chosen = random.Random(0).sample(chosen, _MOST_ROWS)
-    names = _free(start)
     fixed = {k: v for k, v in start if k not in names}
     x0 = np.array([math.log(getattr(start, k)) for k in names])
     goal = np.array([math.log(s.seconds) for s in chosen])
@@ -197,7 +208,7 @@ def _fit(
         return np.concatenate([got - goal, pull * (x - x0)])
 
     low, high = zip(*(_bounds(k, x) for k, x in zip(names, x0, strict=True)), strict=True)
-    found = least_squares(residuals, x0, bounds=(low, high), loss="soft_l1", f_scale=_SOFT, diff_step=0.01, max_nfev=20)
+    found = least_squares(residuals, x0, bounds=(low, high), loss="soft_l1", f_scale=_SOFT, diff_step=0.01, max_nfev=15)
     values = {k: float(f"{v:.4g}") for k, v in zip(names, np.exp(found.x), strict=True)}
     return start.model_copy(update=values)
 
@@ -205,13 +216,11 @@ def _fit(
 def _bounds(name: str, x: float) -> tuple[float, float]:
     """Logarithmic bounds of a constant: e^2.5 either way of where it starts, and what physics allows.
 
-    No share exceeds one, and two things that overlap never take longer than their sum.
+    No share exceeds one.
     """
     low, high = x - 2.5, x + 2.5
     if name.endswith("_share") or name == "share":
         high = 0.0 if x < 0.0 else x
-    if name == "overlap":
-        low = 0.0
     return low, max(high, x + 1e-6)
 
 
@@ -247,7 +256,6 @@ def _at_clock(e: Efficiency, clock: float) -> Efficiency:
 
 
 _SECONDS = {
-    "latency", "vector_latency", "fill", "quantize_latency", "block", "ll_hop", "ll128_hop", "ll128_latency",
-    "simple_hop", "simple_latency", "tree_hop", "alltoall_latency", "alltoall_peer", "alltoall_ramp", "nvls_latency",
-    "split", "pack", "transpose",
+    "latency", "quantize_latency", "block", "split", "pack", "transpose", "ll_hop", "ll128_hop",
+    "ll128_latency", "simple_hop", "simple_latency", "tree_hop", "alltoall_latency", "alltoall_ramp", "nvls_latency",
 }  # fmt: skip

@@ -7,6 +7,8 @@ from ridgeline.spec.device import Device
 from ridgeline.spec.efficiency import Efficiency
 
 _FALLBACK_CLOCK = 1.5e9
+_EDGE = 0.15
+"""Part of a cache's size by which a cyclic working set may exceed it until nothing of it is found again."""
 
 
 class Machine:
@@ -20,6 +22,7 @@ class Machine:
         "fitted",
         "host",
         "l2",
+        "l2_bandwidth",
         "peaks",
         "slow",
         "source",
@@ -32,7 +35,9 @@ class Machine:
         self.peaks = device.peak_flops
         self.bandwidth = device.memory_bandwidth
         self.units = max(1, device.sm_count)
-        self.l2 = device.l2_bytes
+        self.l2 = device.l2_bytes * self.efficiency.l2_share
+        """Bytes that stay in the last-level cache from one kernel to the next."""
+        self.l2_bandwidth = self.bandwidth * self.efficiency.l2_gain
         self.clock = device.clock or _FALLBACK_CLOCK
         self.slow = self.efficiency.clock / self.clock if self.efficiency.clock else 1.0
         """Factor on the seconds of ``efficiency``: latencies are cycles, so they shrink as the clock rises."""
@@ -45,6 +50,12 @@ class Machine:
             if name in self.peaks:
                 return self.peaks[name]
         return max(self.peaks.values())
+
+    def resident(self, size: float) -> float:
+        """Share of ``size`` bytes, used again and again, that the last-level cache still holds."""
+        if not self.l2:
+            return 0.0
+        return min(1.0, max(0.0, 1.0 - (size / self.l2 - 1.0) / _EDGE))
 
     def spread(self, kind: str) -> float:
         """Relative error that 68 % of the estimates of this kind stay within."""

@@ -51,7 +51,16 @@ class Link(BaseModel):
     """Bytes per second, one direction, per device."""
     latency: float
     """Seconds per message."""
+    p2p: bool = True
+    """Whether a device reads and writes another's memory over it; false: bytes pass through host memory."""
+    spans: list[list[float]] = Field(default_factory=list)
+    """Where host bridges or sockets lie between devices, by rising number: [neighbors, bandwidth of larger groups]."""
     source: str = ""
+
+    def across(self, devices: int) -> float:
+        """``bandwidth`` of a group that spans this many neighbors."""
+        beyond = [bandwidth for count, bandwidth in self.spans if count < devices]
+        return beyond[-1] if beyond else self.bandwidth
 
 
 class Device(BaseModel):

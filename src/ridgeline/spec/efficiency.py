@@ -7,59 +7,53 @@ the roofline. Fitted values lie in ``catalog/efficiency/*.toml``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-_IDEAL = 16.0
-"""Exponent that makes ``(a^p + b^p)^(1/p)`` very nearly max(a, b)."""
 
 
 class _Constants(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    earlier: ClassVar[frozenset[str]] = frozenset()
+    """Constants in device files of earlier versions that no model reads any more."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_earlier(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if k not in cls.earlier}
+
 
 class GemmConstants(_Constants):
     """Matrix multiplication: tiles run in waves over the processors; see ``predict/operators/gemm.py``."""
 
+    earlier: ClassVar[frozenset[str]] = frozenset((
+        "vector_latency", "tensor_rate", "tile_128", "tile_64", "tile_square", "tile_small", "l2_bytes_per_clock",
+        "store_bytes_per_clock", "feed", "fill", "split", "overlap",
+    ))  # fmt: skip
+
     latency: float = 0.0
     """Seconds of launch, prologue and epilogue of one kernel."""
-    vector_latency: float = 0.0
-    """The same for one row (m = 1), which has simpler kernels."""
     share: float = 1.0
-    """Achievable share of the tensor peak with the largest tile, at the clock that the power limit leaves."""
+    """Achievable share of the tensor peak, at the clock that the power limit leaves."""
     power: float = 0.0
     """Watts per peak FLOP/s of the device that ``share`` was fitted on. A device that is allowed less power for its
     peak clocks lower, by the square root of the ratio (power falls with frequency and voltage); 0: no such limit."""
     share_limit: float = 1.0
     """Achievable share where power is no limit."""
-    tensor_rate: float = 0.0
-    """FLOP per clock and processor of the device that the tiles' rates were fitted on. What small tiles lose is time to
-    load operands, which weighs less where products run slower; 0: not known."""
-    tile_128: float = 1.0
-    """Rate of a 128 × 128 tile relative to a 256 × 128 one, which loads fewer operands per multiplication."""
-    tile_64: float = 1.0
-    """Rate of a 128 × 64 tile relative to 128 × 128."""
-    tile_square: float = 1.0
-    """Rate of a 64 × 64 tile relative to 128 × 64."""
-    tile_small: float = 1.0
-    """Rate of tiles with a side of 16 or 32 relative to 64 × 64."""
+    load_bytes_per_clock: float = 1e9
+    """Bytes of operands per clock that reach one processor from the cache: what small tiles wait for, which load more
+    per multiplication."""
     memory_share: float = 1.0
     """Achievable share of the memory bandwidth."""
-    feed: float = 0.0
-    """Share of the processors that must be busy to reach it."""
     wave: float = 0.0
     """How much of a part-filled last wave is lost: 1 all of it, 0 none (work is balanced over the processors)."""
-    fill: float = 0.0
-    """Seconds to fill a tile's pipeline."""
-    split: float = 0.0
-    """Seconds that summing the parts of a split k costs."""
-    l2_bytes_per_clock: float = 64.0
-    """Bytes per clock and processor between cache and processor, which partial sums cross."""
-    store_bytes_per_clock: float = 1e9
-    """Bytes per clock at which one processor writes a finished tile."""
-    overlap: float = _IDEAL
-    """Exponent p of ``(compute^p + memory^p)^(1/p)``: large when they overlap fully."""
+    vector_rows: int = 1
+    """Rows up to which the library multiplies on the vector units, not the tensor cores."""
+    vector_clocks: float = 0.0
+    """Clocks that one processor takes per result of such a kernel, beside reading the weights."""
     quantize_latency: float = 0.0
     """Seconds of the kernels that find the scale of an activation tensor and convert it."""
     quantize_share: float = 1.0
@@ -77,6 +71,8 @@ class GemmConstants(_Constants):
 class PrefillConstants(_Constants):
     """Fused attention over many queries; see ``predict/operators/attention_time.py``."""
 
+    earlier: ClassVar[frozenset[str]] = frozenset(("tail", "split", "overlap", "memory_share"))
+
     latency: float = 0.0
     tensor_share: float = 1.0
     """Achievable share of the tensor peak in a tile's two products."""
@@ -86,28 +82,34 @@ class PrefillConstants(_Constants):
     tensor_rate: float = 0.0
     """FLOP per clock and processor of the device that ``softmax_clocks`` was fitted on. Where products run faster,
     kernels have been rewritten to hide the rest behind them in proportion; 0: they have not."""
-    narrow: bool = False
-    """Whether the products run in 8 bits where the cache does."""
+    narrow: Literal["", "queries", "cache"] = ""
+    """Products run in 8 bits never, where queries and cache are 8 bits wide, or where the cache alone is."""
     block: float = 0.0
     """Seconds that each block of queries costs beyond its products."""
-    tail: float = 0.0
-    """Share of the longest block's time during which the other processors have run dry."""
     query_passes: float = 1.0
     """Times that memory traffic equals the queries' bytes: read, write, and what the framework copies beside."""
     kv_passes: float = 1.0
     """The same for keys and values."""
-    memory_share: float = 1.0
-    split: float = 1e-3
-    """Seconds that merging costs where the keys of one block are divided among processors."""
-    overlap: float = _IDEAL
     pack: bool = False
     """Whether a single query's heads that share one key head are computed as one block."""
     backward_share: float = 1.0
     """Rate of the backward kernel's products relative to the forward's."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_narrow(cls, values: Any) -> Any:
+        """Earlier device files hold a flag."""
+        if isinstance(values, dict) and isinstance(values.get("narrow"), bool):
+            return {**values, "narrow": "cache" if values["narrow"] else ""}
+        return values
+
 
 class DecodeConstants(_Constants):
     """Attention of one query per sequence over a paged cache; see ``predict/operators/attention_time.py``."""
+
+    earlier: ClassVar[frozenset[str]] = frozenset((
+        "chunk", "pull", "wave", "reread", "math_share", "overlap", "split_unshared",
+    ))  # fmt: skip
 
     latency: float = 0.0
     memory_share: float = 1.0
@@ -116,31 +118,24 @@ class DecodeConstants(_Constants):
     """Keys read at least, per sequence and head."""
     slots: float = 1.0
     """Blocks that one processor runs at a time."""
-    chunk: float = 64.0
-    """Fewest keys that are worth a split of their own."""
     block: float = 0.0
     """Seconds that each block costs beyond reading its keys."""
-    pull: float = 1e6
-    """Bandwidth one block can draw, in units of an even share of memory bandwidth per processor."""
-    math_share: float = 1.0
-    """Achieved share of the tensor peak: a vector times a matrix uses little of it."""
-    wave: float = 0.0
-    """How much of a part-filled last wave is lost."""
+    draw_bytes_per_clock: float = 1e9
+    """Bytes per clock that one block can draw: what it has in flight over the latency of memory."""
     split: float = 0.0
     """Seconds that merging the splits costs."""
-    overlap: float = _IDEAL
     pack: float = 0.0
     """Seconds that treating the query heads of one key head as rows of one block costs."""
     transpose: float = 0.0
     """Seconds of rearranging queries and results for it, where there are several sequences and key heads."""
-    split_unshared: bool = True
-    """Whether keys are split, too, when no query heads share them."""
-    reread: float = 1.0
-    """Cost of reading shared keys again for every query head, as a share of reading them from memory."""
+    splits: Literal["always", "shared", "never"] = "always"
+    """Which caches the kernel divides among blocks: all long ones, those that query heads share, or none."""
 
 
 class CollectiveConstants(_Constants):
     """Collectives inside a node and across; see ``predict/operators/collective_time.py``."""
+
+    earlier: ClassVar[frozenset[str]] = frozenset(("alltoall_peer", "alltoall_share"))
 
     latency: float = 0.0
     """Seconds of launch and synchronization."""
@@ -164,10 +159,6 @@ class CollectiveConstants(_Constants):
     tree_hop: float = 0.0
     """Seconds per level of a tree all-reduce."""
     alltoall_latency: float = 0.0
-    alltoall_peer: float = 0.0
-    """Seconds per peer of an all-to-all."""
-    alltoall_share: float = 1.0
-    """Bandwidth of an all-to-all relative to a ring's."""
     alltoall_ramp: float = 0.0
     """Seconds lost to starting large transfers …"""
     alltoall_half: float = 1.0
@@ -205,10 +196,27 @@ class Efficiency(_Constants):
     """Its achievable share of the memory bandwidth."""
     l2_gain: float = 1.0
     """Bandwidth of the last-level cache relative to memory, for tensors that stay in it from one kernel to the next."""
+    l2_share: float = 1.0
+    """Share of the last-level cache that such tensors can fill: where it is two halves, some lies in both."""
     comm_sm_share: float = 0.0
     """Share of the processors that a collective in flight takes from compute."""
     spread: dict[str, float] = Field(default_factory=dict)
-    """Relative error that 68 % of cross-validated estimates stay within, by kind (gemm, prefill, decode, collective,
-    pointwise), on a device of ``fitted_on``."""
+    """Logarithm of predicted over measured, 1.96 times of which holds 95 % of cross-validated estimates, by kind (gemm,
+    prefill, decode, collective, pointwise), on a device of ``fitted_on``."""
     class_spread: dict[str, float] = Field(default_factory=dict)
-    """The same on a device known by its datasheet only."""
+    """The same on a device known by its datasheet only: of devices predicted with the constants of another."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, values: Any) -> Any:
+        """Constants of 8-bit kernels that a file does not give are those of the 16-bit ones."""
+        if not isinstance(values, dict):
+            return values
+        out = dict(values)
+        for kind in ("gemm", "prefill", "decode"):
+            table = out.get(kind, {})
+            for name, given in table.items():
+                wide = table.get("bf16" if name == "fp8" else name.removesuffix(".fp8"))
+                if wide is not given and isinstance(wide, dict) and isinstance(given, dict):
+                    out[kind] = {**out[kind], name: {**wide, **given}}
+        return out

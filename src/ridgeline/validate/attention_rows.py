@@ -28,10 +28,12 @@ def op_of(row: CsvRow) -> Op:
     causal = row.flag("causal", True)
     keys = 2.0 * batch * kv_heads * kv_len * dim * DTYPE_BYTES[kv_dtype]
     queries = 2.0 * batch * heads * q_len * dim * max(2.0, DTYPE_BYTES[dtype])
+    source = row.text("source", "").lower()
     return Op(
         "attention", "attention", "attention", flops=4.0 * batch * heads * q_len * kv_len * dim, bytes=keys + queries,
         dtype=dtype, shape=(batch, heads, kv_heads, q_len, kv_len, dim), causal=causal, kv_dtype=kv_dtype,
-        kernel="trtllm" if "trt" in row.text("source", "").lower() else "flash",
+        kernel="trtllm" if "trt" in source else "flash",
+        reuse=keys + queries if "aiconfigurator" in source else 0.0,  # one cache, read again in every replay
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import re
 
 from ridgeline.graph.graph import Op
 from ridgeline.predict.operators.collective_time import collective_time
-from ridgeline.spec.device import Cluster
+from ridgeline.spec.device import Cluster, Device, Link
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.dtypes import dtype_of
@@ -25,6 +25,9 @@ _ACROSS = ("inter", "ib", "infiniband", "roce", "eth", "network", "efa")
 """What the names of links between nodes begin with."""
 _PCIE = 0.8
 """Rate of traffic between peers over PCIe, relative to a card's own link to the host (assumption)."""
+_NOT_DIRECT = r"\b(no|not|non|without)\b.*(p2p|peer)|(p2p|peer).*(off|none|disable|=0)|host mem|shm|shared mem"
+"""What says that bytes between cards pass through host memory."""
+_NETWORK_LATENCY = 5e-6
 _NODE = 8
 """Devices of a node, where the row says that the group spans nodes and not how many there are."""
 
@@ -46,11 +49,28 @@ def cluster_of(row: CsvRow) -> Cluster:
     device, ranks, wire = device_of(row), row.count("ranks", least=2), row.text("link", "intra-node").lower()
     if wire.startswith(_ACROSS):
         local = row.count("devices_per_node", _NODE if ranks > _NODE else 1)
-        return Cluster(device=device, devices_per_node=local, nodes=-(-ranks // local))
-    if wire.startswith("pci") and device.host_link and (device.link is None or "pci" not in device.link.name.lower()):
-        over = device.host_link.model_copy(update={"bandwidth": _PCIE * device.host_link.bandwidth})
-        device = device.model_copy(update={"link": over})
-    return Cluster(device=device, devices_per_node=ranks)
+        return Cluster(device=_over_cards(device, wire, local), devices_per_node=local, nodes=-(-ranks // local))
+    return Cluster(device=_over_pcie(device, wire) if "pci" in wire else device, devices_per_node=ranks)
+
+
+def _over_cards(device: Device, wire: str, local: int) -> Device:
+    """``device`` with its share of the node's network cards, where the row says how many: ``8x200Gb/s``."""
+    cards = re.search(r"(\d+) ?x ?(\d+) ?gb", wire)
+    if cards is None:
+        return device
+    each = int(cards[1]) * int(cards[2]) * 1e9 / 8 / local
+    network = device.network or Link(name="network", bandwidth=each, latency=_NETWORK_LATENCY)
+    return device.model_copy(update={"network": network.model_copy(update={"bandwidth": each})})
+
+
+def _over_pcie(device: Device, wire: str) -> Device:
+    """``device`` linked to its peers over PCIe: directly or not, as the row says, else as in the catalog."""
+    link, host = device.link, device.host_link
+    if host and (link is None or "pci" not in link.name.lower()):
+        link = host.model_copy(update={"bandwidth": _PCIE * host.bandwidth})
+    if link and re.search(r"p2p|peer|host mem|shm|shared mem", wire):
+        link = link.model_copy(update={"p2p": re.search(_NOT_DIRECT, wire) is None})
+    return device.model_copy(update={"link": link})
 
 
 def cases(row: CsvRow) -> list[Case]:

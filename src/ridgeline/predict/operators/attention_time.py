@@ -13,11 +13,27 @@ from functools import lru_cache
 from math import ceil
 
 from ridgeline.predict.machine import Machine
-from ridgeline.predict.operators.gemm import GemmTime
+from ridgeline.predict.operators.gemm import GemmTime, bounded, overlapped
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.efficiency import DecodeConstants, PrefillConstants
 
 _BLOCK = 128.0
+_TAIL = 0.5
+"""Share of the longest block's time during which the other processors have run dry."""
+_MERGE = 1e-5
+"""Seconds that merging costs where the keys of one block of queries are divided among processors."""
+_OVERLAP, _DECODE_OVERLAP = 1.2, 2.0
+"""Exponent p of ``(compute^p + memory^p)^(1/p)``."""
+_MEMORY_SHARE = 0.85
+"""Share of the memory bandwidth that a prefill reaches."""
+_PACKED_ROWS, _PACKED_SHARE = 16, 0.6
+"""Rows of the tile that the query heads of one key head fill in part, and the share of the tensor peak it reaches."""
+_APART_SHARE = 0.15
+"""The same of a kernel in which every query head multiplies for itself, on the vector units."""
+_CHUNK = 128
+"""Fewest keys that are worth a split of their own in decode."""
+_WAVE = 0.5
+"""How much of a part-filled last wave is lost in decode: blocks differ in length."""
 _SHARED_HEADS = 32
 _FEW_QUERIES = 16
 
@@ -36,9 +52,13 @@ def decode_kernel(library: str, heads: int, kv_heads: int) -> str:
 
 @lru_cache(maxsize=65536)
 def attention_time(
-    m: Machine, library: str, shape: tuple[int, ...], causal: bool, dtype: str, kv_dtype: str, backward: bool
-) -> GemmTime:
-    """One fused kernel over ``shape`` = (batch, heads, kv_heads, q_len, kv_len, head_dim)."""
+    m: Machine, library: str, shape: tuple[int, ...], causal: bool, dtype: str, kv_dtype: str, backward: bool,
+    reuse: float = 0.0,
+) -> GemmTime:  # fmt: skip
+    """One fused kernel over ``shape`` = (batch, heads, kv_heads, q_len, kv_len, head_dim).
+
+    ``reuse``: bytes that pass between two uses of a decode's keys and values; 0: more than a cache holds.
+    """
     _, heads, kv_heads, q_len, kv_len, _ = shape
     kv = kv_dtype or dtype
     narrow = DTYPE_BYTES[kv] < 2
@@ -47,7 +67,7 @@ def attention_time(
         decode_table = m.efficiency.decode
         name = kernel if kernel in decode_table else "flash"
         chosen = decode_table.get(f"{name}.fp8") if narrow else None
-        return decode(m, chosen or decode_table[name], shape, DTYPE_BYTES[kv], kernel == "mmha", dtype)
+        return decode(m, chosen or decode_table[name], shape, DTYPE_BYTES[kv], kernel == "mmha", dtype, reuse)
     table = m.efficiency.prefill
     name = library if library in table else "flash"
     given = table.get(f"{name}.fp8") if narrow else None
@@ -62,8 +82,9 @@ def prefill(
     rows, streams = (1, kv_heads) if q_len == 1 and c.pack else (q_len, heads)
     width = _BLOCK if rows > 64 else 64.0
     count = ceil(rows / width)
+    narrow = c.narrow == "cache" or (c.narrow == "queries" and DTYPE_BYTES[dtype] < 2)
     factor = 2.5 / c.backward_share if backward else 1.0  # five products against two
-    rate = m.peak("fp8" if c.narrow else _math(dtype)) / m.units
+    rate = m.peak("fp8" if narrow else _math(dtype)) / m.units
     area = width * _BLOCK
     softmax = c.softmax_clocks * area / (_BLOCK * _BLOCK)
     if c.tensor_rate:
@@ -85,63 +106,59 @@ def prefill(
         if split > 1 and (filled > 2 or longest_seconds / split < 2 * tile):
             break
         alone = longest_seconds / split
-        t = (share + c.tail * alone if filled > 1 else alone) + fixed + (m.slow * c.split if split > 1 else 0.0)
+        t = (share + _TAIL * alone if filled > 1 else alone) + fixed + (m.slow * _MERGE if split > 1 else 0.0)
         compute = min(compute, t)
     element = max(2.0, DTYPE_BYTES[dtype])
     queries, keys = batch * q_len * heads * dim * element, batch * kv_len * kv_heads * dim * element
     moved = c.query_passes * queries + c.kv_passes * keys
-    memory = (2.0 if backward else 1.0) * moved / (m.bandwidth * c.memory_share)
-    return _joined(m.slow * c.latency, compute, memory, c.overlap)
+    near = m.resident(2.0 * (queries + keys))  # the previous kernel wrote them, this one as much again
+    each = near / m.l2_bandwidth + (1.0 - near) / (m.bandwidth * _MEMORY_SHARE)
+    memory = (2.0 if backward else 1.0) * moved * each
+    return bounded(m.slow * c.latency, overlapped(compute, memory, _OVERLAP), compute, memory)
 
 
 def decode(
-    m: Machine, c: DecodeConstants, shape: tuple[int, ...], kv_bytes: float, apart: bool = False, dtype: str = "bf16"
-) -> GemmTime:
+    m: Machine, c: DecodeConstants, shape: tuple[int, ...], kv_bytes: float, apart: bool = False, dtype: str = "bf16",
+    reuse: float = 0.0,
+) -> GemmTime:  # fmt: skip
     """Attention of few queries over a cache of ``kv_bytes`` per element; ``apart``: each query head reads its own."""
     batch, heads, kv_heads, q_len, kv_len, dim = shape
     per_key = 2.0 * dim * kv_bytes
     traffic = batch * kv_heads * max(kv_len, c.tile) * per_key + 4.0 * batch * heads * q_len * dim
-    if apart:
-        traffic += c.reread * batch * (heads - kv_heads) * kv_len * per_key
-    streams = batch * (heads if apart else kv_heads)
+    near = m.resident(reuse) if reuse else 0.0
     bandwidth = m.bandwidth * c.memory_share
-    memory = traffic / bandwidth
-    math = 4.0 * batch * heads * q_len * kv_len * dim / (m.peak(_math(dtype)) * c.math_share)
+    memory = traffic * (near / m.l2_bandwidth + (1.0 - near) / bandwidth)
+    if apart:  # from the cache, where the first of them left it
+        memory += batch * (heads - kv_heads) * kv_len * per_key / m.l2_bandwidth
+    streams = batch * (heads if apart else kv_heads)
+    rows, share = (heads, _APART_SHARE) if apart else (kv_heads * max(_PACKED_ROWS, heads // kv_heads), _PACKED_SHARE)
+    math = 4.0 * batch * rows * q_len * kv_len * dim / (m.peak(_math(dtype)) * share)
     slots = m.units * c.slots
-    one_draws = m.bandwidth / m.units * c.pull
-    p, slow = c.overlap, m.slow
+    one_draws = c.draw_bytes_per_clock * m.clock
+    p, slow = _DECODE_OVERLAP, m.slow
     best, best_block = 1e30, 0.0
     split = 1
     while True:
         waves = streams * split / slots
-        waves = waves + c.wave * (ceil(waves) - waves) if waves > 1 else 1.0
+        waves = waves + _WAVE * (ceil(waves) - waves) if waves > 1 else 1.0
         block = waves * (slow * c.block + max(kv_len / split, 16.0) * per_key / one_draws)
         high = max(memory, math, block)
         t = high * ((memory / high) ** p + (math / high) ** p + (block / high) ** p) ** (1.0 / p)
         if split > 1:
-            t += slow * c.split + split * batch * heads * dim * 8.0 / bandwidth
+            t += slow * c.split + split * batch * heads * dim * 8.0 / m.l2_bandwidth
         if t < best:
             best, best_block = t, block
         split *= 2
-        if heads == kv_heads and not c.split_unshared:
+        if c.splits == "never" or (c.splits == "shared" and heads == kv_heads):
             break
-        if kv_len < split * c.chunk or streams * split > 4 * slots:
+        if kv_len < split * _CHUNK or streams * split > 4 * slots:
             break
     latency = slow * c.latency
     if heads > kv_heads:
         latency += slow * (c.pack + (c.transpose if batch > 1 and kv_heads > 1 else 0.0))
-    slowest = max(memory, math, best_block)
-    bound = "launch" if latency > slowest else "compute" if math >= memory else "memory"
-    return GemmTime(latency + best, bound)
+    return bounded(latency, best, math, max(memory, best_block))
 
 
 def _math(dtype: str) -> str:
     """Products run in 16 bits where operands are narrower: what 8-bit kernels gain is in their constants."""
     return "bf16" if DTYPE_BYTES[dtype] < 2 else dtype
-
-
-def _joined(latency: float, compute: float, memory: float, p: float) -> GemmTime:
-    high, low = (compute, memory) if compute > memory else (memory, compute)
-    t = high * (1.0 + (low / high) ** p) ** (1.0 / p)
-    bound = "launch" if latency > high else "compute" if compute >= memory else "memory"
-    return GemmTime(latency + t, bound)

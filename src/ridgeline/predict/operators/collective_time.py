@@ -4,10 +4,14 @@ A ring of n ranks sends (n-1)/n of a full buffer of B bytes per rank in n-1 hops
 al. 2005, doi:10.1177/1094342005051521). Each hop uses the cheapest of NCCL's three protocols: LL and LL128 trade
 bandwidth for latency by sending flags along with the data (Hu et al. 2025, arXiv:2507.04786). Across nodes, ranks of
 one node send over one network card each, side by side (rails).
+
+Over PCIe, devices that reach each other's memory share host bridges and sockets (``Link.spans``); those that do not
+pass every byte through host memory.
 """
 
 from __future__ import annotations
 
+import math
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -19,9 +23,15 @@ from ridgeline.spec.efficiency import CollectiveConstants
 
 _USUAL_LINK_LATENCY = 2e-6
 """Latency of the links that the constants were fitted on: only what a link takes beyond it is added per hop."""
+_NVLINK = 100e9
+"""Bandwidth from which a link is NVLink, where the 128 bytes behind a flag arrive whole (LL128)."""
 _SWITCHED = 200e9
 """Bandwidth from which a link is taken to be a switch's, which may sum on the way."""
 _SMALLEST_SWITCHED_SUM = 4
+_HOST_SHARE = 1 / 3
+"""Bandwidth through host memory, which is written and read, relative to the link's."""
+_HOST_HOP = 1.5e-6
+"""Seconds that a hop through host memory takes longer than one between devices."""
 
 
 class Path(NamedTuple):
@@ -30,12 +40,21 @@ class Path(NamedTuple):
     local: int
     """Ranks of the group inside one node."""
     nodes: int
-    bandwidth: float
-    """Bytes/s per rank, at full link share, of the slowest part."""
+    inside: float
+    """Bytes/s per rank of a large ring inside a node."""
+    outside: float
+    """Bytes/s of all cards of the group in one node; infinite inside one."""
     hop: float
     """Seconds per hop beyond an ordinary link's, inside a node."""
     across: float
     """Seconds per hop between nodes; 0 inside one."""
+    ll128: bool
+    """Whether the protocol of that name works."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s per rank of the slowest part of a ring."""
+        return min(self.inside, self.outside) if self.local > 1 else self.outside
 
 
 def collective_time(op: Op, cluster: Cluster) -> Timed:
@@ -59,21 +78,26 @@ def path(c: CollectiveConstants, cluster: Cluster, ranks: int, stride: int = 1) 
     per_node = cluster.devices_per_node
     local = min(ranks, max(1, per_node // stride)) if cluster.nodes > 1 else ranks
     nodes = ceil(ranks / local)
-    inside, latency = _inside(cluster.device)
+    inside, latency = _inside(cluster.device, min(per_node, local * stride))
+    inside *= c.bandwidth_share
     hop = max(0.0, latency - _USUAL_LINK_LATENCY)
+    link = cluster.device.link
+    ll128 = link is not None and link.p2p and link.bandwidth >= _NVLINK
     if nodes == 1:
-        return Path(local, 1, inside * c.bandwidth_share, hop, 0.0)
+        return Path(local, 1, inside, math.inf, hop, 0.0, ll128)
     network = cluster.device.network
     each, far = (network.bandwidth, network.latency) if network else (12.5e9 / per_node, 10e-6)
-    outside = each * local * c.network_share
-    bandwidth = min(inside * c.bandwidth_share, outside) if local > 1 else outside
-    return Path(local, nodes, bandwidth, hop, far + c.network_hop)
+    return Path(local, nodes, inside, each * local * c.network_share, hop, far + c.network_hop, ll128)
 
 
-def _inside(device: Device) -> tuple[float, float]:
-    if device.link is not None:
-        return device.link.bandwidth, device.link.latency
-    return device.memory_bandwidth / 4, 20e-6  # through host memory: two copies, read and write
+def _inside(device: Device, span: int) -> tuple[float, float]:
+    """Bandwidth per device and latency among ``span`` neighbors of a node."""
+    link = device.link
+    if link is None:
+        return device.memory_bandwidth / 4, 20e-6  # through host memory: two copies, read and write
+    if not link.p2p:
+        return link.bandwidth * _HOST_SHARE, link.latency + _HOST_HOP
+    return link.across(span), link.latency
 
 
 def algorithm_time(
@@ -94,46 +118,47 @@ def algorithm_time(
         return start + best
     levels = rounds * log2(max(2, p.local)) if p.local > 1 else 0.0
     fixed = levels * (slow * c.tree_hop + p.hop) + rounds * log2(p.nodes) * p.across
-    whole = rounds * size / p.bandwidth
-    ll128 = slow * (c.ll128_latency + levels * c.tree_hop) + whole / c.ll128_share
+    # Up and down a tree each node sends and receives the buffer but once, less its own part.
+    whole = rounds * max(size / p.inside if p.local > 1 else 0.0, (p.nodes - 1) / p.nodes * size / p.outside)
     best = min(
         best,
         fixed + max(2.0 * whole, rounds * size * slow / c.ll_bandwidth),
-        fixed + ll128,
         fixed + slow * c.simple_latency + whole,
     )
-    if _sums_in_switch(m, c, kind, n, p, dtype):
+    if p.ll128:
+        best = min(best, fixed + slow * c.ll128_latency + whole / c.ll128_share)
+    if _sums_in_switch(m, c, kind, p, dtype):
         wire = m.device.link.bandwidth * c.nvls_share if m.device.link else 0.0
-        best = min(best, slow * c.nvls_latency + (n + 1) / n * size / wire)
+        sent = max((p.local + 1) / p.local * size / wire, rounds * (p.nodes - 1) / p.nodes * size / p.outside)
+        best = min(best, slow * c.nvls_latency + rounds * log2(p.nodes) * p.across + sent)
     return start + best
 
 
 def _best_protocol(c: CollectiveConstants, slow: float, hops: int, moved: float, p: Path, across: float) -> float:
-    extra = hops * p.hop + across
     plain = moved / p.bandwidth
-    return extra + min(
+    best = min(
         slow * hops * c.ll_hop + max(2.0 * plain, moved * slow / c.ll_bandwidth),
-        slow * (c.ll128_latency + hops * c.ll128_hop) + plain / c.ll128_share,
         slow * (c.simple_latency + hops * c.simple_hop) + plain,
     )
+    if p.ll128:
+        best = min(best, slow * (c.ll128_latency + hops * c.ll128_hop) + plain / c.ll128_share)
+    return hops * p.hop + across + best
 
 
 def _alltoall(m: Machine, c: CollectiveConstants, n: int, size: float, p: Path) -> float:
     """Every rank sends to all others at once: what stays in the node and what leaves it travel side by side."""
-    inside, _ = _inside(m.device)
     kept = (p.local - 1 + c.local) / n * size
-    seconds = kept / (inside * c.bandwidth_share * c.alltoall_share)
+    seconds = kept / p.inside
     if p.nodes > 1:
         leaving = (n - p.local) / n * size
-        seconds = max(seconds, leaving / (p.bandwidth / p.local if p.local > 1 else p.bandwidth))
+        seconds = max(seconds, leaving / (p.outside / p.local))
     ramp = c.alltoall_ramp * kept / (kept + c.alltoall_half)
-    peers = c.alltoall_latency + (n - 1) * c.alltoall_peer + ramp
-    return m.slow * peers + (n - 1) * p.hop + p.across + seconds
+    return m.slow * (c.alltoall_latency + ramp) + (n - 1) * p.hop + p.across + seconds
 
 
-def _sums_in_switch(m: Machine, c: CollectiveConstants, kind: str, n: int, p: Path, dtype: str) -> bool:
+def _sums_in_switch(m: Machine, c: CollectiveConstants, kind: str, p: Path, dtype: str) -> bool:
     link = m.device.link
     return bool(
-        c.nvls_share and kind == "all_reduce" and p.nodes == 1 and n >= _SMALLEST_SWITCHED_SUM
+        c.nvls_share and kind == "all_reduce" and p.local >= _SMALLEST_SWITCHED_SUM
         and dtype not in ("int8", "fp8", "bool") and link and link.bandwidth >= _SWITCHED
     )  # fmt: skip

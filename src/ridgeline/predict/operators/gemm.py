@@ -5,9 +5,10 @@ For every tile shape and every split of k the kernel takes
     latency + (compute^p + memory^p)^(1/p) + fill + merging of splits,
 
 where compute is waves × one tile's time and memory is the traffic over the bandwidth that the busy processors can
-draw; the library is taken to choose the best one. Tile and wave quantization: NVIDIA, Matrix Multiplication Background
-User's Guide (DU-09799-001), chapter 3; split k and stream-k: Osama et al. 2023 (arXiv:2301.03598). Sizes are in
-elements, times in seconds.
+draw; the library is taken to choose the best one. A tile's time is that of its products or of loading its operands from
+the cache: a tile of h × w loads (h + w) operands for h·w products, so small ones wait for the cache. Tile and wave
+quantization: NVIDIA, Matrix Multiplication Background User's Guide (DU-09799-001), chapter 3; split k and stream-k:
+Osama et al. 2023 (arXiv:2301.03598). Sizes are in elements, times in seconds.
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.efficiency import GemmConstants
 
 _TILES = (
-    (256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2),
-    (64, 64, 3), (64, 32, 4), (32, 64, 4), (16, 64, 4), (16, 128, 4),
+    (256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (16, 64), (16, 128),
 )  # fmt: skip
-"""(rows, columns, rank of efficiency) of the output tiles that libraries are built with."""
+"""(rows, columns) of the output tiles that libraries are built with."""
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 _K_STEP = 64
 _LEAST_K = 256
 """Fewest elements of k that are worth a split of their own."""
+_FILL = 2.5e-7
+"""Seconds to fill a tile's pipeline."""
+_MERGE = 2e-6
+"""Seconds that summing the parts of a split k costs."""
+_OVERLAP = 3.5
+"""Exponent p of ``(compute^p + memory^p)^(1/p)``."""
+_STORE = 15.0
+"""Bytes per clock at which one processor writes a finished tile."""
+_DRAW = 64.0
+"""Bytes per clock that one processor can draw from the cache or the memory behind it."""
 
 
 class GemmTime(NamedTuple):
@@ -51,53 +61,46 @@ def constants(m: Machine, dtype: str) -> GemmConstants:
 
 @lru_cache(maxsize=65536)
 def gemm_time(
-    m: Machine, dtype: str, rows: int, columns: int, k: int, groups: float, traffic: float, stored: float = 0
-) -> GemmTime:
+    m: Machine, dtype: str, rows: int, columns: int, k: int, groups: float, traffic: float, stored: float = 0,
+    reuse: float = 0.0,
+) -> GemmTime:  # fmt: skip
     """One kernel that multiplies ``groups`` independent pairs, ``rows`` being those of all groups together.
 
     ``traffic``: bytes read and written; ``stored``: bytes of one stored weight that is expanded
-    on the fly; 0: weights are of ``dtype``.
+    on the fly; 0: weights are of ``dtype``; ``reuse``: bytes of weights that pass between two uses of one; 0: more than
+    a cache holds.
     """
-    return tiled(m, constants(m, dtype), dtype, rows, columns, k, groups, traffic, stored)
+    return tiled(m, constants(m, dtype), dtype, rows, columns, k, groups, traffic, stored, reuse)
 
 
 def tiled(
-    m: Machine,
-    c: GemmConstants,
-    dtype: str,
-    rows: int,
-    columns: int,
-    k: int,
-    groups: float = 1.0,
-    traffic: float = 0.0,
-    stored: float = 0.0,
-) -> GemmTime:
+    m: Machine, c: GemmConstants, dtype: str, rows: int, columns: int, k: int, groups: float = 1.0,
+    traffic: float = 0.0, stored: float = 0.0, reuse: float = 0.0,
+) -> GemmTime:  # fmt: skip
     """As :func:`gemm_time`, with given constants and nothing remembered."""
-    units, slow, p = m.units, m.slow, c.overlap
+    units, slow, p = m.units, m.slow, _OVERLAP
     width = DTYPE_BYTES[dtype]
     each = max(1.0, rows / groups)
-    traffic = traffic or (rows * k + groups * columns * k) * width + rows * columns * max(width, 2)
+    read, written = rows * k * width, rows * columns * max(width, 2.0)
+    weights = max(0.0, traffic - read - written) if traffic else groups * columns * k * width
+    memory = _memory(m, c, read, written, weights, reuse)
+    latency = slow * c.latency
+    if each <= c.vector_rows and groups == 1 and not stored:
+        results = rows * columns * c.vector_clocks / (m.clock * units)
+        return bounded(latency, overlapped(results, memory, p) + slow * _FILL, results, memory)
     peak = m.peak(dtype)
     unit_rate = peak / units * _share(m, c, peak) * (c.dequantize_share if stored else 1.0)
-    slower = min(1.0, peak / units / m.clock / c.tensor_rate) if c.tensor_rate else 1.0
-    if stored:
-        slower *= stored / width
-    at_128 = 1.0 / c.tile_128
-    at_64 = at_128 / c.tile_64
-    at_square = at_64 / c.tile_square
-    at_small = at_square / c.tile_small
-    costs = (1.0, *(1.0 + (t - 1.0) * slower for t in (at_128, at_64, at_square, at_small)))
-    bandwidth = m.bandwidth * c.memory_share
-    l2 = c.l2_bytes_per_clock * m.clock * units
-    store = c.store_bytes_per_clock * m.clock
-    saturating = units * c.feed
-    partial = 8.0 * rows * columns  # fp32, written and read
+    load_rate = c.load_bytes_per_clock * m.clock / width
+    store = _STORE * m.clock
+    moved, draw = read + written + weights, _DRAW * m.clock
+    partial = 8.0 * rows * columns / m.l2_bandwidth  # fp32, written and read
     best, best_compute, best_memory = 1e30, 0.0, 0.0
-    for height, wide, rank in _TILES:
+    for height, wide in _TILES:
         if height > 16 and height >= 2 * each:
             continue
         tiles = groups * ceil(each / height) * ceil(columns / wide)
-        per_k = 2.0 * height * wide * costs[rank] / unit_rate
+        math_k, load_k = 2.0 * height * wide / unit_rate, (height + wide) / load_rate
+        per_k = math.sqrt(math.sqrt(math_k**4 + load_k**4))
         finish = 2.0 * height * wide / store
         for split in _SPLITS:
             blocks = tiles * split
@@ -107,19 +110,37 @@ def tiled(
             waves = waves + c.wave * (ceil(waves) - waves) if waves > 1 else 1.0
             deep = ceil(k / (split * _K_STEP)) * _K_STEP
             compute = waves * (deep * per_k + finish)
-            memory = traffic / bandwidth
-            if blocks < saturating:
-                memory *= saturating / blocks
-            high, low = (compute, memory) if compute > memory else (memory, compute)
-            t = high * (1.0 + (low / high) ** p) ** (1.0 / p) + slow * c.fill * min(waves, 2.0)
+            drawn = max(memory, moved / (min(blocks, units) * draw))
+            t = overlapped(compute, drawn, p) + slow * _FILL * min(waves, 2.0)
             if split > 1:
-                t += slow * c.split + split * partial / l2
+                t += slow * _MERGE + split * partial
             if t < best:
-                best, best_compute, best_memory = t, compute, memory
-    latency = slow * (c.latency if each > 1 or groups > 1 else c.vector_latency)
-    slowest = max(best_compute, best_memory)
-    bound = "launch" if latency > slowest else "compute" if best_compute >= best_memory else "memory"
-    return GemmTime(latency + best, bound)
+                best, best_compute, best_memory = t, compute, drawn
+    return bounded(latency, best, best_compute, best_memory)
+
+
+def _memory(m: Machine, c: GemmConstants, read: float, written: float, weights: float, reuse: float) -> float:
+    """Seconds of all traffic at full bandwidth: from memory what no cache holds, through the cache everything.
+
+    Activations come out of the cache if they fit in it beside the weights and twice the results, which leave it late;
+    weights if those that pass between two of their uses fit, too.
+    """
+    passing = read + 2.0 * written
+    far = (read + written) * (1.0 - m.resident(passing + weights))
+    far += weights * (1.0 - m.resident(passing + max(reuse, weights)) if reuse else 1.0)
+    return max(far / (m.bandwidth * c.memory_share), (read + written + weights) / m.l2_bandwidth)
+
+
+def overlapped(a: float, b: float, p: float) -> float:
+    """``(a^p + b^p)^(1/p)``."""
+    high, low = (a, b) if a > b else (b, a)
+    return float(high * (1.0 + (low / high) ** p) ** (1.0 / p))
+
+
+def bounded(latency: float, seconds: float, compute: float, memory: float) -> GemmTime:
+    """A kernel of ``seconds`` after its ``latency``, and which of its parts bounds it."""
+    bound = "launch" if latency > max(compute, memory) else "compute" if compute >= memory else "memory"
+    return GemmTime(latency + seconds, bound)
 
 
 def _share(m: Machine, c: GemmConstants, peak: float) -> float:
@@ -131,4 +152,6 @@ def _share(m: Machine, c: GemmConstants, peak: float) -> float:
 
 def quantize_time(m: Machine, c: GemmConstants, elements: float) -> float:
     """Seconds to scale a 16-bit tensor to 8 bits by its own largest value: read for it, read again, write."""
-    return m.slow * c.quantize_latency + 5.0 * elements / (m.bandwidth * c.quantize_share)
+    near = m.resident(4.0 * elements)
+    each = near / m.l2_bandwidth + (1.0 - near) / (m.bandwidth * c.quantize_share)
+    return m.slow * c.quantize_latency + 5.0 * elements * each

@@ -106,7 +106,7 @@ def _modeled(op: Op, m: Machine) -> Timed:
     if op.kind == "gemm" and len(op.shape) == 3:
         rows, n, k = op.shape
         k = max(1, k // 2) if op.sparse else k  # twice the dense rate
-        t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0))
+        t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0), op.reuse)
         return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
     if op.kind == "bmm" and len(op.shape) == 4:
         batch, rows, n, k = op.shape
@@ -114,7 +114,7 @@ def _modeled(op: Op, m: Machine) -> Timed:
         return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
     if op.kind == "attention" and len(op.shape) == 6:
         backward = op.direction == "backward" and not op.recompute
-        t = attention_time(m, op.kernel or "flash", op.shape, op.causal, op.dtype, op.kv_dtype, backward)
+        t = attention_time(m, op.kernel or "flash", op.shape, op.causal, op.dtype, op.kv_dtype, backward, op.reuse)
         kind = "decode" if op.shape[3] < op.shape[4] else "prefill"
         return Timed(t.seconds, t.bound, m.source, m.spread(kind))
     e = m.efficiency
@@ -122,17 +122,9 @@ def _modeled(op: Op, m: Machine) -> Timed:
         seconds = quantize_time(m, constants(m, "fp8"), op.bytes / 3.0)
         return Timed(seconds, "memory", m.source, m.spread("pointwise"))
     compute = op.flops / m.peak(op.dtype)
-    memory = op.bytes / (m.bandwidth * e.pointwise_share * _cached(op.bytes, m))
+    near = m.resident(op.bytes)  # the previous kernel left it there
+    memory = op.bytes * (near / m.l2_bandwidth + (1.0 - near) / m.bandwidth) / e.pointwise_share
     return _bounded(m.slow * e.pointwise_latency, compute, memory, m.source, m.spread("pointwise"))
-
-
-def _cached(size: float, m: Machine) -> float:
-    """Speed-up of what the previous kernel left in the last-level cache: whole up to half of it, none above it."""
-    gain = m.efficiency.l2_gain
-    if gain <= 1.0 or not m.l2 or size >= m.l2:
-        return 1.0
-    hit = min(1.0, 2.0 * (1.0 - size / m.l2))
-    return 1.0 / (1.0 - hit * (1.0 - 1.0 / gain))
 
 
 def _bounded(latency: float, compute: float, memory: float, source: str, spread: float) -> Timed:

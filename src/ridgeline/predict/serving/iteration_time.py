@@ -274,9 +274,10 @@ def one_shot(op: Op, cluster: Cluster) -> float:
     Infinite where there is no direct link, across nodes, and for other collectives.
     """
     link, n, device = cluster.device.link, op.ranks, cluster.device
-    if op.kind != "all_reduce" or link is None or n < 2 or n > cluster.devices_per_node:
+    if op.kind != "all_reduce" or link is None or not link.p2p or n < 2 or n > cluster.devices_per_node:
         return float("inf")
-    once = link.latency + (n - 1) * op.link_bytes / link.bandwidth
-    twice = 3 * link.latency + 2 * (n - 1) / n * op.link_bytes / (link.bandwidth * 0.8)
+    bandwidth = link.across(n)
+    once = link.latency + (n - 1) * op.link_bytes / bandwidth
+    twice = 3 * link.latency + 2 * (n - 1) / n * op.link_bytes / (bandwidth * 0.8)
     barrier = n / 2 * link.latency  # every rank signals and awaits its peers
     return device.launch_latency + barrier + min(once, twice)
