@@ -47,7 +47,7 @@ _MOST_THROTTLED = 1.2
 GROUPS = ("gemm", "attention", "pointwise", "fused")
 ALONE = InStepFactors()
 """Operators as they are timed one by one."""
-TRAINING = InStepFactors(gemm=1.075, attention=1.86, pointwise=2.30, fused=1.50, dispatch=8e-6, spread=0.004)
+TRAINING = InStepFactors(gemm=1.075, attention=1.82, pointwise=2.30, fused=1.50, dispatch=8e-6, spread=0.004)
 """gemm, attention, pointwise: fitted on llm-foundry's and Megatron-LM's published runs. dispatch: an eager framework's
 launch (assumption). spread: assumption, which fits the loss of 1-2 % from one node to a hundred."""
 
