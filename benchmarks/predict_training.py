@@ -61,10 +61,11 @@ def runs(path: Path) -> tuple[list[Run], list[str]]:
             skipped.append(f"line {row.line}: {problem}")
             continue
         parts = dict.fromkeys(KINDS, 0.0)
+        biased = e.model.position == "alibi" or e.plan.option("flash_attention", "generation") == 1
         fused = e.plan.option("fused_layers", "elementwise")
         for r in result.breakdown:
             if r.phase in ("forward", "backward"):
-                name = in_step.group(r.kind)
+                name = in_step.group(r.kind, in_step.BIASED if r.kind == "attention" and biased else "")
                 if name:
                     parts["fused" if fused and name == "pointwise" else name] += r.seconds
         values = np.array([parts[k] for k in KINDS])

@@ -80,18 +80,23 @@ def attention_seconds(plan, phase):
 CORE = ("attention", "bmm", "softmax", "mask")
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_flash_attention_makes_attention_faster(phase):
+    assert attention_seconds(["flash_attention"], phase) < attention_seconds([], phase)
+
+
 @pytest.mark.parametrize(
     ("phase", "reported"),
     [
-        ("forward", 2 / 3),
-        pytest.param("backward", 3 / 4, marks=pytest.mark.xfail(
-            strict=True, reason="reported about a quarter faster; predicted 26 % slower: the pace of fused attention,"
-            " 1.82, was fitted on runs that all have it, against 1.075 for the products that it replaces")),
+        pytest.param("forward", 2 / 3, marks=pytest.mark.xfail(
+            strict=True, reason="reported a third faster; predicted 58 %: a kernel of 350 tokens as timed alone")),
+        ("backward", 3 / 4),
     ],
 )  # fmt: skip
-def test_flash_attention_makes_attention_faster(phase, reported):
+def test_how_much_faster_flash_attention_is(phase, reported):
     """Reported: by about a third forward and a quarter backward."""
     ratio = attention_seconds(["flash_attention"], phase) / attention_seconds([], phase)
+    print(f"{phase}: {ratio:.3f}, reported {reported:.3f}")
     assert ratio == pytest.approx(reported, rel=ATTENTION)
 
 

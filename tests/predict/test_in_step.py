@@ -1,16 +1,37 @@
 """In-step factors of a training step: where they apply."""
 
-from ridgeline import catalog
+import pytest
+
+from ridgeline import catalog, experiments
+from ridgeline.graph import training_graph
+from ridgeline.graph.graph import BIASED, Op
+from ridgeline.predict.common import rewritten
 from ridgeline.predict.step.in_step import ALONE, TRAINING, group, throttle, training_factors
 from ridgeline.spec.device import Rate
+from ridgeline.techniques.registry import resolve
 
 
 def test_groups():
-    assert [group(k) for k in ("gemm", "bmm", "attention", "norm", "loss")] == ["gemm", "gemm", "attention"] + [
-        "pointwise"
-    ] * 2
-    assert TRAINING.of("gemm") == TRAINING.gemm
-    assert TRAINING.of("optimizer") == TRAINING.of("quantize") == 1.0, "fused as they are counted"
+    def factor(kind, kernel=""):
+        return TRAINING.of(Op("x", "mlp", kind, kernel=kernel))
+
+    kinds = ("gemm", "bmm", "attention", "norm", "loss")
+    assert [group(k) for k in kinds] == ["gemm", "gemm", "attention", "pointwise", "pointwise"]
+    assert factor("gemm") == TRAINING.gemm
+    assert factor("optimizer") == factor("quantize") == 1.0, "fused as they are counted"
+    assert factor("attention", BIASED) == TRAINING.biased > factor("attention")
+
+
+@pytest.mark.parametrize(("position", "option", "kernel"), [
+    ("rope", "flash_attention", ""), ("alibi", "flash_attention", BIASED),
+    ("rope", "flash_attention:generation=1", BIASED),
+])  # fmt: skip
+def test_kernels_with_a_bias_and_of_the_first_generation(position, option, kernel):
+    asked = experiments.make("llama2-7b", "a100", {"kind": "pretrain", "seq_len": 512}, [option])
+    model = asked.model.model_copy(update={"position": position})
+    e, techniques = resolve(asked.model_copy(update={"model": model}))
+    ops = [op for b in rewritten(training_graph(e), e, techniques).blocks for op in (*b.forward, *b.backward)]
+    assert {op.kernel for op in ops if op.kind == "attention"} == {kernel}
 
 
 def test_a_cpu_and_a_measured_device_keep_their_own_pace():

@@ -92,6 +92,17 @@ def test_recomputation_that_is_not_stated_follows_from_the_memory():
     assert not training.experiment(row(recompute="none")).plan.has("recompute")
 
 
+def test_what_is_left_open_of_a_layout_is_the_fastest_that_fits_and_said():
+    pipelined = {"tp": 4, "pp": 4, "n_devices": 64, "global_batch": 64, "flash": 1, "device": "h100-sxm"}
+    _, chosen = training.settled(row(**pipelined, micro_batch="", interleave="?", recompute=""))
+    assert chosen == "not stated: micro_batch=1, interleave=1, recompute=none"
+    (case,) = training.cases(row(**pipelined, micro_batch="", interleave="?", recompute=""))
+    assert case.label.endswith(f"({chosen})")
+    (worse,) = training.cases(row(**pipelined, micro_batch=16, interleave=1, recompute="full"))
+    assert worse.predicted < case.predicted
+    assert training.settled(row(**pipelined, micro_batch=1, interleave=2))[1] == ""
+
+
 def test_alternatives_differ_in_their_plan_only():
     a, b, other = (
         training.cases(row(**c))[0].alternatives for c in ({}, {"tp": 2, "micro_batch": 8}, {"global_batch": 1024})

@@ -18,6 +18,8 @@ from operator import attrgetter
 from typing import Any, Literal
 
 Direction = str  # "forward" | "backward" | "update"
+BIASED = "biased"
+"""Kernel of fused attention that adds a bias or a mask to its scores."""
 Role = Literal["", "weight_gradient", "bias_gradient", "regather"]
 
 
@@ -56,6 +58,8 @@ class Op:
     """Whether it repeats forward work in the backward pass."""
     behind: str = ""
     """A collective inside a block: the operator of the block that it runs beside; empty: nothing runs meanwhile."""
+    pieces: int = 1
+    """Pieces that a collective beside an operator goes in; of more than one the first (or last) has no work beside."""
     experts: float = 1
     """gemm: weight matrices that the rows are spread over in one grouped kernel (expected number, for routed rows)."""
     weight_dtype: str = ""
@@ -70,7 +74,7 @@ class Op:
     kv_dtype: str = ""
     """attention: storage of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
-    """attention: library of the fused kernel, flash (default) or trtllm."""
+    """attention: library of the fused kernel, flash (default), biased or trtllm."""
     role: Role = ""
     """What it computes in backward, where that matters: gradients of parameters, or a divided input made whole."""
     timed: Any = field(default=None, init=False, compare=False, repr=False)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 from ridgeline.predict.interval import MEMORY, spread_of
 from ridgeline.predict.operators.kernel import peak_flops
@@ -26,14 +29,17 @@ from ridgeline.validate.nouns import architecture, device_of
 
 NAME = "training"
 REQUIRED = ("device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch")
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _MEASURED = ("tokens_per_s_per_device", "step_s", "tflops_per_device", "mfu", "hfu")
 
 
 def cases(row: CsvRow) -> list[Case]:
     """Predict one run. Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run."""
-    e = experiment(row)
+    e, chosen = settled(row)
     result = predict(e)
     found = [c for c in (_speed(row, e, result), _memory(row, e, result)) if c is not None]
+    if chosen:
+        found = [replace(c, label=f"{c.label} ({chosen})") for c in found]
     if not found:
         raise BadCell(f"no measured quantity: all of {', '.join((*_MEASURED, 'memory_bytes'))} are empty")
     return found
@@ -42,27 +48,74 @@ def cases(row: CsvRow) -> list[Case]:
 # ---- the row as an experiment ---------------------------------------------------------------------------------------
 
 
+class Layout(NamedTuple):
+    """What a row may leave open of a run's layout."""
+
+    micro_batch: int
+    interleave: int
+    recompute: str
+
+
 def experiment(row: CsvRow) -> Experiment:
-    """The run as an Experiment: its cluster with the row's own network, its layout as a plan."""
+    """The run as an Experiment: its cluster with the row's own network, its layout as a plan.
+
+    What the row leaves open of its layout is settled as a user would: the fastest that fits.
+    """
+    return settled(row)[0]
+
+
+def settled(row: CsvRow) -> tuple[Experiment, str]:
+    """The run, and what of it was left open and is chosen here; empty: nothing was."""
     spec, cluster = architecture(row), _cluster(row)
     degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
     ranks = cluster.size // (degrees["tp"] * degrees["pp"] * degrees["cp"]) or 1
-    micro = row.count("micro_batch", max(1, row.count("global_batch", ranks) // ranks))
-    share = ranks * micro
-    micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
-    workload = Pretrain(seq_len=row.count("seq_len", least=2), batch_size=micros * share, micro_batch_size=micro)
 
-    def with_recompute(policy: str) -> Experiment:
-        plan = Plan.parse(_plan(row, degrees, cluster.device, micros, policy))
+    def run(layout: Layout) -> Experiment:
+        share = ranks * layout.micro_batch
+        micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
+        work = Pretrain(seq_len=row.count("seq_len", least=2), batch_size=micros * share,
+                        micro_batch_size=layout.micro_batch)  # fmt: skip
+        plan = Plan.parse(_plan(row, degrees, cluster.device, micros, layout))
         try:
-            return resolve(Experiment(model=spec, cluster=cluster, workload=workload, plan=plan))[0]
+            return resolve(Experiment(model=spec, cluster=cluster, workload=work, plan=plan))[0]
         except Incompatible as problem:
             raise BadCell(f"not a possible run: {problem.what}") from None
 
-    if row.has("recompute") or row.cells.get("recompute", "").strip().lower() == "none":
-        return with_recompute(row.cells["recompute"].strip().lower())
-    plain = with_recompute("none")  # not stated: what the memory asks for
-    return plain if predict(plain).status == "ok" else with_recompute("full")
+    layouts = _layouts(row, spec, ranks, degrees["pp"])
+    if len(layouts) == 1:
+        return run(layouts[0]), ""
+    judged: list[tuple[bool, float, Layout, Experiment]] = []
+    for layout in layouts:
+        try:
+            e = run(layout)
+        except BadCell:
+            continue
+        result = predict(e)
+        fits = result.status == "ok"
+        merit = result.metrics["tokens_per_s"].value if fits else -(result.peak_bytes or 0.0)
+        judged.append((fits, merit, layout, e))
+    if not judged:
+        run(layouts[0])  # says why
+    _, _, chosen, e = max(judged, key=lambda found: found[:2])
+    open_ = [f for i, f in enumerate(Layout._fields) if len({layout[i] for layout in layouts}) > 1]
+    return e, "not stated: " + ", ".join(f"{f}={getattr(chosen, f)}" for f in open_)
+
+
+def _layouts(row: CsvRow, spec: ModelSpec, ranks: int, stages: int) -> list[Layout]:
+    """The layouts that the row's words allow."""
+    each = max(1, row.count("global_batch", ranks) // ranks)
+    micro = [n for n in _MICRO_BATCHES if each % n == 0]
+    chunks = [n for n in range(1, spec.num_layers // stages + 1) if spec.num_layers % (stages * n) == 0]
+    stated = row.cells.get("recompute", "").strip().lower()
+    named = row.has("recompute") or stated == "none"
+    return [
+        Layout(*found)
+        for found in product(
+            [row.count("micro_batch")] if row.has("micro_batch") else micro,
+            [row.count("interleave", 1)] if row.has("interleave") or stages == 1 else sorted({1, *chunks[-1:]}),
+            [stated] if named else ["none", "full"],
+        )
+    ]
 
 
 def _cluster(row: CsvRow) -> Cluster:
@@ -86,8 +139,9 @@ def network(text: str, device: Device, per_node: int) -> Link | None:
     return Link(name=text, bandwidth=total / per_node, latency=latency, source="the row's inter_node column")
 
 
-def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, policy: str) -> list[str]:
-    """The row's layout as technique calls; ``micros``: micro-batches per step; ``policy``: of recomputation."""
+def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, layout: Layout) -> list[str]:
+    """The row's layout as technique calls; ``micros``: micro-batches per step."""
+    policy = layout.recompute
     precision = precision_of(row, "precision", "bf16" if "bf16" in device.peak_flops else "fp16")
     plan = [] if precision in ("fp32", "tf32") else [
         f"mixed_precision:dtype={'fp16' if precision == 'fp16' else 'bf16'},weights=low"]  # fmt: skip
@@ -95,17 +149,21 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, pol
         plan.append("fp8")
     flash = row.flag("flash", True)
     if flash:
-        plan.append("flash_attention")
-    megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1
+        first = re.search(r"internlm|internevo", row.text("source", "").lower())  # which asked for its release 1.0.5
+        plan.append(f"flash_attention:generation={1 if first else 2}")
+    megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1 or degrees["pp"] > 1
     compiled = row.flag("compile", False)
+    fused = megatron or compiled or precision == "fp8"  # which means Transformer Engine's kernels
     fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
-    plan.append(f"fused_layers:elementwise={str(megatron or compiled).lower()},loss={fused_loss},chunked=false")
+    plan.append(f"fused_layers:elementwise={str(fused).lower()},loss={fused_loss},chunked=false")
     if degrees["tp"] > 1:
-        plan.append(f"tensor_parallel:degree={degrees['tp']}")
-        if row.flag("sequence_parallel", False):
+        sequence = row.flag("sequence_parallel", False)
+        beside = str(sequence and "fp8" in device.peak_flops).lower()  # as Megatron-LM runs it where it can
+        plan.append(f"tensor_parallel:degree={degrees['tp']},overlap={beside}")
+        if sequence:
             plan.append("sequence_parallel")
     if degrees["pp"] > 1:
-        chunks = row.count("interleave", 1)
+        chunks = layout.interleave
         fits = chunks > 1 and micros % degrees["pp"] == 0
         schedule = f"schedule=interleaved,chunks={chunks}" if fits else "schedule=1f1b"
         plan.append(f"pipeline:degree={degrees['pp']},{schedule}")
@@ -127,7 +185,8 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, pol
     if experts > 1 and ranks > 1:
         plan.append(f"expert_parallel:degree={min(experts, ranks)}")
     if ranks > 1:
-        plan.append(f"zero:stage={stage}" if stage else "data_parallel:overlap=false")
+        unit = ",gathered=tensor" if stage == 3 and row.text("family", "") in ("gpt", "megatron") else ""  # DeepSpeed
+        plan.append(f"zero:stage={stage}{unit}" if stage else "data_parallel:overlap=false")
     return plan
 
 
@@ -239,4 +298,4 @@ def _alternatives(row: CsvRow) -> Hashable:
     return tuple(row.text(c, "") for c in (*same, "global_batch"))
 
 
-__all__ = ["NAME", "REQUIRED", "cases", "experiment", "flops_per_token", "network"]
+__all__ = ["NAME", "REQUIRED", "cases", "experiment", "flops_per_token", "network", "settled"]

@@ -2,7 +2,9 @@
 
 In a step that runs for minutes the card is hot and at its power limit, nothing is warm in the cache, and a framework
 copies and casts around its kernels. One factor per group of kinds says how much longer operators then take. They are
-fitted on public training runs on A100 (``benchmarks/predict_training.py``), the same for all models and GPUs.
+fitted on public training runs on A100 (``benchmarks/predict_training.py``), the same for all models and GPUs. What
+differs between models and stacks has causes of its own: the kernel of attention, how many kernels a chain of small
+operators takes, what is converted between number formats, what runs beside what.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ridgeline.graph.graph import BIASED, Op
 from ridgeline.spec.device import Cluster, Device
 
 
@@ -20,6 +23,8 @@ class InStepFactors(NamedTuple):
     """All matrix products but fused attention."""
     attention: float = 1.0
     """Fused attention."""
+    biased: float = 1.0
+    """Fused attention that adds a bias to its scores."""
     pointwise: float = 1.0
     """What only moves bytes: norms, activations, residual additions, losses, casts: eager frameworks run several
     kernels for each."""
@@ -30,9 +35,9 @@ class InStepFactors(NamedTuple):
     spread: float = 0.0
     """Relative standard deviation of one rank's step time: a step ends with the slowest of its ranks."""
 
-    def of(self, kind: str) -> float:
-        """The factor of a kind of operator."""
-        name = group(kind)
+    def of(self, op: Op) -> float:
+        """The factor of an operator."""
+        name = group(op.kind, op.kernel)
         return getattr(self, name) if name else 1.0
 
     def straggling(self, ranks: int) -> float:
@@ -44,17 +49,21 @@ _GROUP = {"gemm": "gemm", "bmm": "gemm", "attention": "attention", "optimizer": 
 _A100_FLOPS_PER_JOULE = 312e12 / 400
 _THROTTLE = 0.31
 _MOST_THROTTLED = 1.2
-GROUPS = ("gemm", "attention", "pointwise", "fused")
+GROUPS = ("gemm", "attention", "biased", "pointwise", "fused")
 ALONE = InStepFactors()
 """Operators as they are timed one by one."""
-TRAINING = InStepFactors(gemm=1.075, attention=1.82, pointwise=2.30, fused=1.50, dispatch=8e-6, spread=0.004)
-"""gemm, attention, pointwise: fitted on llm-foundry's and Megatron-LM's published runs. dispatch: an eager framework's
-launch (assumption). spread: assumption, which fits the loss of 1-2 % from one node to a hundred."""
+TRAINING = InStepFactors(
+    gemm=1.075, attention=1.075, biased=1.82, pointwise=2.30, fused=1.50, dispatch=8e-6, spread=0.004
+)
+"""gemm, biased, pointwise: fitted on llm-foundry's published runs, which all have ALiBi. Kernels that take a bias are
+of FlashAttention's first generation; the second is twice as fast (arXiv:2307.08691, figure 4). fused: on Megatron-LM's.
+attention: as hot as gemm (assumption). dispatch: an eager framework's launch (assumption). spread: assumption, which
+fits the loss of 1-2 % from one node to a hundred."""
 
 
-def group(kind: str) -> str:
+def group(kind: str, kernel: str = "") -> str:
     """The group of a kind of operator; empty for those that are fused as they are counted."""
-    return _GROUP.get(kind, "pointwise")
+    return "biased" if kernel == BIASED else _GROUP.get(kind, "pointwise")
 
 
 def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:

@@ -11,6 +11,7 @@ from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES, host_time
 from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
+from ridgeline.predict.step.far_rings import other_hops
 from ridgeline.predict.step.in_step import ALONE, InStepFactors
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
@@ -128,7 +129,7 @@ class BlockTimes:
 
 def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> float:
     """Seconds of any operator: compute, collective or copy."""
-    return timed_of(op, cluster).seconds * (1.0 if op.axis else factors.of(op.kind))
+    return timed_of(op, cluster).seconds * (1.0 if op.axis else factors.of(op))
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
@@ -138,8 +139,12 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
         return known
     if op.kind in COPIES:
         timed = host_time(op, cluster)
+    elif op.axis:
+        timed = collective_time(op, cluster)
+        if more := other_hops(op, cluster):
+            timed = timed._replace(seconds=timed.seconds + more)
     else:
-        timed = collective_time(op, cluster) if op.axis else op_time(op, cluster.device)
+        timed = op_time(op, cluster.device)
     keep_time(op, (cluster, timed))  # the step and then its breakdown ask, and a search in every plan that shares it
     return timed
 
@@ -166,11 +171,13 @@ def _inside(ops: list[Op], cluster: Cluster, factors: InStepFactors) -> tuple[fl
     """(compute, exposed collectives, compute of weight gradients) of a block's operators in one direction."""
     compute = inline = weight = 0.0
     alongside: dict[str, float] = {}
+    least: dict[str, float] = {}
     for o in ops:
         if o.axis:
             took = timed_of(o, cluster).seconds
             if o.behind:
                 alongside[o.behind] = alongside.get(o.behind, 0.0) + took
+                least[o.behind] = least.get(o.behind, 0.0) + (took / o.pieces if o.pieces > 1 else 0.0)
             else:
                 inline += took
         else:
@@ -181,7 +188,7 @@ def _inside(ops: list[Op], cluster: Cluster, factors: InStepFactors) -> tuple[fl
     if alongside:
         for o in ops:
             if o.name in alongside:
-                inline += max(0.0, alongside.pop(o.name) - seconds_of(o, cluster, factors))
+                inline += max(least[o.name], alongside.pop(o.name) - seconds_of(o, cluster, factors))
     return compute, inline, weight
 
 
@@ -366,7 +373,7 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
     for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
         timed[key] = one = timed_of(op, cluster)
-        seconds = one.seconds * (1.0 if op.axis else factors.of(op.kind))
+        seconds = one.seconds * (1.0 if op.axis else factors.of(op))
         n = count * times
         roof = 0.0 if op.axis else roof_seconds(op, device)
         values = [x * n for x in (seconds, 1.0, op.flops, op.bytes, op.link_bytes, roof)]

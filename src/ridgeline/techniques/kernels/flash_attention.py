@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ridgeline.graph.graph import Block, Graph, Op, Saved
+from ridgeline.graph.graph import BIASED, Block, Graph, Op, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import has
@@ -36,6 +36,9 @@ class FlashAttention(Technique):
     )
     phase: ClassVar[Phase] = "compile"
 
+    generation: Literal[1, 2] = 2
+    """Of the kernels on a GPU: 2 is twice as fast (arXiv:2307.08691); 1 is predicted, not run."""
+
     @classmethod
     def saves_memory(cls, e: Experiment) -> str:
         """Without a score matrix."""
@@ -55,10 +58,13 @@ class FlashAttention(Technique):
         if masked:  # the kernel has no window and no documents of its own: one mask serves all layers
             g.buffers += (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
         causal = e.model.causal and not masked
-        return g.each_block(lambda b: _fuse(b, groups, batch, causal), layers_only=True)
+        first = self.generation == 1 or e.model.position == "alibi"  # the second has taken a bias since 2024 only
+        kernel = BIASED if e.is_training and (first or masked) else ""
+        return g.each_block(lambda b: _fuse(b, groups, batch, causal, kernel), layers_only=True)
 
     def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""
+        self.needs(self.generation == 2, "generation=1 can be predicted, not run", "use generation=2")
         run.model.set_attention(run.fused_attention)
 
 
@@ -66,7 +72,7 @@ _PARTS = ("scores", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
 
 
-def _fuse(b: Block, groups: int, batch: int, causal: bool) -> None:
+def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
     """Replace the operators of every attention of a block of ``batch`` sequences; ``groups`` query heads share one
     key/value head; ``causal``: the kernel may skip the masked half of self-attention in a decoder."""
     for prefix in ("attention", "cross_attention"):
@@ -84,12 +90,12 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool) -> None:
         shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
         masked = causal and prefix == "attention" and b.name == "layers"
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
-                   dtype=scores.dtype, shape=shape, causal=masked)  # fmt: skip
+                   dtype=scores.dtype, shape=shape, causal=masked, kernel=kernel)  # fmt: skip
         b.forward = _replace(b.forward, old, fused)
         if any(o.name in old_backward for o in b.backward):  # not below the first adapter of a frozen model
             # Five matrix products backward (scores again, dV, dP, dQ, dK) against two forward.
             grad = Op(f"{prefix}.flash.bwd", "attention", "attention", "backward", 2.5 * flops, 2 * elements * width,
-                      scores.dtype, shape, causal=masked)  # fmt: skip
+                      scores.dtype, shape, causal=masked, kernel=kernel)  # fmt: skip
             b.backward = _replace(b.backward, old_backward, grad)
             saved = {k: v for k, v in b.saved.items() if not k.startswith(f"{prefix}.probs")}
             keys = heads * kv_len * dim * width / groups

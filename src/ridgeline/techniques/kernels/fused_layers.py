@@ -83,6 +83,9 @@ class FusedLayers(Technique):
         if self.elementwise:
             g.fused = True
             g.each_block(_fuse_elementwise, layers_only=True)
+            if "fp8" in e.cluster.device.peak_flops:
+                g.each_block(_fuse_casts, layers_only=True)
+                g.closing.append(_cast_once)
             if not has(e, "plain_attention"):  # whose operators stay apart
                 wide = 3.0 if g.dtype in ("bf16", "fp16") else 1.0
                 g.each_block(lambda b: _fuse_softmax(b, wide), layers_only=True)
@@ -119,6 +122,10 @@ def _merge_projections(b: Block) -> None:
         b.backward = _merge(b.backward, [f"{p}.dx" for p in parts], f"{name}.dx", 2)
         b.backward = _merge(b.backward, [f"{p}.dw" for p in parts], f"{name}.dw", 0)
         b.backward = [op for op in b.backward if op.name not in {f"{p}.accumulate" for p in parts}]
+        once = {f"{p}.quantize" for p in parts[1:]}  # they read one input
+        b.forward = [op for op in b.forward if op.name not in once]
+        b.backward = [changed(op, behind=f"{name}.dx") if op.behind in {f"{p}.dx" for p in parts} else op
+                      for op in b.backward]  # fmt: skip
         renamed = {f"{p}.dw": f"{name}.dw" for p in parts}
         for key, s in b.saved.items():
             b.saved[key] = replace(s, users=frozenset(renamed.get(u, u) for u in s.users))
@@ -148,6 +155,36 @@ def _fuse_elementwise(b: Block) -> None:
         return [changed(op, bytes=op.bytes * 2 / 3) if op.kind == "residual" else op for op in kept]
 
     b.forward, b.backward = fuse(b.forward), fuse(b.backward)
+
+
+_NORMED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Layers whose input a norm has written."""
+
+
+def _fuse_casts(b: Block) -> None:
+    """Conversion to fp8 as Transformer Engine does it (arXiv:2209.05433, with the scales of earlier steps): norms write
+    codes themselves, all else is read once and written as it is and transposed."""
+
+    def fuse(op: Op) -> list[Op]:
+        if op.axis == "tp" and op.kind == "all_gather":  # what is gathered are codes
+            return [changed(op, bytes=op.bytes / 2, link_bytes=op.link_bytes / 2)]
+        if op.kind != "quantize":
+            return [op]
+        layer, _, what = op.name.rpartition(".")
+        if what == "quantize" and layer.endswith(_NORMED):
+            return []
+        return [changed(op, kind="cast", bytes=op.bytes * 4 / 3)]
+
+    b.forward = [new for op in b.forward for new in fuse(op)]
+    b.backward = [new for op in b.backward for new in fuse(op)]
+
+
+def _cast_once(g: Graph) -> None:
+    """Weights that stay whole from one micro-batch to the next are converted once a step: a share in each."""
+    for b in g.blocks:
+        if not b.gather_forward:
+            b.forward = [changed(op, bytes=op.bytes / g.accumulation) if op.name.endswith(".quantize_weight") else op
+                         for op in b.forward]  # fmt: skip
 
 
 def _fuse_softmax(b: Block, copies: float) -> None:

@@ -56,6 +56,9 @@ class TensorParallel(Technique):
 
     degree: int = Field(default=8, ge=2)
     """Ranks that share every layer."""
+    overlap: bool = False
+    """Send in pieces, beside the products next to it, what divided layers gather and sum (Transformer Engine on GPUs):
+    predicted, not yet run."""
 
     def axes(self) -> dict[str, int]:
         """The innermost mesh axis."""
@@ -115,10 +118,13 @@ class TensorParallel(Technique):
             b.backward_workspace /= t
         sequence = has(e, "sequence_parts")
         g.closing.append(lambda graph: _sum_partial(graph, t, sequence))
+        if self.overlap:
+            g.closing.append(_overlapped)
         return g
 
     def build(self, run: TrainBuild) -> None:
         """Divide the layers that are here; parameters become ``DTensor`` s, arithmetic stays local."""
+        self.needs(not self.overlap, "overlap=true can be predicted, not yet run", "use overlap=false")
         from ridgeline.nn.parallel.divide import Divider
 
         assert run.mesh is not None
@@ -197,6 +203,25 @@ def _sum_partial(g: Graph, t: int, sequence: bool) -> None:
         size /= g.stages
         g.before_update.insert(0, Op("partial.reduce", "communication", "all_reduce", "update", bytes=size,
                                      link_bytes=size, ranks=t, axis="tp"))  # fmt: skip
+
+
+def _overlapped(g: Graph) -> None:
+    """Put every gather beside the product that reads it, every sum beside the one that makes it."""
+    for b in g.blocks:
+        if b.is_layer:
+            b.forward, b.backward = _beside(b.forward), _beside(b.backward)
+
+
+def _beside(ops: list[Op]) -> list[Op]:
+    products = [(i, op.name) for i, op in enumerate(ops) if op.kind == "gemm"]
+    out: list[Op] = []
+    for i, op in enumerate(ops):
+        if op.axis == "tp" and not op.behind:
+            reads = op.kind == "all_gather"
+            near = [name for at, name in products if (at > i) is reads]
+            op = changed(op, behind=near[0 if reads else -1], pieces=op.ranks) if near else op
+        out.append(op)
+    return out
 
 
 def _is_partial(name: str, sequence: bool) -> bool:

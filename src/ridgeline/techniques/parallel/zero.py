@@ -60,6 +60,9 @@ class Zero(Technique):
     reshard: bool | None = None
     """Free a layer's gathered parameters after its forward pass and gather them again for backward. None: in stage 3,
     but not in a pipeline, where it would happen for every micro-batch."""
+    gathered: Literal["layer", "tensor"] = "layer"
+    """What a collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases): predicted, not
+    yet run."""
     prefetch: int = Field(default=1, ge=0)
     """Layers whose parameters are gathered ahead of use, in forward and backward."""
 
@@ -197,6 +200,9 @@ class Zero(Technique):
 
     def _gathers(self, blocks: list[Block], ranks: int, stride: int) -> list[Op]:
         """The gathers before some blocks."""
+        if self.gathered == "tensor":
+            return [op for b in blocks for p in b.params
+                    for op in self._all_gathers({p.spread: p.numel * p.working_bytes}, ranks, stride)]  # fmt: skip
         sizes: dict[int, float] = {}
         for p in (p for b in blocks for p in b.params):
             sizes[p.spread] = sizes.get(p.spread, 0.0) + p.numel * p.working_bytes
@@ -216,6 +222,7 @@ class Zero(Technique):
 
         16-bit weights with master copies stay whole in stages 1 and 2, and only their update is divided.
         """
+        self.needs(self.gathered == "layer", "gathered=tensor can be predicted, not yet run", "use gathered=layer")
         if run.update.weights_16bit is not None and self.stage < 3:
             from ridgeline.techniques.parallel.zero_torch import ShardedUpdate
 

@@ -151,12 +151,15 @@ def _lowered(op: Op) -> list[Op]:
         return [op]
     m, n, k = op.shape
     low = changed(op, dtype="fp8", bytes=op.bytes * 2 / 3)
-    new = {"dx": m * k, "dw": 0}.get(op.name.rpartition(".")[2], m * k + n * k * op.experts)
-    if not new:
+    tail = op.name.rpartition(".")[2]
+    if tail == "dw":
         return [low]
-    moved = 3.0 * new  # two bytes read, one written
-    quantize = Op(f"{op.name}.quantize", op.module, "quantize", op.direction, 0, moved, "fp8", recompute=op.recompute)
-    return [quantize, low]
+    new = {"quantize": m * k} if tail == "dx" else {"quantize": m * k, "quantize_weight": n * k * op.experts}
+    codes = [  # two bytes read, one written
+        Op(f"{op.name}.{name}", op.module, "quantize", op.direction, 0, 3.0 * size, "fp8", recompute=op.recompute)
+        for name, size in new.items()
+    ]
+    return [*codes, low]
 
 
 def _emulated(b: Block) -> None:
