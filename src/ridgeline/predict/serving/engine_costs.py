@@ -1,4 +1,5 @@
-"""Inference engines: what the serving software adds to the operators, as a few named constants.
+"""Inference engines: what the serving software adds to the operators, as a few named constants, and its scheduling
+without a plan: techniques of the plan add to that (:meth:`Technique.scheduling`), and Ridgeline's own has none else.
 
 Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does
 while the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it
@@ -44,6 +45,10 @@ class EngineCosts:
     max_num_batched_tokens: int
     chunked: bool
     """Whether a prompt may be cut over several iterations."""
+    continuous: bool = True
+    """Whether requests join while others run."""
+    padded: bool = False
+    """Whether every sequence of an iteration takes as many rows as the longest."""
     mixes: bool = True
     """Whether prompts and decode steps share an iteration (else prompts go first, and decoding waits)."""
     reserves: bool = False
@@ -96,7 +101,8 @@ ENGINES: dict[str, EngineCosts] = {
             "ridgeline", "Ridgeline's own engine, eager", False,
             dispatch_s=8e-6, iteration_s=0.4e-3, schedule_s=0.0, sequence_s=60e-6, prefill_s=0.0,
             prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
-            max_num_seqs=256, max_num_batched_tokens=2048, chunked=True, fused=False, expand_share=1.0, one_shot=False,
+            max_num_seqs=256, max_num_batched_tokens=2048, chunked=False, continuous=False, padded=True, reserves=True,
+            fused=False, expand_share=1.0, one_shot=False,
             source="assumptions, about what it takes on a server's CPU; `ridgeline probe` measures them on a CPU",
         ),
     )
