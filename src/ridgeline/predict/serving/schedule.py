@@ -1,9 +1,9 @@
 """The schedule of a serving engine, played iteration by iteration: budget, order, blocks, and preempted sequences.
 
 What an engine does by itself and what the plan's techniques add is one
-:class:`~ridgeline.spec.scheduling.Scheduling`. For Ridgeline's own engine (:mod:`ridgeline.serve.scheduler`) the batches
-are the very ones that it computes (a test compares them); other engines have the same mechanisms, set as theirs are.
-Requests are taken to differ, so that only a preempted one finds its own blocks again.
+:class:`~ridgeline.spec.scheduling.Scheduling`. Set as Ridgeline's own engine is (:mod:`ridgeline.serve.scheduler`),
+they make the very batches that it computes (a test compares them). Requests are taken to differ, so that only a
+preempted one finds its own blocks again.
 
 Sequences that decode advance together: one counter of decode iterations says how far each is, who ends when, and how
 many need a block next, so that an iteration costs the same for one sequence as for hundreds, and a stretch in which

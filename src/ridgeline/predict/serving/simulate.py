@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
 from ridgeline.predict.common import assemble, metric, rank_cluster, rewritten, source_of
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.discrete_events import SimulationOutcome
-from ridgeline.predict.serving.engine_costs import EngineCosts, find_engine
+from ridgeline.predict.serving.engine_costs import PLANNED, EngineCosts, find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import Room, pool_room, room
 from ridgeline.predict.serving.schedule import Simulation
@@ -19,8 +19,9 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result, Traffic
-from ridgeline.spec.scheduling import OWN, Limits, Scheduling, context
+from ridgeline.spec.scheduling import OWN, context
 from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import default_plan
 from ridgeline.techniques.technique import Technique
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -57,6 +58,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
         result.notes.append(
             f"{outcome.rejected} of {len(arrivals)} requests are longer than the cache or the context and were rejected"
         )
+    result.notes += _of_schedule(engine, techniques)
     sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
     mean = max(1, round(metrics["batch_mean"].value))
@@ -69,24 +71,24 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     return result
 
 
+def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterator[str]:
+    """What a reader must know of the techniques that the engine has, or the plan has not."""
+    usual = [t for t in techniques if "serve" in t.card.default_in]
+    given = [t.card.name for t in usual if engine.scheduling([t]) == engine.scheduling([])]
+    if given:
+        yield f"{engine.name} does this whatever the plan says: {', '.join(given)}"
+    missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
+    if engine.name == PLANNED and missing:
+        yield (f"no engine is named, so requests are scheduled as the plan says, without {', '.join(missing)}: name an"
+               " engine, or add them")  # fmt: skip
+
+
 def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Result:
     """The Result of an engine that cannot hold one request."""
     result = assemble(e, {}, space.peak, cluster)
     result.status, result.notes = "infeasible", []
     result.reason = f"{reason}; use more devices (tensor_parallel), smaller weights (fp8, mxfp4) or kv_quant"
     return result
-
-
-def scheduling_of(engine: EngineCosts, techniques: Sequence[Technique], w: Serve) -> Scheduling:
-    """What the engine does by itself, and what the plan and the workload make of it."""
-    s = Scheduling(limits=Limits(
-        engine.max_num_seqs, engine.max_num_batched_tokens, continuous=engine.continuous, chunked=engine.chunked,
-        reserve=engine.reserves, padded=engine.padded,
-    ))  # fmt: skip
-    for t in techniques:
-        t.scheduling(s)
-    s.take_workload(w)
-    return s
 
 
 def simulation_of(
@@ -98,7 +100,8 @@ def simulation_of(
 ) -> tuple[Simulation, Room]:
     """An engine as the plan sets it up, about to serve ``arrivals``, and the room that it has for the cache."""
     engine = surface.engine
-    s = scheduling_of(engine, techniques, w)
+    s = engine.scheduling(techniques)
+    s.take_workload(w)
     if engine.name == OWN:
         space, blocks, longest = pool_room(surface, s, w)
     else:
