@@ -9,7 +9,7 @@ from tests.crossings import crossing
 from tests.predict.test_scheduler import Toy
 
 from ridgeline.predict.serving.arrivals import Arrival
-from ridgeline.predict.serving.native_schedule import PackedSimulation
+from ridgeline.predict.serving.schedule import Simulation
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import Limits, Scheduling
 from ridgeline.techniques.registry import techniques_of
@@ -68,7 +68,7 @@ def simulated(plan, blocks, longest, asked, **limits):
         t.scheduling(s)
     for name, value in limits.items():
         setattr(s.limits, name, value)
-    sim = PackedSimulation(Toy(), s, blocks, longest, [Arrival(0.0, *a) for a in asked], record=True)
+    sim = Simulation(Toy(), s, blocks, longest, [Arrival(0.0, *a) for a in asked], record=True)
     out = sim.run()
     assert sim.pool.free == blocks
     assert out.rejected == 0
@@ -104,6 +104,7 @@ CASES = st.fixed_dictionaries({
     "asked": st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25),
     "blocks": st.integers(16, 60), "seqs": st.integers(1, 12), "budget": st.integers(8, 90),
     "continuous": st.booleans(), "chunked": st.booleans(), "reserve": st.booleans(), "share": st.booleans(),
+    "mixes": st.booleans(),
     "clients": st.sampled_from([None, 1, 5]),
 })  # fmt: skip
 
@@ -113,21 +114,25 @@ CASES = st.fixed_dictionaries({
 def test_stretches_change_nothing_and_everybody_is_served(case):
     asked = sorted(Arrival(*a) for a in case["asked"])
 
-    def play(whole):
+    def play(record, jumps=True):
         limits = Limits(case["seqs"], case["budget"], continuous=case["continuous"], chunked=case["chunked"],
                         reserve=case["reserve"])  # fmt: skip
         s = Scheduling(limits=limits, block_size=8, share_prefixes=case["share"])
-        sim = PackedSimulation(Toy(), s, case["blocks"], 128, asked, case["clients"], 0.001, record=True)
-        if not whole:
+        sim = Simulation(Toy(), s, case["blocks"], 128, asked, case["clients"], 0.001, mixes=case["mixes"],
+                         record=record)  # fmt: skip
+        if not jumps:
             sim._lasting = lambda plan: 1
         return sim, sim.run()
 
-    sim, out = play(True)
-    single, other = play(False)
-    assert sim.steps == single.steps
-    assert out.first == pytest.approx(other.first, nan_ok=True)
-    assert out.finish == pytest.approx(other.finish, nan_ok=True)
-    assert out.preemptions == other.preemptions
+    counted, out = play(record=False)
+    jumped, each = play(record=True)
+    single, other = play(record=True, jumps=False)
+    assert jumped.steps == single.steps
+    for one in (out, each):
+        assert one.first == pytest.approx(other.first, nan_ok=True)
+        assert one.finish == pytest.approx(other.finish, nan_ok=True)
+        assert one.preemptions == other.preemptions
+    assert counted.pool.free == case["blocks"]
     fits = [r.prompt + r.output <= min(128, case["blocks"] * 8) for r in asked]
     assert out.rejected == 0
     for i, ok in enumerate(fits):

@@ -1,4 +1,4 @@
-"""The event simulation against a step-by-step one, and what any queue must obey."""
+"""What any queue must obey, and what each mechanism of a schedule is for."""
 
 import math
 import random
@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.predict.serving.arrivals import Arrival
-from ridgeline.predict.serving.discrete_events import EngineLimits, Simulation
+from ridgeline.predict.serving.schedule import Simulation
+from ridgeline.spec.scheduling import Limits, Scheduling
 
 
 class Toy:
@@ -33,112 +34,6 @@ class Toy:
         return a + b * cached + 2e-4 * new + behind + self.between(n + len(prompts))
 
 
-def step_by_step(costs, lim, asked, clients=None):
-    """The same policy, one iteration at a time, with every sequence counted by hand."""
-    nan = math.nan
-    first, finish, arrival = [nan] * len(asked), [nan] * len(asked), [nan] * len(asked)
-    issued = 0
-    due = [] if clients else [(r.arrival, i) for i, r in enumerate(asked)]
-    waiting, running, now = [], [], 0.0  # running: dicts in order of admission
-
-    def too_long(i):
-        return asked[i].prompt + asked[i].output + lim.overhead_tokens > lim.cache_tokens
-
-    def follow(at):
-        nonlocal issued
-        while clients and issued < len(asked) and too_long(issued):
-            arrival[issued] = at
-            issued += 1
-        if clients and issued < len(asked):
-            due.append((at, issued))
-            due.sort()
-            issued += 1
-
-    for _ in range(clients or 0):
-        follow(0.0)
-
-    while True:
-        while due and due[0][0] + lim.request_s <= now:
-            at, i = due.pop(0)
-            arrival[i] = at
-            if not too_long(i):
-                waiting.append({"i": i, "prompt": asked[i].prompt, "done": 0, "made": 0, "left": asked[i].output})
-        decoding = [s for s in running if s["done"] == s["prompt"]]
-        prefilling = [s for s in running if s["done"] < s["prompt"]]
-        budget = lim.max_num_batched_tokens - (len(decoding) if lim.mixes else 0)
-        chunks = []
-        for s in prefilling:
-            if budget > 0:
-                chunks.append((s, min(budget, s["prompt"] - s["done"])))
-                budget -= chunks[-1][1]
-        open_prompt = any(s["done"] + q < s["prompt"] for s, q in chunks) or (prefilling and not chunks)
-        while waiting and not open_prompt:
-            s = waiting[0]
-            started = [x for x, _ in chunks]
-            everyone = decoding + started
-            if lim.reserves:
-                taken = sum(x["prompt"] + x["made"] + x["left"] for x in everyone)
-                need = s["prompt"] + s["left"]
-            else:
-                taken = sum(x["prompt"] + x["made"] for x in everyone)
-                need = s["prompt"] + 1
-            full = taken + need + (len(everyone) + 1) * lim.overhead_tokens > lim.cache_tokens
-            if full or len(everyone) >= lim.max_num_seqs:
-                break
-            if s["prompt"] <= budget:
-                size = s["prompt"]
-            elif lim.chunked and budget > 0:
-                size, open_prompt = budget, True
-            elif not lim.chunked and not chunks and s["prompt"] > lim.max_num_batched_tokens:
-                size = s["prompt"]
-            else:
-                break
-            chunks.append((waiting.pop(0), size))
-            running.append(s)
-            budget -= size
-        if not chunks and not decoding:
-            if not due:
-                return arrival, first, finish
-            now = max(now, due[0][0] + lim.request_s)
-            continue
-        batch = decoding if lim.mixes or not chunks else []
-        if batch and not lim.reserves:
-            while len(decoding) > 1:
-                used = sum(x["prompt"] + x["made"] for x in running)
-                if used + len(decoding) * (1 + lim.overhead_tokens) <= lim.cache_tokens:
-                    break
-                s = decoding.pop()
-                running.remove(s)
-                again = {"i": s["i"], "prompt": s["prompt"] + s["made"], "done": 0, "made": 0, "left": s["left"]}
-                waiting.insert(0, again)
-            batch = decoding
-        cached = sum(x["prompt"] + x["made"] for x in batch)
-        if chunks:
-            seconds = costs.mixed([(q, s["done"]) for s, q in chunks], len(batch), cached)
-        else:
-            a, b = costs.decode(len(batch))
-            gpu = a + b * cached
-            seconds = max(gpu, costs.floor(len(batch))) + costs.between(len(batch))
-        now += seconds
-        for s in sorted(batch, key=lambda s: s["i"]):
-            s["made"] += 1
-            s["left"] -= 1
-            if not s["left"]:
-                finish[s["i"]] = now
-                running.remove(s)
-                follow(now)
-        for s, q in chunks:
-            s["done"] += q
-            if s["done"] == s["prompt"]:
-                first[s["i"]] = now if math.isnan(first[s["i"]]) else first[s["i"]]
-                s["made"] += 1
-                s["left"] -= 1
-                if not s["left"]:
-                    finish[s["i"]] = now
-                    running.remove(s)
-                    follow(now)
-
-
 def requests(rng, n, rate, prompt, output):
     now, out = 0.0, []
     for _ in range(n):
@@ -157,38 +52,16 @@ CASES = st.fixed_dictionaries(
         "clients": st.sampled_from([None, None, 1, 5]),
         "seqs": st.sampled_from([1, 3, 64]),
         "tokens": st.sampled_from([16, 64, 512]),
-        "cache": st.sampled_from([100, 420, 10**6]),
-        "mode": st.sampled_from(["vllm", "whole", "separate", "reserves", "eager"]),
+        "blocks": st.sampled_from([7, 27, 10**5]),
+        "mode": st.sampled_from(["chunked", "whole", "separate", "reserves"]),
     }
 )
 
 
-def limits(case):
-    mode = case["mode"]
-    return EngineLimits(
-        max_num_seqs=case["seqs"],
-        max_num_batched_tokens=case["tokens"],
-        cache_tokens=case["cache"],
-        chunked=mode in ("vllm", "eager"),
-        mixes=mode != "separate",
-        reserves=mode == "reserves",
-        request_s=0.003 if mode == "reserves" else 0.0,
-    )
-
-
-@settings(max_examples=200, deadline=None)
-@given(CASES)
-def test_events_equal_steps(case):
-    """Jumping over equal iterations changes no time: every request's first token and finish agree."""
-    asked = requests(random.Random(case["seed"]), case["n"], case["rate"], case["prompt"], case["output"])
-    if case["clients"]:
-        asked = [r._replace(arrival=0.0) for r in asked]
-    lim = limits(case)
-    costs = Toy(0.0055 if case["mode"] == "eager" else 0.0)
-    got = Simulation(costs, lim, asked, case["clients"]).run()
-    arrival, first, finish = step_by_step(costs, lim, asked, case["clients"])
-    for mine, theirs in ((got.arrival, arrival), (got.first, first), (got.finish, finish)):
-        assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-9, nan_ok=True)
+def engine(asked, blocks=10**5, clients=None, mixes=True, request_s=0.0, host=0.0, **limits):
+    """A simulation with everything that engines of today do, but for ``limits``."""
+    s = Scheduling(limits=Limits(**limits))
+    return Simulation(Toy(host), s, blocks, 10**6, asked, clients, request_s, mixes=mixes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -196,26 +69,25 @@ def test_events_equal_steps(case):
 def test_no_request_is_lost(case):
     """Each one is answered in order of cause and effect, or was too long for the cache."""
     asked = requests(random.Random(case["seed"]), case["n"], case["rate"], case["prompt"], case["output"])
-    lim = limits(case)
-    sim = Simulation(Toy(), lim, asked, case["clients"])
+    mode, longest = case["mode"], min(400, 16 * case["blocks"])
+    s = Scheduling(limits=Limits(case["seqs"], case["tokens"], chunked=mode == "chunked", reserve=mode == "reserves"))
+    sim = Simulation(Toy(0.0055 if mode == "reserves" else 0.0), s, case["blocks"], longest, asked, case["clients"],
+                     mixes=mode != "separate")  # fmt: skip
     out = sim.run()
     for r, at, first, finish in zip(asked, out.arrival, out.first, out.finish, strict=True):
-        if r.prompt + r.output + lim.overhead_tokens > lim.cache_tokens:
+        if r.prompt + r.output > longest:
             assert math.isnan(finish)
         else:
             assert at < first <= finish
     assert out.rejected == sum(map(math.isnan, out.finish))
-    assert (sim.cached, sim.held, len(sim.running), len(sim.waiting)) == (0, 0, 0, 0), "the cache is empty again"
-    # Every token after the first came out of a decode iteration, or out of a repeated prefill.
-    decoded = sum(n for _, n in out.gaps)
-    wanted = sum(r.output - 1 for r, t in zip(asked, out.finish, strict=True) if not math.isnan(t))
-    assert decoded == wanted - out.preemptions
+    assert (sim.pool.free, len(sim.running), len(sim.waiting)) == (case["blocks"], 0, 0), "the cache is empty again"
+    assert (sim.cached, sum(sim.places), sim.ends, sim.late) == (0, 0, [], [])
 
 
 def test_littles_law():
     """Mean requests in the system = arrival rate × mean time in it."""
     asked = requests(random.Random(3), 400, 20.0, 100, 60)
-    out = Simulation(Toy(), EngineLimits(32, 256, 10**6), asked).run()
+    out = engine(asked, max_num_seqs=32, max_num_batched_tokens=256).run()
     events = sorted([(t, 1) for t in out.arrival] + [(t, -1) for t in out.finish])
     area, inside, last = 0.0, 0, 0.0
     for t, change in events:
@@ -229,25 +101,93 @@ def test_littles_law():
 def test_chunks_bound_the_gap_between_tokens():
     """With a small token budget a long prompt cannot hold up the others (Sarathi-Serve, arXiv:2403.02310)."""
     asked = [Arrival(0.0, 10, 200), Arrival(0.1, 4000, 10)]
-    whole = Simulation(Toy(), EngineLimits(8, 8192, 10**6, chunked=False), asked).run()
-    parts = Simulation(Toy(), EngineLimits(8, 256, 10**6), asked).run()
+    whole = engine(asked, max_num_seqs=8, max_num_batched_tokens=8192, chunked=False).run()
+    parts = engine(asked, max_num_seqs=8, max_num_batched_tokens=256).run()
     assert max(g for g, _ in parts.gaps) < max(g for g, _ in whole.gaps) / 5
     assert parts.first[1] > whole.first[1], "the long prompt itself pays for it"
 
 
 def test_same_input_same_output():
     asked = requests(random.Random(1), 200, 30.0, 200, 50)
-    runs = [Simulation(Toy(), EngineLimits(16, 128, 900), asked).run() for _ in range(2)]
+    runs = [engine(asked, blocks=56, max_num_seqs=16, max_num_batched_tokens=128).run() for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0].preemptions > 0
 
 
 def test_a_closed_loop_keeps_its_clients_busy():
     asked = [Arrival(0.0, 20, 10)] * 60
-    out = Simulation(Toy(), EngineLimits(16, 128, 10**6), asked, concurrency=6).run()
+    out = engine(asked, clients=6, max_num_seqs=16, max_num_batched_tokens=128).run()
     events = sorted([(t, 1) for t in out.arrival] + [(t, -1) for t in out.finish])
     inside = most = 0
     for _, change in events:
         inside += change
         most = max(most, inside)
     assert most == 6
+
+
+def throughput(sim):
+    out = sim.run()
+    return sum(out.output) / max(out.finish), out
+
+
+def together(lengths):
+    return [Arrival(0.0, p, o) for p, o in lengths]
+
+
+def admitted(sim):
+    """The simulation when its first iteration is composed."""
+    sim.costs.mixed = lambda *_: (_ for _ in ()).throw(InterruptedError)
+    with pytest.raises(InterruptedError):
+        sim.run()
+    return sim
+
+
+VARIED = together([(20 + 7 * i % 90, 5 + 31 * i % 80) for i in range(64)])
+EQUAL = together([(64, 32)] * 64)
+
+
+def test_continuous_batches_gain_where_lengths_differ():
+    """Orca: a batch that runs until its longest ends leaves places empty; equal lengths that come together leave
+    none."""
+    for asked, gains in ((VARIED, True), (EQUAL, False)):
+        fixed, free = (throughput(engine(asked, max_num_seqs=16, continuous=c))[0] for c in (False, True))
+        assert free > 1.1 * fixed if gains else free == pytest.approx(fixed)
+
+
+def test_blocks_admit_at_least_as_many_as_whole_lengths():
+    """PagedAttention: blocks that come as a sequence grow leave room that whole lengths take from the start."""
+    for blocks in (40, 80, 200):
+        reserved, paged = (engine(VARIED, blocks=blocks, max_num_seqs=64, reserve=r) for r in (True, False))
+        assert len(admitted(paged).running) >= len(admitted(reserved).running)
+
+
+@pytest.mark.parametrize(("length", "wasted"), [(64, 0), (65, 15)])
+def test_what_the_last_block_wastes(length, wasted):
+    """16 tokens a block: a multiple of them wastes nothing, one token more all but one of the next block."""
+    sim = engine(together([(length, 2)] * 4), blocks=100, max_num_batched_tokens=4096)
+    assert 16 * (100 - admitted(sim).pool.free) - 4 * length == 4 * wasted
+
+
+def test_pads_are_the_rows_that_lengths_differ_by():
+    """Padding-free batches compute the tokens; padded ones as many rows for each as the longest has."""
+    seen = []
+
+    class Counting(Toy):
+        def mixed(self, prompts, n, cached, pads=0):
+            seen.append((sum(q for q, _ in prompts), pads))
+            return super().mixed(prompts, n, cached, pads)
+
+    lengths = [(10, 1), (50, 1), (100, 1)]
+    for padded, pads in ((False, 0), (True, 90 + 50)):
+        s = Scheduling(limits=Limits(8, 4096, padded=padded))
+        Simulation(Counting(), s, 100, 1000, together(lengths)).run()
+        assert seen.pop() == (160, pads)
+        assert not seen
+
+
+def test_prompts_that_go_first_hold_up_decoding():
+    asked = [Arrival(0.0, 10, 50), Arrival(0.05, 2000, 5)]
+    mixed, apart = (engine(asked, chunked=False, mixes=m, max_num_batched_tokens=4096).run() for m in (True, False))
+    assert len(apart.gaps) < len(mixed.gaps) + 1
+    assert sum(n for _, n in apart.gaps) == sum(n for _, n in mixed.gaps) == 49 + 4
+    assert apart.finish[0] > mixed.finish[0], "its tokens wait while the prompt of the other is read"

@@ -19,7 +19,9 @@ from ridgeline.spec.workload import Serve
 
 
 def serve(model="llama2-7b", on="a100", plan=(), **workload):
-    return predict(experiments.make(model, on, {"kind": "serve", "requests": 200, **workload}, list(plan)))
+    return predict(
+        experiments.make(model, on, {"kind": "serve", "engine": "vllm", "requests": 200, **workload}, list(plan))
+    )
 
 
 def values(result):

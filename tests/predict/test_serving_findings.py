@@ -7,7 +7,7 @@ from ridgeline.predict import predict
 
 
 def serve(model, on, plan=(), **workload):
-    r = predict(experiments.make(model, on, {"kind": "serve", **workload}, list(plan)))
+    r = predict(experiments.make(model, on, {"kind": "serve", "engine": "vllm", **workload}, list(plan)))
     assert r.status == "ok", r.reason
     return r
 

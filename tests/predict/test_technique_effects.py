@@ -12,7 +12,7 @@ from ridgeline.predict.operators.kernel import op_time
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.scheduling import Speculation
 
-STEADY = {"kind": "serve", "concurrency": 1, "requests": 4, "prompt_len": 512, "output_len": 129}
+STEADY = {"kind": "serve", "engine": "vllm", "concurrency": 1, "requests": 4, "prompt_len": 512, "output_len": 129}
 
 
 def metrics(plan, on="a100-80g-sxm", **workload):
@@ -86,3 +86,67 @@ def test_pads_cost_what_lengths_differ():
         return metrics(["continuous_batching", *plan], **fields)[0]["tokens_per_s"]
 
     assert rate(["padding_free"], 0.8) > 1.2 * rate([], 0.8)
+
+
+# ---- what a schedule's techniques do where no engine is named: the plan's is the schedule ----
+
+SCHEDULE = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free", "hierarchical_search"]
+CROWD = {"engine": "", "concurrency": 64, "requests": 192, "output_len": 256, "length_cv": 0.7, "max_num_seqs": 32,
+         "max_num_batched_tokens": 1024}  # fmt: skip
+
+
+def without(*names):
+    return [t for t in SCHEDULE if t not in names]
+
+
+@pytest.mark.parametrize("name", ["continuous_batching", "padding_free", "hierarchical_search"])
+def test_each_raises_throughput_beside_the_others(name):
+    full, less = (metrics(plan, "a800-80g", **CROWD)[0] for plan in (SCHEDULE, without(name)))
+    assert full["tokens_per_s"] > less["tokens_per_s"]
+
+
+def test_prompts_in_pieces_need_not_wait_for_an_idle_engine():
+    """arXiv:2308.16369: pieces of a prompt longer than the token budget fill what decoding leaves of it."""
+    full, less = (metrics(plan, "a800-80g", **{**CROWD, "prompt_len": 2000})[0]
+                  for plan in (SCHEDULE, without("chunked_prefill")))  # fmt: skip
+    assert full["ttft_s"] < 0.5 * less["ttft_s"]
+    assert full["tokens_per_s"] > less["tokens_per_s"]
+
+
+def test_blocks_hold_more_sequences_in_a_small_cache():
+    """arXiv:2309.06180: of reserved outputs most stand empty."""
+    small = {**CROWD, "output_len": 1500, "max_num_seqs": 256, "requests": 128}
+    full, less = (metrics(plan, "rtx4090", **small)[0] for plan in (SCHEDULE, without("paged_kv")))
+    assert full["batch_mean"] > 1.1 * less["batch_mean"]
+
+
+def test_equal_requests_leave_continuous_batching_and_packing_nothing_to_save():
+    """All of one length, as many as there are places, again and again."""
+    even = {**CROWD, "length_cv": 0.0, "concurrency": 32, "requests": 32, "max_num_batched_tokens": 32768}
+    full, less = (metrics(plan, "a800-80g", **even)[0]
+                  for plan in (SCHEDULE, without("continuous_batching", "padding_free")))  # fmt: skip
+    assert full == pytest.approx(less)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_an_engine_always_does_changes_nothing_and_is_said(engine):
+    for name in SCHEDULE:
+        bare, (named, result) = metrics([], **{**CROWD, "engine": engine})[0], metrics(
+            [name], **{**CROWD, "engine": engine})  # fmt: skip
+        assert named == bare
+        assert any(name in note and "whatever the plan says" in note for note in result.notes)
+
+
+def test_a_plan_without_an_engine_says_what_it_lacks():
+    _, result = metrics(without("paged_kv"), **CROWD)
+    assert [n for n in result.notes if "no engine is named" in n and "without paged_kv:" in n]
+
+
+def test_engines_take_what_they_do_not_have():
+    """TensorRT-LLM as it is measured reads whole prompts and reserves whole outputs; both are options of it."""
+    load = {**CROWD, "engine": "trtllm", "prompt_len": 900, "max_num_seqs": 64}
+    bare, chunks = (metrics(p, **load)[0] for p in ([], ["chunked_prefill"]))
+    assert chunks["itl_p99_s"] != bare["itl_p99_s"]
+    small = {**load, "output_len": 1500, "max_num_seqs": 256, "requests": 128}
+    bare, blocks = (metrics(p, "rtx4090", **small)[0] for p in ([], ["paged_kv"]))
+    assert blocks["batch_mean"] > bare["batch_mean"]

@@ -41,16 +41,21 @@ def examples(name, task):
         small = small.model_copy(update={"workload": kinds[task](**fields)})
     gpus = Cluster(device=catalog.device("h100-sxm"), devices_per_node=small.cluster.size)
     moe = {k: getattr(small.model, k) for k in ("num_experts", "experts_per_token", "activation", "gated")}
-    return [small, small.model_copy(update={"cluster": gpus, "model": WIDE.changed(**moe)})]
+    wide = small.model_copy(update={"cluster": gpus, "model": WIDE.changed(**moe)})
+    if task != "serve":
+        return [small, wide]
+    planned = SERVE.model_copy(update={"engine": "", "kv_cache_bytes": None})
+    return [small, wide, wide.model_copy(update={"workload": planned})]
 
 
 def said(e):
-    """Everything that a prediction says, but for its notes."""
+    """Everything that a prediction says, but for its notes and the width of its intervals."""
     try:
         r = predict(normalize(e))
     except Incompatible:
         return None
-    return json.dumps([r.status, *(x.model_dump() for x in (*r.metrics.values(), *r.memory, *r.breakdown, *r.traffic))])
+    parts = (*r.metrics.values(), *r.memory, *r.breakdown, *r.traffic)
+    return json.dumps([r.status, *(x.model_dump(exclude={"low", "high"}) for x in parts)])
 
 
 @pytest.mark.parametrize(("name", "task"), CASES)

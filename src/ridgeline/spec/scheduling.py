@@ -65,6 +65,9 @@ class Scheduling:
     """fp8, int8 or int4: the pool holds codes; empty: the weights' dtype."""
     stages: tuple[int, ...] = ()
     """Layers of each pipeline stage, where they are not divided evenly."""
+    logit_reads: int = 5
+    """Times that choosing a token reads a row of logits: four passes of a radix selection over 32-bit keys, and one
+    that gathers what it found."""
     speculation: Speculation | None = None
     """Drafts of a known acceptance, for the prediction; None: none, or not known."""
 
@@ -98,8 +101,9 @@ class Scheduling:
 
 
 def engine_name(name: str, device: str) -> str:
-    """The engine that a workload means by ``name``: without a name Ridgeline's own on this machine, vLLM elsewhere."""
-    return name.strip().lower() or (OWN if device == "local" else "vllm")
+    """The engine that a workload means by ``name``: without a name Ridgeline's own on this machine, elsewhere none
+    (empty): a schedule as the plan has it."""
+    return name.strip().lower() or (OWN if device == "local" else "")
 
 
 def context(m: ModelSpec, w: Serve) -> int:

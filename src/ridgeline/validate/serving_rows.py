@@ -8,10 +8,9 @@ from typing import Any
 from ridgeline.predict.common import rank_cluster, source_of
 from ridgeline.predict.interval import QUEUE, STEP
 from ridgeline.predict.serving.arrivals import requests
-from ridgeline.predict.serving.discrete_events import Simulation
 from ridgeline.predict.serving.engine_costs import ALIASES, find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.predict.serving.simulate import limits_of
+from ridgeline.predict.serving.simulate import simulation_of
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -103,13 +102,13 @@ def steady(e: Experiment) -> tuple[float, float]:
     """Mean (time to the first token, time per further token) over the requests of a closed loop."""
     w = e.workload
     assert isinstance(w, Serve)
-    surface = Iterations(e, resolve(e)[1], rank_cluster(e), find_engine(w.engine, e.cluster.device),
+    techniques = resolve(e)[1]
+    surface = Iterations(e, techniques, rank_cluster(e), find_engine(w.engine, e.cluster.device),
                          (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
-    arrivals = requests(w)
-    limits, space = limits_of(w, surface.engine, surface, arrivals)
-    if w.prompt_len + w.output_len + limits.overhead_tokens > limits.cache_tokens:
+    sim, space = simulation_of(surface, techniques, w, requests(w), w.concurrency)
+    o = sim.run()
+    if o.rejected == len(o.finish):
         raise UserError(f"{space.reason}, no request fits", "use more devices")
-    o = Simulation(surface, limits, arrivals, w.concurrency).run()
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
     ttft = math.fsum(o.first[i] - o.arrival[i] for i in served) / len(served)
     tpot = math.fsum((o.finish[i] - o.first[i]) / max(1, o.output[i] - 1) for i in served) / len(served)

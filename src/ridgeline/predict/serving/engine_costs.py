@@ -1,4 +1,5 @@
-"""Inference engines: what the serving software adds to the operators, as a few named constants.
+"""Inference engines: what the serving software adds to the operators, as a few named constants, and its scheduling
+without a plan: techniques of the plan add to that (:meth:`Technique.scheduling`), and Ridgeline's own has none else.
 
 Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does
 while the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it
@@ -8,13 +9,16 @@ the iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.scheduling import OWN, engine_name
+from ridgeline.spec.scheduling import OWN, Limits, Scheduling, engine_name
+from ridgeline.techniques.technique import Technique
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,16 @@ class EngineCosts:
     max_num_batched_tokens: int
     chunked: bool
     """Whether a prompt may be cut over several iterations."""
+    continuous: bool = True
+    """Whether requests join while others run."""
+    padded: bool = False
+    """Whether every sequence of an iteration takes as many rows as the longest."""
     mixes: bool = True
     """Whether prompts and decode steps share an iteration (else prompts go first, and decoding waits)."""
     reserves: bool = False
     """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
+    shares: bool = True
+    """Whether equal prefixes share blocks of the cache."""
     overlap: bool = False
     """Whether an iteration is composed while the one before it still runs."""
     kernel: str = ""
@@ -60,6 +70,8 @@ class EngineCosts:
     """Rate of a prompt's products whose weights are expanded on the fly (4 bits): kernels made for few rows."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
+    logit_reads: int = 1
+    """Times that choosing a token reads a row of logits; the one is part of the constants above."""
     memory_share: float = 0.9
     """Share of device memory the engine takes."""
     spill_tokens: int = 0
@@ -67,6 +79,23 @@ class EngineCosts:
     spill_s: float = 0.0
     source: str = ""
 
+    def scheduling(self, techniques: Iterable[Technique]) -> Scheduling:
+        """What the engine does by itself, and what techniques make of it."""
+        limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, continuous=self.continuous,
+                        chunked=self.chunked, reserve=self.reserves, padded=self.padded)  # fmt: skip
+        s = Scheduling(limits=limits, share_prefixes=self.shares, logit_reads=self.logit_reads)
+        for t in techniques:
+            t.scheduling(s)
+        return s
+
+
+PLANNED = "plan"
+"""Where no engine is named: its schedule is what the plan says."""
+BARE: dict[str, Any] = {
+    "continuous": False, "chunked": False, "reserves": True, "padded": True, "shares": False,
+    "logit_reads": Scheduling.logit_reads,
+}  # fmt: skip
+"""How an engine schedules that has nothing but what techniques bring."""
 
 ENGINES: dict[str, EngineCosts] = {
     e.name: e
@@ -75,7 +104,8 @@ ENGINES: dict[str, EngineCosts] = {
             "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
             dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, prefill_s=0.0,
             prefill_share=1.0, request_s=20e-3,
-            max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, one_shot=False,
+            max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, shares=False,
+            one_shot=False,
             spill_tokens=2048, spill_s=120e-6, source="fitted to llama2-70b on 2, 4 and 8 A100",
         ),
         EngineCosts(
@@ -96,11 +126,13 @@ ENGINES: dict[str, EngineCosts] = {
             "ridgeline", "Ridgeline's own engine, eager", False,
             dispatch_s=8e-6, iteration_s=0.4e-3, schedule_s=0.0, sequence_s=60e-6, prefill_s=0.0,
             prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
-            max_num_seqs=256, max_num_batched_tokens=2048, chunked=True, fused=False, expand_share=1.0, one_shot=False,
+            max_num_seqs=256, max_num_batched_tokens=2048, chunked=False, fused=False, expand_share=1.0, one_shot=False,
             source="assumptions, about what it takes on a server's CPU; `ridgeline probe` measures them on a CPU",
         ),
     )
 }  # fmt: skip
+ENGINES[OWN] = replace(ENGINES[OWN], **BARE)
+ENGINES[PLANNED] = replace(ENGINES["vllm"], name=PLANNED, title="The plan's schedule on vLLM's host time", **BARE)
 ALIASES = {"sglang": "vllm", "tensorrt-llm": "trtllm", "tensorrt": "trtllm", "vllm-v1": "vllm"}
 """Backends without constants of their own, and other spellings."""
 
@@ -112,8 +144,9 @@ fitted on Hopper anyway, so that no open row tests these ratios."""
 
 def find_engine(name: str, device: Device) -> EngineCosts:
     """The engine called ``name``, with its host seconds as measured, or scaled to the device's usual host. Without a
-    name: Ridgeline's own on this machine, vLLM elsewhere."""
-    key = engine_name(name, device.name)
+    name: Ridgeline's own on this machine, elsewhere the host seconds of vLLM and a schedule of which nothing is given
+    but by the plan."""
+    key = engine_name(name, device.name) or PLANNED
     key = ALIASES.get(key, key)
     if key not in ENGINES:
         raise unknown("engine", name, [*ENGINES, *ALIASES])

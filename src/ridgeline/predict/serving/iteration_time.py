@@ -20,7 +20,7 @@ from ridgeline.predict.serving.engine_costs import EngineCosts, fuse
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.scheduling import Scheduling, Speculation
+from ridgeline.spec.scheduling import Speculation
 from ridgeline.techniques.registry import as_in_engines
 from ridgeline.techniques.technique import Technique
 
@@ -158,7 +158,7 @@ class Iterations:
         low, high = max(1, contexts[0]), max(2, contexts[1])
         self.contexts = (low, max(high, low + 64))
         self.parts = parts = parts_of(e, techniques, cluster, engine)
-        self.graph, self.body, self.head = parts.graph, parts.body, parts.head
+        self.graph, self.body = parts.graph, parts.body
         self.links, self.expanded = parts.links, parts.expanded
         self._short = Interpolated(lambda b: parts.attention(b, 1, self.contexts[0]))
         self._long = Interpolated(lambda b: parts.attention(b, 1, self.contexts[1]))
@@ -168,10 +168,16 @@ class Iterations:
         """Host seconds to issue the operators of one eager iteration."""
         self._plain: dict[int, tuple[float, float]] = {}
         self._drafted: dict[int, tuple[float, float, float]] = {}
-        s = Scheduling()
-        for t in techniques:
-            t.scheduling(s)
+        s = engine.scheduling(techniques)
         self.speculation = s.speculation
+        device = cluster.device
+        logits = 4.0 * e.model.vocab_size / e.parallel.get("tp", 1)
+        self._choosing = (s.logit_reads - 1) * logits / device.memory_bandwidth if device.kind == "gpu" else 0.0
+        """Seconds of a row of logits that is read again; on a CPU what the engine's measured time has of it."""
+
+    def head(self, rows: int) -> float:
+        """Seconds of the logits of ``rows`` sequences, and of the choice among them."""
+        return self.parts.head(rows) + rows * self._choosing
 
     def prompt_attention(self, q: int, before: int) -> float:
         """Attention seconds of a prompt chunk of ``q`` tokens behind ``before`` that are cached already."""

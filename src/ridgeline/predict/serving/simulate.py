@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
 from ridgeline.predict.common import assemble, metric, rank_cluster, rewritten, source_of
 from ridgeline.predict.serving.arrivals import Arrival, requests
-from ridgeline.predict.serving.discrete_events import EngineLimits, Simulation, SimulationOutcome
-from ridgeline.predict.serving.engine_costs import EngineCosts, find_engine
+from ridgeline.predict.serving.discrete_events import SimulationOutcome
+from ridgeline.predict.serving.engine_costs import PLANNED, EngineCosts, find_engine
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import Room, pool_room, room
-from ridgeline.predict.serving.native_schedule import PackedSimulation
+from ridgeline.predict.serving.schedule import Simulation
 from ridgeline.predict.step.streams import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result, Traffic
-from ridgeline.spec.scheduling import OWN, Scheduling
+from ridgeline.spec.scheduling import OWN, context
 from ridgeline.spec.workload import Serve
+from ridgeline.techniques.registry import default_plan
 from ridgeline.techniques.technique import Technique
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -46,16 +47,10 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     lengths = [r.prompt + r.output for r in arrivals]
     surface = Iterations(e, techniques, cluster, engine, (min(r.prompt for r in arrivals), max(lengths)))
     clients = _clients(w, e.data_parallel)
-    if engine.name == OWN:
-        sim, space = packed(surface, techniques, w, arrivals, clients)
-        outcome = sim.run()
-        if outcome.rejected == len(arrivals):
-            return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
-    else:
-        limits, space = limits_of(w, engine, surface, arrivals)
-        if min(lengths) + limits.overhead_tokens > limits.cache_tokens:
-            return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
-        outcome = Simulation(surface, limits, arrivals, clients).run()
+    sim, space = simulation_of(surface, techniques, w, arrivals, clients)
+    outcome = sim.run()
+    if outcome.rejected == len(arrivals):
+        return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
     metrics = serving_metrics(outcome, w, e, source_of(cluster))
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
     result = assemble(e, metrics, space.peak, cluster)
@@ -63,6 +58,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
         result.notes.append(
             f"{outcome.rejected} of {len(arrivals)} requests are longer than the cache or the context and were rejected"
         )
+    result.notes += _of_schedule(engine, techniques)
     sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
     mean = max(1, round(metrics["batch_mean"].value))
@@ -75,6 +71,18 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     return result
 
 
+def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterator[str]:
+    """What a reader must know of the techniques that the engine has, or the plan has not."""
+    usual = [t for t in techniques if "serve" in t.card.default_in]
+    given = [t.card.name for t in usual if engine.scheduling([t]) == engine.scheduling([])]
+    if given:
+        yield f"{engine.name} does this whatever the plan says: {', '.join(given)}"
+    missing = sorted({*default_plan("serve")} - {t.card.name for t in usual})
+    if engine.name == PLANNED and missing:
+        yield (f"no engine is named, so requests are scheduled as the plan says, without {', '.join(missing)}: name an"
+               " engine, or add them")  # fmt: skip
+
+
 def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Result:
     """The Result of an engine that cannot hold one request."""
     result = assemble(e, {}, space.peak, cluster)
@@ -83,40 +91,26 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
     return result
 
 
-def packed(
+def simulation_of(
     surface: Iterations,
     techniques: Sequence[Technique],
     w: Serve,
     arrivals: Sequence[Arrival],
     clients: int | None = None,
-) -> tuple[PackedSimulation, Room]:
-    """Ridgeline's own engine as the plan sets it up, about to serve ``arrivals``, and the pool that it has."""
-    engine, s = surface.engine, Scheduling()
-    s.limits.max_num_seqs, s.limits.max_num_batched_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
-    for t in techniques:
-        t.scheduling(s)
+) -> tuple[Simulation, Room]:
+    """An engine as the plan sets it up, about to serve ``arrivals``, and the room that it has for the cache."""
+    engine = surface.engine
+    s = engine.scheduling(techniques)
     s.take_workload(w)
-    space, blocks, longest = pool_room(surface, s, w)
-    return PackedSimulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s), space
-
-
-def limits_of(
-    w: Serve, engine: EngineCosts, surface: Iterations, arrivals: Sequence[Arrival]
-) -> tuple[EngineLimits, Room]:
-    """The scheduler's limits: the engine's, as the workload overrides them, and the room for the cache."""
-    seqs = w.max_num_seqs or engine.max_num_seqs
-    tokens = w.max_num_batched_tokens or engine.max_num_batched_tokens
-    space = room(surface.e, surface, engine, min(tokens, max(r.prompt for r in arrivals) * seqs))
-    limits = EngineLimits(
-        max_num_seqs=seqs,
-        max_num_batched_tokens=tokens,
-        cache_tokens=space.tokens,
-        chunked=engine.chunked,
-        mixes=engine.mixes,
-        reserves=engine.reserves,
-        request_s=engine.request_s,
-    )
-    return limits, space
+    if engine.name == OWN:
+        space, blocks, longest = pool_room(surface, s, w)
+    else:
+        largest = min(s.limits.max_num_batched_tokens, max(r.prompt for r in arrivals) * s.limits.max_num_seqs)
+        space = room(surface.e, surface, engine, largest)
+        blocks = space.tokens // s.block_size
+        longest = min(context(surface.e.model, w), blocks * s.block_size)
+    sim = Simulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s, engine.mixes)
+    return sim, space
 
 
 def _share(arrivals: list[Arrival], replicas: int, w: Serve) -> list[Arrival]:

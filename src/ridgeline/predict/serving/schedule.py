@@ -1,0 +1,396 @@
+"""The schedule of a serving engine, played iteration by iteration: budget, order, blocks, and preempted sequences.
+
+What an engine does by itself and what the plan's techniques add is one
+:class:`~ridgeline.spec.scheduling.Scheduling`. Set as Ridgeline's own engine is (:mod:`ridgeline.serve.scheduler`),
+they make the very batches that it computes (a test compares them). Requests are taken to differ, so that only a
+preempted one finds its own blocks again.
+
+Sequences that decode advance together: one counter of decode iterations says how far each is, who ends when, and how
+many need a block next, so that an iteration costs the same for one sequence as for hundreds, and a stretch in which
+nobody can come or go is one event. Only where somebody must be sent back, or pads count, is every sequence looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from ridgeline.predict.serving.arrivals import Arrival, Arrivals
+from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, decode_iterations, until
+from ridgeline.spec.scheduling import Scheduling
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """A request on its way."""
+
+    index: int
+    prompt: int
+    tokens: int
+    """The prompt and what was made so far."""
+    most: int
+    """Tokens at its end."""
+    computed: int = 0
+    blocks: int = 0
+    committed: int = 0
+    """Leading blocks whose contents are known by their hash."""
+    order: int = -1
+    """Admission number while it runs; else -1."""
+    offset: int = 0
+    """While it decodes along: ``computed`` less the counter of decode iterations."""
+
+
+class BlockPool:
+    """Numbers of blocks: blank, held, and cached with the oldest going first, as the real pool keeps them."""
+
+    def __init__(self, count: int, size: int, share: bool) -> None:
+        self.size, self.share = size, share
+        self.blank = count
+        self.cached: OrderedDict[SimulatedRequest, int] = OrderedDict()
+        """Leading blocks of sequences that let go of them, the last of which are given away first."""
+        self.kept = 0
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be had."""
+        return self.blank + self.kept
+
+    def needed(self, tokens: int) -> int:
+        """Number of blocks that hold this many tokens."""
+        return -(-tokens // self.size)
+
+    def match(self, job: SimulatedRequest) -> None:
+        """Take up what is left of a sequence's blocks."""
+        found = self.cached.pop(job, 0)
+        self.kept -= found
+        job.blocks = job.committed = found
+        job.computed = found * self.size
+
+    def commit(self, job: SimulatedRequest) -> None:
+        """Full blocks become known."""
+        if self.share:
+            job.committed = max(job.committed, job.computed // self.size)
+
+    def grow(self, job: SimulatedRequest, tokens: int) -> bool:
+        """Blocks for ``tokens`` tokens, if they can be had."""
+        missing = max(0, self.needed(tokens) - job.blocks)
+        if missing > self.free:
+            return False
+        job.blocks += missing
+        self.take(missing)
+        return True
+
+    def take(self, count: int) -> None:
+        """Give away blocks: blank ones first, then the oldest that are cached."""
+        taken = min(count, self.blank)
+        self.blank -= taken
+        count -= taken
+        while count:
+            oldest, has = next(iter(self.cached.items()))
+            taken = min(count, has)
+            self.cached[oldest] -= taken
+            self.kept -= taken
+            count -= taken
+            if taken == has:
+                del self.cached[oldest]
+
+    def release(self, job: SimulatedRequest) -> None:
+        """Let go of a sequence's blocks."""
+        self.blank += job.blocks - job.committed
+        if job.committed:
+            self.cached[job] = job.committed
+            self.kept += job.committed
+        job.blocks = job.committed = job.computed = 0
+
+
+class Simulation:
+    """One engine serving ``requests``; ``concurrency`` closes the loop. They reach it after ``request_s`` and slow the
+    iteration that they come in by ``admission_s``. ``blocks``: of the pool; ``longest``: prompt and output together;
+    ``mixes``: whether whole prompts and decoding share an iteration (else prompts go first). With ``record``, ``steps``
+    holds every batch: the tokens of each of its sequences, in order."""
+
+    def __init__(
+        self, costs: Costs, s: Scheduling, blocks: int, longest: int, requests: Sequence[Arrival],
+        concurrency: int | None = None, request_s: float = 0.0, admission_s: float = 0.0, mixes: bool = True,
+        record: bool = False,
+    ) -> None:  # fmt: skip
+        self.costs, self.limits, self.longest, self.requests = costs, s.limits, longest, requests
+        self.pool = BlockPool(blocks, s.block_size, s.share_prefixes)
+        self.mixes = mixes or s.limits.chunked
+        self.arrivals = Arrivals(requests, concurrency, request_s, lambda r: r.prompt + r.output <= longest)
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.running: dict[SimulatedRequest, None] = {}
+        self.admission_s, self.fresh, self.now, self.admitted = admission_s, 0, 0.0, 0
+        unset = [math.nan] * len(requests)
+        self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
+        self.steps: list[list[int]] | None = [] if record else None
+        # Of the sequences that decode: see _gather.
+        self.counted, self.step, self.cached = False, 0, 0
+        self.ends: list[tuple[int, int, SimulatedRequest]] = []
+        self.late: list[SimulatedRequest] = []
+        self.places: list[int] = []
+
+    def run(self) -> SimulationOutcome:
+        """Simulate until every request is answered or rejected."""
+        single = self.limits.padded or self.steps is not None
+        while True:
+            for i in self.arrivals.until(self.now):
+                r = self.requests[i]
+                self.waiting.append(SimulatedRequest(i, r.prompt, r.prompt, r.prompt + r.output))
+                self.fresh += 1
+            moved = None if single else self._together()
+            if moved is None:
+                moved = self._one_by_one()
+            if not moved:
+                if math.isinf(self.arrivals.next):
+                    self.out.rejected = self.arrivals.refused
+                    return self.out
+                self.now = max(self.now, self.arrivals.next)
+
+    # ---- on counters -------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Count those that decode by their ends and by their places in their last block; the others are late."""
+        self.counted, self.cached = True, 0
+        self.ends, self.late, self.places = [], [], [0] * self.pool.size
+        for job in self.running:
+            self._sort_in(job)
+
+    def _sort_in(self, job: SimulatedRequest) -> None:
+        if job.tokens > job.prompt and job.tokens == job.computed + 1:
+            job.offset = job.computed - self.step
+            heappush(self.ends, (job.most - 1 - job.offset, job.order, job))
+            self.places[job.offset % self.pool.size] += 1
+            self.cached += job.computed
+        else:
+            self.late.append(job)
+
+    def _scatter(self) -> None:
+        """What the counters say, written to each sequence."""
+        for _, _, job in self.ends if self.counted else ():
+            self._known(job)
+        self.counted = False
+
+    def _known(self, job: SimulatedRequest) -> None:
+        job.computed = self.step + job.offset
+        job.tokens = job.computed + 1
+        job.blocks = max(job.blocks, self.pool.needed(job.computed))
+        self.pool.commit(job)
+
+    def _together(self) -> bool | None:
+        """The next iteration or stretch of them, whether there was any; None: somebody must be sent back first."""
+        if not self.counted:
+            self._gather()
+        lim, going = self.limits, len(self.ends)
+        rows: dict[SimulatedRequest, int] = {}
+        budget = lim.max_num_batched_tokens - (going if self.mixes else 0)
+        need = self._blocks(1)
+        if budget < 0 or need > self.pool.free:
+            return None
+        ahead = need
+        for job in sorted(self.late, key=lambda j: j.tokens - j.computed > 1):
+            if n := self._share(job, budget, not rows and not going):
+                rows[job] = n
+                budget -= n
+                ahead += max(0, self.pool.needed(self._extent(job, n)) - job.blocks)
+        if ahead > self.pool.free:
+            return None
+        if self.mixes:
+            self.pool.take(need)
+        for job, n in rows.items():
+            self._grow(job, n)
+        if lim.continuous or not self.running:
+            self._admit(rows, budget, alone=not going or not self.mixes)
+        if not self.mixes:
+            if rows:
+                going = 0
+            else:
+                self.pool.take(need)
+        if not rows and not going:
+            return False
+        self._pass(rows, going, need)
+        return True
+
+    def _pass(self, rows: dict[SimulatedRequest, int], going: int, need: int) -> None:
+        """Time passes with ``rows`` and the ``going`` that decode; ``need`` blocks are theirs already."""
+        ones = [job for job, n in rows.items() if n == 1]
+        cached = (self.cached if going else 0) + sum(job.computed for job in ones) + going + len(ones)
+        most = 1 if rows else self.ends[0][0] - self.step
+        if most > 1 and self._blocks(most) - need > self.pool.free:
+            most = 1
+        k = self._time([(n, job.computed) for job, n in rows.items() if n > 1], going + len(ones), cached, most)
+        if going:
+            self.pool.take(self._blocks(k) - need)
+            self.step += k
+            self.cached += k * going
+            while self.ends and self.ends[0][0] <= self.step:
+                job = heappop(self.ends)[2]
+                self._known(job)
+                self.places[job.offset % self.pool.size] -= 1
+                self.cached -= job.computed
+                self._leave(job)
+        self.late = [job for job in self.late if job not in rows]
+        for job, n in rows.items():
+            if not self._computed(job, n):
+                self._sort_in(job)
+
+    def _blocks(self, k: int) -> int:
+        """Blocks that the sequences that decode take in their next ``k`` iterations."""
+        if self.limits.reserve:
+            return 0
+        size = self.pool.size
+        whole, rest = divmod(k, size)
+        return whole * len(self.ends) + sum(self.places[(-self.step - i) % size] for i in range(rest))
+
+    # ---- one by one: see ridgeline.serve.scheduler, line by line -----------------------------------------------------
+
+    def _one_by_one(self) -> bool:
+        self._scatter()
+        sent_back = self.out.preemptions
+        plan = self._schedule()
+        steady = self.out.preemptions == sent_back
+        if plan:
+            self._step(plan, steady)
+        return bool(plan) or not steady
+
+    def _schedule(self) -> dict[SimulatedRequest, int]:
+        lim = self.limits
+        plan: dict[SimulatedRequest, int] = {}
+        budget = self._left(plan)
+        joins = lim.continuous or not self.running
+        if joins and not self.mixes:
+            self._admit(plan, budget)
+            if plan:
+                return plan
+        sent_back = self.out.preemptions
+        for job in sorted(self.running, key=lambda j: j.tokens - j.computed > 1):
+            if job.order < 0:  # preempted meanwhile
+                continue
+            n = self._share(job, budget, not plan)
+            before = self.out.preemptions
+            if n and self._room(job, n, plan):
+                plan[job] = n
+                budget -= n
+            if lim.padded or self.out.preemptions > before:  # a preempted sequence may have been in the batch
+                budget = self._left(plan)
+        if joins and self.mixes and self.out.preemptions == sent_back:
+            self._admit(plan, budget)
+        return plan
+
+    def _left(self, plan: dict[SimulatedRequest, int]) -> int:
+        most, counts = self.limits.max_num_batched_tokens, plan.values()
+        if not self.limits.padded:
+            return most - sum(counts)
+        each = most // (len(counts) + 1)
+        return each if each >= max(counts, default=0) else 0
+
+    def _share(self, job: SimulatedRequest, budget: int, alone: bool) -> int:
+        missing = job.tokens - job.computed
+        if missing <= budget:
+            return missing
+        if self.limits.chunked:
+            return budget
+        return missing if alone else 0
+
+    def _room(self, job: SimulatedRequest, n: int, plan: dict[SimulatedRequest, int]) -> bool:
+        while not self._grow(job, n):
+            victim, _ = self.running.popitem()
+            plan.pop(victim, None)
+            self.pool.release(victim)
+            victim.order = -1
+            self.waiting.appendleft(victim)
+            self.out.preemptions += 1
+            if victim is job:
+                return False
+        return True
+
+    def _extent(self, job: SimulatedRequest, n: int) -> int:
+        return max(min(job.most, self.longest) if self.limits.reserve else 0, job.computed + n)
+
+    def _grow(self, job: SimulatedRequest, n: int) -> bool:
+        return self.pool.grow(job, self._extent(job, n))
+
+    def _admit(self, plan: dict[SimulatedRequest, int], budget: int, alone: bool = True) -> None:
+        """Let those in the queue join; ``alone``: with nobody but those in ``plan``."""
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            job = self.waiting[0]
+            self.pool.match(job)
+            n = self._share(job, budget, alone and not plan)
+            fits = not self.running or self.pool.needed(job.tokens) - job.blocks <= self.pool.free
+            if not (n and fits and self._grow(job, n)):
+                self.pool.release(job)
+                return
+            self.waiting.popleft()
+            job.order, self.admitted = self.admitted, self.admitted + 1
+            self.running[job] = None
+            plan[job] = n
+            budget = self._left(plan) if self.limits.padded else budget - n
+
+    # ---- iterations --------------------------------------------------------------------------------------------------
+
+    def _time(self, prompts: list[tuple[int, int]], decoding: int, cached: int, most: int, pads: int = 0) -> int:
+        """Let an iteration pass, or up to ``most`` like it until somebody arrives who could join; how many."""
+        k = 1
+        if prompts:
+            seconds = self.costs.mixed(prompts, decoding, cached, pads)
+        else:
+            k, each, slope = decode_iterations(self.costs, decoding, cached, most)
+            if self.limits.continuous and not self.waiting:
+                k = until(self.arrivals.next - self.now, each, slope, k)
+            seconds = k * each + slope * (k * (k - 1) / 2)
+        seconds += self.fresh * self.admission_s
+        self.fresh = 0
+        self.now += seconds
+        self.out.busy_s += seconds
+        self.out.iterations += k
+        if decoding:
+            self.out.gaps.append((seconds / k, k * decoding))
+        return k
+
+    def _step(self, plan: dict[SimulatedRequest, int], steady: bool) -> None:
+        """Compute ``plan``, and where nobody comes or goes (``steady``), what follows it."""
+        prompts = [(n, job.computed) for job, n in plan.items() if n > 1]
+        decoding = len(plan) - len(prompts)
+        cached = sum(job.computed for job in plan) - sum(before for _, before in prompts) + decoding
+        pads = len(plan) * max(plan.values()) - sum(plan.values()) if self.limits.padded else 0
+        most = self._lasting(plan) if steady and decoding == len(self.running) else 1
+        k = self._time(prompts, decoding, cached, most, pads)
+        if self.steps is not None:
+            self.steps += [list(plan.values())] * k
+        for job in plan if k > 1 else ():
+            self.pool.grow(job, job.computed + k)
+        for job, n in plan.items():
+            self._computed(job, n if n > 1 else k)
+
+    def _lasting(self, plan: dict[SimulatedRequest, int]) -> int:
+        """How many iterations like this one follow each other, if nobody arrives."""
+        if any(job.tokens == job.prompt for job in plan):  # a prompt of one token: its first answer is an event
+            return 1
+        k, n = min(job.most - job.tokens for job in plan), len(plan)
+        tight = not self.limits.reserve and self.pool.free < n * (k // self.pool.size + 1)
+        return 1 if tight else k
+
+    def _computed(self, job: SimulatedRequest, n: int) -> bool:
+        """``n`` more tokens of a sequence have their keys and values; the last known one leads to another. Whether it
+        ends."""
+        if job.tokens == job.computed + 1:  # each of them made the next
+            job.tokens += n
+        elif job.tokens == job.computed + n:
+            job.tokens += 1
+        job.computed += n
+        self.pool.commit(job)
+        if job.tokens > job.prompt and math.isnan(self.out.first[job.index]):
+            self.out.first[job.index] = self.now
+        if job.tokens < job.most:
+            return False
+        self._leave(job)
+        return True
+
+    def _leave(self, job: SimulatedRequest) -> None:
+        del self.running[job]
+        self.pool.release(job)
+        self.out.finish[job.index] = self.now
+        self.arrivals.answered(self.now)
