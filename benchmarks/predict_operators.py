@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ridgeline import catalog
-from ridgeline.predict.calibrate import TimedSample, calibrate, family_of
+from ridgeline.predict.calibrate import Calibrated, TimedSample, calibrate, family_of
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time, peak_flops
 from ridgeline.spec.device import Cluster, Device
@@ -222,6 +222,56 @@ def widest(known: list[dict[str, float]]) -> dict[str, float]:
     return {k: max(v[k] for v in known) for k in known[0]}
 
 
+def judged(device: Device, rows: list[TimedSample], fitted: Calibrated) -> tuple[dict, dict[str, float]]:
+    """One device's part of the report, and its spreads: in sample, by halves of the shapes, by numbers of ranks."""
+    held, found, base = [], [], []
+    for side in (0, 1):
+        train, test = ([s for s in rows if (half(s) == side) is here] for here in (True, False))
+        held += test
+        found += errors(test, calibrate(train, device, start(device)).on(device))
+        for group in sorted({label(s) for s in test}):
+            part = [s for s in test if label(s) == group]
+            base += zip(part, roofline([s for s in train if label(s) == group], part, device), strict=True)
+    ranks = [s for s in rows if s.ops[-1].axis]
+    without = {}
+    for n in sorted({s.ops[-1].ranks for s in ranks}):
+        cut = calibrate([s for s in ranks if s.ops[-1].ranks != n], device, start(device)).on(device)
+        without[f"{n} ranks left out"] = summary(errors([s for s in ranks if s.ops[-1].ranks == n], cut))
+    one = {
+        "constants": constants_in(document(fitted.efficiency)),
+        "as_shipped": grouped(rows, errors(rows, device), label),
+        "in_sample": grouped(rows, errors(rows, fitted.on(device)), label),
+        "cross_validated": grouped(held, found, label),
+        "cross_validated_by_regime": grouped(held, found, lambda s: f"{kind(s)}: {regime(s)}"),
+        "cross_validated_by_kind": grouped(held, found, kind),
+        "three_constant_roofline": grouped([s for s, _ in base], [e for _, e in base], label),
+        "collective_ranks_left_out": without,
+    }
+    return one, spreads_of(held, found)
+
+
+def left_out(rows: dict[str, list[TimedSample]], fitted: dict[str, Efficiency]) -> tuple[dict, dict[str, float]]:
+    """Every device with the constants of every other, how far an interval made of such errors holds, the spreads."""
+    pairs, out_rows, out_errors = {}, defaultdict(list), defaultdict(list)
+    for source, target in permutations(DEVICES, 2):
+        device = catalog.device(target).model_copy(update={"efficiency": moved(fitted[source], catalog.device(target))})
+        eight = any(family_of(s.ops[-1])[1].endswith("fp8") for s in rows[source])
+        part = [s for s in rows[target] if eight or not family_of(s.ops[-1])[1].endswith("fp8")]
+        found = errors(part, device)
+        pairs[f"{source} -> {target}"] = grouped(part, found, label)
+        out_rows[target] += part
+        out_errors[target] += found
+    spreads = {t: spreads_of(out_rows[t], out_errors[t]) for t in DEVICES}
+    coverage = {}
+    for target in DEVICES:  # a class's interval from the devices that are not judged by it
+        known = widest([spreads[t] for t in DEVICES if t != target])
+        inside: dict[str, list[bool]] = defaultdict(list)
+        for s, e in zip(out_rows[target], out_errors[target], strict=True):
+            inside[kind(s)].append(abs(math.log1p(e)) <= 1.96 * known[kind(s)])
+        coverage[target] = {k: round(sum(v) / len(v), 3) for k, v in sorted(inside.items())}
+    return {"leave_device_out": pairs, "interval_coverage": coverage}, widest(list(spreads.values()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
@@ -236,56 +286,9 @@ def main() -> None:
         rows[name], _ = samples([args.data], name)
         everything = calibrate(rows[name], device, start(device), "open data")
         fitted[name] = everything.efficiency
-        one = {
-            "constants": constants_in(document(fitted[name])),
-            "as_shipped": grouped(rows[name], errors(rows[name], device), label),
-            "in_sample": grouped(rows[name], errors(rows[name], everything.on(device)), label),
-        }
-        held, found, base = [], [], []
-        for side in (0, 1):
-            train = [s for s in rows[name] if half(s) == side]
-            test = [s for s in rows[name] if half(s) != side]
-            cut = calibrate(train, device, start(device)).on(device)
-            held += test
-            found += errors(test, cut)
-            for group in sorted({label(s) for s in test}):
-                part = [s for s in test if label(s) == group]
-                base += zip(part, roofline([s for s in train if label(s) == group], part, device), strict=True)
-        one["cross_validated"] = grouped(held, found, label)
-        one["cross_validated_by_regime"] = grouped(held, found, lambda s: f"{kind(s)}: {regime(s)}")
-        one["cross_validated_by_kind"] = grouped(held, found, kind)
-        one["three_constant_roofline"] = grouped([s for s, _ in base], [e for _, e in base], label)
-        ranks = [s for s in rows[name] if s.ops[-1].axis]
-        without: dict[str, dict[str, float]] = {}
-        for n in sorted({s.ops[-1].ranks for s in ranks}):
-            cut = calibrate([s for s in ranks if s.ops[-1].ranks != n], device, start(device)).on(device)
-            part = [s for s in ranks if s.ops[-1].ranks == n]
-            without[f"{n} ranks left out"] = summary(errors(part, cut))
-        one["collective_ranks_left_out"] = without
-        report["devices"][name] = one
-        spreads[name] = spreads_of(held, found)
-    report["leave_device_out"] = {}
-    out_rows, out_errors = defaultdict(list), defaultdict(list)
-    for source, target in permutations(DEVICES, 2):
-        device = catalog.device(target).model_copy(update={"efficiency": moved(fitted[source], catalog.device(target))})
-        eight = any(family_of(s.ops[-1])[1].endswith("fp8") for s in rows[source])
-        part = [s for s in rows[target] if eight or not family_of(s.ops[-1])[1].endswith("fp8")]
-        found = errors(part, device)
-        report["leave_device_out"][f"{source} -> {target}"] = grouped(part, found, label)
-        for s, e in zip(part, found, strict=True):
-            out_rows[target].append(s)
-            out_errors[target].append(e)
-    report["interval_coverage"] = {}
-    for target in DEVICES:  # a class's interval from the devices that are not judged by it
-        others = [t for t in DEVICES if t != target]
-        known = widest([spreads_of(out_rows[t], out_errors[t]) for t in others])
-        inside: dict[str, list[bool]] = defaultdict(list)
-        for s, e in zip(out_rows[target], out_errors[target], strict=True):
-            inside[kind(s)].append(abs(math.log1p(e)) <= 1.96 * known[kind(s)])
-        report["interval_coverage"][target] = {k: round(sum(v) / len(v), 3) for k, v in sorted(inside.items())}
-    spreads["class"] = widest([spreads_of(out_rows[t], out_errors[t]) for t in DEVICES])
-    report["spreads"] = spreads
-    report["seconds"] = round(time.perf_counter() - began, 1)
+        report["devices"][name], spreads[name] = judged(device, rows[name], everything)
+    across, spreads["class"] = left_out(rows, fitted)
+    report |= {**across, "spreads": spreads, "seconds": round(time.perf_counter() - began, 1)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     show(report)
