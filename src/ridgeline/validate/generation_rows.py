@@ -9,6 +9,7 @@ from ridgeline.predict.interval import STEP
 from ridgeline.predict.serving.engine_costs import find_engine
 from ridgeline.predict.serving.static_batch import engine_times
 from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
@@ -17,6 +18,7 @@ from ridgeline.techniques.registry import resolve
 from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.nouns import device_of, model_of
+from ridgeline.validate.precisions import plan_of
 
 NAME = "generation"
 REQUIRED = ("model", "device", "tp", "prompt_len", "batch", "output_len", "ttft_s", "tpot_s")
@@ -32,10 +34,12 @@ def experiment(row: CsvRow) -> Experiment:
     workload = Generate(
         batch_size=row.count("batch", 1), prompt_len=prompt, output_len=output, engine=row.text("backend", ENGINE)
     )
-    plan = [f"tensor_parallel:degree={tp}"] if tp > 1 else []
+    model = model_of(row)
+    plan = plan_of(model, row.text("precision", "bf16"), workload.engine)
+    plan += [f"tensor_parallel:degree={tp}"] if tp > 1 else []
     return resolve(
         Experiment(
-            model=long_enough(model_of(row), prompt + output),
+            model=long_enough(model, prompt + output),
             cluster=cluster_of(device_of(row), tp),
             workload=workload,
             plan=Plan.parse(plan),
@@ -61,21 +65,24 @@ def cases(row: CsvRow) -> list[Case]:
     w = e.workload
     assert isinstance(w, Generate)
     cluster = rank_cluster(e)
-    ttft, tpot, _ = engine_times(e, resolve(e)[1], cluster, find_engine(w.engine, cluster.device), w)
-    where = (
-        f"{e.model.name} tp{e.parallel.get('tp', 1)} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
-    )
+    stages, engine = row.count("pp", 1), find_engine(w.engine, cluster.device)
+    if stages > 1 and not engine.hop_s:
+        raise UserError(f"generation of {engine.name} over pipeline stages is not predicted", "use rows with pp = 1")
+    ttft, tpot, _ = engine_times(e, resolve(e)[1], cluster, engine, w, stages)
+    name = f"{e.model.name} {engine.name} {row.text('precision', 'bf16')} tp{e.parallel.get('tp', 1)} pp{stages}"
+    where = f"{name} batch {w.batch_size} prompt {w.prompt_len} output {w.output_len}"
     shared: dict[str, Any] = {"label": where, "line": row.line}
     m, device = e.model, e.cluster.device
     weights = 2.0 * m.num_active_parameters
     flops = weights * w.batch_size * w.prompt_len / (e.world * device.peak_flops.get("bf16", 1e15))
     stream = weights / (e.world * device.memory_bandwidth)
     out = []
-    plan = ("generation", m.name, device.name, w.prompt_len, w.batch_size, w.output_len)
+    plan = ("generation", m.name, device.name, engine.name, w.prompt_len, w.batch_size, w.output_len)
     for name, predicted, terms in (("ttft_s", ttft, (flops, 1.0)), ("tpot_s", tpot, (stream, 1.0))):
+        group = f"{device.name} {m.name} {engine.name} {name.removesuffix('_s')}"
         if row.has(name) and not (name == "tpot_s" and w.output_len < 2):
             out.append(
-                Case(f"{device.name} {m.name} {name.removesuffix('_s')}", name, row.number(name, above=0.0), predicted,
+                Case(group, name, row.number(name, above=0.0), predicted,
                      terms=terms, alternatives=(*plan, name) if name == "tpot_s" else None, spread=STEP["generate"],
                      source=source_of(cluster), **shared)
             )  # fmt: skip

@@ -13,7 +13,6 @@ from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.simulate import simulation_of
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
@@ -21,6 +20,7 @@ from ridgeline.validate.case import Case
 from ridgeline.validate.csv_table import BadCell, CsvRow
 from ridgeline.validate.generation_rows import cluster_of, long_enough
 from ridgeline.validate.nouns import device_of, model_of
+from ridgeline.validate.precisions import plan_of
 
 NAME = "serving"
 REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "ttft_s", "tpot_s")
@@ -30,12 +30,6 @@ WAVES = 10
 
 ALONE = ", fields only"
 """End of the groups of predictions that take nothing from the judged rows."""
-
-_WIDE = ("bf16", "fp16", "float16", "bfloat16", "half", "auto", "16")
-_INT8 = ("int8", "int8_wo", "w8a16")
-_FP8 = ("fp8", "fp8_block", "fp8_static", "fp8_e4m3", "fp8_kv", "mxfp8", "w8a8")
-_FOUR_BITS = ("fp4", "nvfp4", "mxfp4", "int4", "int4_wo", "awq", "awq_marlin", "gptq", "gptq_marlin", "w4a8", "w4a16",
-              "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")  # fmt: skip
 
 
 def stated(prompt: int, output: int) -> dict[str, Any]:
@@ -54,21 +48,6 @@ def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, A
         return {**stated(prompt, output), "max_num_batched_tokens": prompt + clients}
     mean = {"prompt_len": max(1, round(0.9 * prompt)), "output_len": max(1, round(0.9 * output))}
     return {**mean, "length_cv": 0.064}
-
-
-def plan_of(model: ModelSpec, precision: str, backend: str) -> list[str]:
-    """The techniques behind a precision's name. Raises :class:`UserError` for one that is not known."""
-    name = precision.lower().replace("-", "_")
-    if name in _WIDE:
-        return []
-    if name in _INT8:
-        return ["rtn:bits=8"]
-    if name in _FP8:  # TensorRT-LLM's fp8 checkpoints ask for an fp8 cache
-        cache = ["kv_quant"] if backend == "trtllm" or name == "fp8_kv" else []
-        return ["mxfp4", *cache] if model.family == "gpt_oss" else ["fp8", *cache]
-    if name in _FOUR_BITS:
-        return ["mxfp4"] if model.family == "gpt_oss" else ["mxfp4:layers=all"]
-    raise UserError(f"precision {precision!r} is not known", "use bf16, fp16, fp8, int8 or fp4")
 
 
 def experiment(row: CsvRow, inferred: bool = True) -> Experiment:

@@ -9,6 +9,7 @@ the iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,6 +71,19 @@ class EngineCosts:
     """Rate of a prompt's products whose weights are expanded on the fly (4 bits): kernels made for few rows."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
+    flash: bool = True
+    """Whether attention is one kernel without being asked; if not, every query head reads its keys and values."""
+    gap_s: float = 0.0
+    """Seconds that the GPU waits between two kernels that are launched one by one."""
+    stream_share: float = 0.0
+    """Share of the memory's bandwidth at which products of few rows read weights, by kernels of its own; 0: a
+    library's."""
+    stream_bytes: float = math.inf
+    """Most bytes per clock and multiprocessor at which they do."""
+    code_bytes: float = math.inf
+    """The same of weights that are codes of 4 bits."""
+    hop_s: float = 0.0
+    """Seconds in which a token or a piece of a prompt goes on to the next card, where cards hold layers in turn."""
     logit_reads: int = 1
     """Times that choosing a token reads a row of logits; the one is part of the constants above."""
     memory_share: float = 0.9
@@ -121,6 +135,43 @@ ENGINES: dict[str, EngineCosts] = {
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
             kernel="trtllm",
             source="fitted to serving on H100",
+        ),
+        EngineCosts(
+            "trtllm-0.5", "TensorRT-LLM 0.5 (late 2023), static batches without a server", False,
+            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            prefill_share=0.80, request_s=0.0,
+            max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
+            gap_s=4e-6, one_shot=False, source="assumptions: the GPU part of `trtllm`, launched kernel by kernel",
+        ),
+        EngineCosts(
+            "lmdeploy-0.1", "LMDeploy 0.1 (late 2023): TurboMind in C++, eager", False,
+            dispatch_s=0.0, iteration_s=0.3e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            prefill_share=0.80, request_s=1e-3,
+            max_num_seqs=128, max_num_batched_tokens=8192, chunked=False, mixes=False, shares=False,
+            one_shot=False, source="assumptions: a C++ loop, which keeps ahead of the GPU",
+        ),
+        EngineCosts(
+            "gpt-fast", "gpt-fast (late 2023): torch.compile, one sequence, the step as a CUDA graph", True,
+            dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            prefill_share=1.0, request_s=0.0,
+            max_num_seqs=1, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
+            one_shot=False, code_bytes=6.5, source="code_bytes: one row, llama2-70b int4 on one A100; else assumptions",
+        ),
+        EngineCosts(
+            "mlc", "MLC LLM (late 2023): compiled kernels launched one by one", False,
+            dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            prefill_share=0.80, request_s=0.0,
+            max_num_seqs=1, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
+            gap_s=4e-6, one_shot=False, source="gap_s: the usual time of a launch; else assumptions",
+        ),
+        EngineCosts(
+            "llama.cpp", "llama.cpp (May 2024), CUDA, without CUDA graphs and fused attention", False,
+            dispatch_s=0.0, iteration_s=0.2e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            prefill_share=0.80, request_s=0.0,
+            max_num_seqs=1, max_num_batched_tokens=512, chunked=True, reserves=True, shares=False,
+            fused=False, flash=False, gap_s=7e-6, stream_share=0.93, stream_bytes=7.6, hop_s=0.25e-3, expand_share=0.80,
+            one_shot=False,
+            source="fitted to llama3-8b and 70b f16 on RTX 3090 and A100; hop_s: to 2, 4 and 6 RTX 3090",
         ),
         EngineCosts(
             "ridgeline", "Ridgeline's own engine, eager", False,

@@ -8,6 +8,7 @@ closed form.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time
 from ridgeline.predict.serving.engine_costs import EngineCosts, fuse
-from ridgeline.spec.device import Cluster, Device
+from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import Speculation
@@ -26,6 +27,8 @@ from ridgeline.techniques.technique import Technique
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
         12288, 16384, 32768, 65536, 131072)  # fmt: skip
+FEW_ROWS = 8
+"""Rows up to which a product is a matter of reading the weights, and engines have kernels of their own for it."""
 ATTENTION = ("attention", "bmm", "softmax", "mask")
 
 
@@ -66,7 +69,7 @@ class Parts:
 
     def __init__(self, e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
         self.e, self.cluster, self.engine = e, cluster, engine
-        self.techniques = as_in_engines(techniques)
+        self.techniques = as_in_engines(techniques) if engine.flash else techniques
         self._graphs: dict[int, Graph] = {}
         self._attended: dict[tuple[int, int, int], float] = {}
         self.body = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=False))
@@ -97,9 +100,23 @@ class Parts:
     def seconds(self, op: Op) -> float:
         """GPU seconds of one operator or collective."""
         if not op.axis:
-            return op_time(op, self.cluster.device).seconds
+            few = op.kind == "gemm" and op.shape[-3] <= FEW_ROWS * max(1.0, op.experts)
+            own = few and self.engine.stream_share
+            seconds = 0.0 if own else op_time(op, self.cluster.device).seconds
+            return self.engine.gap_s + (max(seconds, self._streamed(op)) if few else seconds)
         ring = collective_time(op, self.cluster).seconds
         return min(ring, one_shot(op, self.cluster)) if self.engine.one_shot else ring
+
+    def _streamed(self, op: Op) -> float:
+        """Least seconds in which the engine's kernels read the weights of a product."""
+        codes = op.weight_dtype not in ("", op.dtype) and DTYPE_BYTES[op.weight_dtype] < 1
+        engine, device = self.engine, self.cluster.device
+        each = min(engine.stream_bytes, engine.code_bytes if codes else math.inf)
+        rate = engine.stream_share * device.memory_bandwidth or math.inf
+        if device.sm_count and device.clock:
+            rate = min(rate, each * device.sm_count * device.clock)
+        _, out, inner = op.shape[-3:]
+        return (op.weight_bytes or max(1.0, op.experts) * out * inner * DTYPE_BYTES[op.dtype]) / rate
 
     def total(self, g: Graph, *, attention: bool, head: bool | None = None) -> float:
         """Seconds of attention or of all else, in all blocks, in the head, or in all but the head."""

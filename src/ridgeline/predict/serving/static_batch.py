@@ -77,13 +77,14 @@ def _plain(
 
 
 def engine_times(
-    e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts, w: Generate
+    e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts, w: Generate, stages: int = 1
 ) -> tuple[float, float, int]:
     """(mean seconds to the first token, mean seconds per further token, waves) of a batch that starts together.
 
     Prompts fill iterations up to the engine's token budget; decoding starts when all are through. Decode iterations are
     linear in the cached tokens, so their mean is the one at the mean context. Where the cache is too small for all, the
-    batch runs in waves, and the times are those of the first.
+    batch runs in waves, and the times are those of the first. ``stages``: as many ``cluster``s hold the layers in turn;
+    a token visits one after another, the pieces of a prompt follow each other.
     """
     last = w.prompt_len + w.output_len
     surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, last))
@@ -91,9 +92,16 @@ def engine_times(
     batch = max(1, min(e.micro_batch_size, space.tokens // (w.prompt_len + BLOCK)))
     waves = -(-e.micro_batch_size // batch)
     per = max(1, engine.max_num_batched_tokens // w.prompt_len)
-    now, firsts = engine.request_s, 0.0
+    now, firsts, hops = engine.request_s, 0.0, (stages - 1) * engine.hop_s
+    piece = engine.max_num_batched_tokens
+    if engine.chunked and batch == 1 and w.prompt_len > piece:
+        pieces = [(min(piece, w.prompt_len - at), at) for at in range(0, w.prompt_len, piece)]
+        parts = [surface.mixed([p], 0, 0) for p in pieces]
+        first = now + sum(parts[:-1]) / stages + parts[-1] + hops  # the last waits for those before it at one stage
+        return first, surface.mixed([], 1, round(w.prompt_len + w.output_len / 2)) + hops, waves
     for start in range(0, batch, per):
         n = min(per, batch - start)
-        now += surface.mixed([(w.prompt_len, 0)] * n, 0, 0)
+        now += surface.mixed([(w.prompt_len, 0)] * n, 0, 0) + hops
         firsts += n * now
-    return firsts / batch, surface.mixed([], batch, round(batch * (w.prompt_len + w.output_len / 2))), waves
+    each = surface.mixed([], batch, round(batch * (w.prompt_len + w.output_len / 2))) + hops
+    return firsts / batch, each, waves
