@@ -24,6 +24,15 @@ def rewritten(g: Graph, e: Experiment, techniques: list[Technique]) -> Graph:
     return g.close()
 
 
+def beyond_host(g: Graph, cluster: Cluster) -> str:
+    """Why the offloaded tensors of one node's ranks do not fit in its host's memory; empty if they do."""
+    host, need = cluster.device.host, g.host_bytes * cluster.devices_per_node
+    if host is None or need <= host.memory_bytes:
+        return ""
+    return (f"needs {need / GIB:.1f} GiB of host memory per node, which has {host.memory_bytes / GIB:.1f} GiB"
+            f" ({host.name})")  # fmt: skip
+
+
 def rank_cluster(e: Experiment) -> Cluster:
     """The cluster as one rank sees it: a CPU's ranks share its cores and memory."""
     shared = e.cluster.device.shared_by(e.cluster.devices_per_node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.graph import Graph, training_graph
-from ridgeline.predict.common import cost_of, rank_cluster, rewritten
+from ridgeline.predict.common import beyond_host, cost_of, rank_cluster, rewritten
 from ridgeline.predict.predict import predict
 from ridgeline.predict.segments import segments
 from ridgeline.predict.step.in_step import training_factors
@@ -27,7 +27,7 @@ class Quick:
     limit: float
     """Bytes that one rank has."""
     blocked: str = ""
-    """Why it cannot run although its tensors fit (no room for one request's cache)."""
+    """Why it cannot run although its tensors fit (no room for one request's cache, or in host memory)."""
     complete: bool = True
     """Whether the peak is that of the step; False: a lower bound of it exceeds the device already."""
     states_fit: bool = True
@@ -128,7 +128,8 @@ def _quick(
     update = update_ops(g, e)
     peak = with_overheads(training_peak(g), e)
     categories = {**peak.categories, "framework": device.reserved_bytes}
-    out = Quick({"peak_bytes": sum(categories.values())}, categories, device.memory_bytes)
+    peak_bytes = sum(categories.values())
+    out = Quick({"peak_bytes": peak_bytes}, categories, device.memory_bytes, beyond_host(g, cluster))
     if not out.fits and not always:
         return out
     step, delay = timed(g, update, cluster)

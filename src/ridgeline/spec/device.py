@@ -63,6 +63,19 @@ class Link(BaseModel):
         return beyond[-1] if beyond else self.bandwidth
 
 
+class Host(BaseModel):
+    """The server that devices stand in: what offloaded tensors fill, and what updates them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    cores: int
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes/s of all channels of all sockets."""
+    source: str = ""
+
+
 class Device(BaseModel):
     """One accelerator (or CPU): dense peak rates per dtype, memory, on-chip caches, links, watts and price."""
 
@@ -94,6 +107,8 @@ class Device(BaseModel):
     """Between nodes, per device."""
     disk: Link | None = None
     """To the node's disk (NVMe), per device; None: an ordinary one."""
+    host: Host | None = None
+    """The server of one node; None: an ordinary one, with as much memory as it takes."""
     reserved_bytes: float = 0
     """Memory a framework context takes before the first tensor."""
     watts: float = 0

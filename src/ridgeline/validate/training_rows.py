@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
-from ridgeline.spec.workload import Pretrain
+from ridgeline.spec.workload import Pretrain, Training
 from ridgeline.techniques.memory.recompute import Recompute
 from ridgeline.techniques.precision.mixed_precision import MixedPrecision
 from ridgeline.techniques.registry import has, of_kind, resolve
@@ -33,9 +33,12 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _MEASURED = ("tokens_per_s_per_device", "step_s", "tflops_per_device", "mfu", "hfu")
 
 
-def cases(row: CsvRow) -> list[Case]:
-    """Predict one run. Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run."""
-    e, chosen = settled(row)
+def cases(row: CsvRow, workload: type[Training] = Pretrain, adapters: Sequence[str] = ()) -> list[Case]:
+    """Predict one run, of ``workload`` and with ``adapters`` before the row's own plan.
+
+    Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run.
+    """
+    e, chosen = settled(row, workload, adapters)
     result = predict(e)
     found = [c for c in (_speed(row, e, result), _memory(row, e, result)) if c is not None]
     if chosen:
@@ -64,7 +67,7 @@ def experiment(row: CsvRow) -> Experiment:
     return settled(row)[0]
 
 
-def settled(row: CsvRow) -> tuple[Experiment, str]:
+def settled(row: CsvRow, workload: type[Training] = Pretrain, adapters: Sequence[str] = ()) -> tuple[Experiment, str]:
     """The run, and what of it was left open and is chosen here; empty: nothing was."""
     spec, cluster = architecture(row), _cluster(row)
     degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
@@ -73,9 +76,9 @@ def settled(row: CsvRow) -> tuple[Experiment, str]:
     def run(layout: Layout) -> Experiment:
         share = ranks * layout.micro_batch
         micros = max(1, round(row.count("global_batch", share) / share))  # the nearest number that divides
-        work = Pretrain(seq_len=row.count("seq_len", least=2), batch_size=micros * share,
+        work = workload(seq_len=row.count("seq_len", least=2), batch_size=micros * share,
                         micro_batch_size=layout.micro_batch)  # fmt: skip
-        plan = Plan.parse(_plan(row, degrees, cluster.device, micros, layout))
+        plan = Plan.parse([*adapters, *_plan(row, degrees, cluster.device, micros, layout)])
         try:
             return resolve(Experiment(model=spec, cluster=cluster, workload=work, plan=plan))[0]
         except Incompatible as problem:

@@ -10,9 +10,13 @@ COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "ho
 """Kinds of host operators, and the stream each runs on."""
 _LINK_SHARE = 0.80
 """Share of the host link's bandwidth that pinned copies reach."""
-_HOST_BANDWIDTH = 120e9
-"""Bytes/s of one node's memory under a vectorized AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters
-(arXiv:2101.06840, table 4)."""
+_HOST_BANDWIDTH = 256e9
+"""Bytes/s of an ordinary server's memory: a DGX-2's, of two Xeon Platinum 8168 with six channels of DDR4-2666 each."""
+_UPDATE_SHARE = 0.5
+"""Share of it under a vectorized AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters (arXiv:2101.06840, table
+4)."""
+_CORE_BANDWIDTH = 5e9
+"""Bytes/s of it that one core updates at most (assumption)."""
 _HOST_LINKS = 4.0
 """Devices of a node whose host links work at full rate at once; more share them (PCIe switches, host memory)."""
 _DISK_BANDWIDTH = 6e9
@@ -23,7 +27,10 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
     """Seconds of a copy or of the CPU's update for one rank, while its node's other ranks do the same."""
     ranks = cluster.devices_per_node
     if op.kind == "host_update":
-        return Timed(op.bytes * ranks / _HOST_BANDWIDTH, "memory", "class default")
+        host = cluster.device.host
+        rate = _UPDATE_SHARE * (host.memory_bandwidth if host else _HOST_BANDWIDTH)
+        rate = min(rate, host.cores * _CORE_BANDWIDTH) if host else rate
+        return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk
         if disk is not None:

@@ -109,7 +109,7 @@ class Parts:
 
     def _streamed(self, op: Op) -> float:
         """Least seconds in which the engine's kernels read the weights of a product."""
-        codes = op.weight_dtype not in ("", op.dtype) and DTYPE_BYTES[op.weight_dtype] < 1
+        codes = op.weight_dtype not in ("", op.dtype) and DTYPE_BYTES.get(op.weight_dtype, 0.0) < 1
         engine, device = self.engine, self.cluster.device
         each = min(engine.stream_bytes, engine.code_bytes if codes else math.inf)
         rate = engine.stream_share * device.memory_bandwidth or math.inf

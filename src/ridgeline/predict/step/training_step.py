@@ -5,7 +5,16 @@ from __future__ import annotations
 from ridgeline.graph import Graph, Op, optimizer_ops, training_graph
 from ridgeline.graph.graph import changed
 from ridgeline.graph.traffic import traffic
-from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of, trained
+from ridgeline.predict.common import (
+    assemble,
+    beyond_host,
+    metric,
+    peak_note,
+    rank_cluster,
+    rewritten,
+    source_of,
+    trained,
+)
 from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.step.in_step import training_factors
 from ridgeline.predict.step.peak_memory import Peak, training_peak
@@ -68,6 +77,8 @@ def predict_training(e: Experiment, techniques: list[Technique]) -> Result:
     if g.host_bytes:
         metrics["host_bytes"] = metric(g.host_bytes, "bytes", "lower", "graph")
     result = assemble(e, metrics, peak, cluster)
+    if short := beyond_host(g, cluster):
+        result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     result.breakdown = breakdown(g, cluster, factors=training_factors(cluster, g.fused))
     _expose(result.breakdown, g, step)
     result.breakdown += _waits(step, delay)

@@ -1,0 +1,36 @@
+"""Measured fine-tuning runs: rows of training runs with a method, full, lora or qlora, and its options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeline.spec.workload import FineTune
+from ridgeline.validate import training_rows
+from ridgeline.validate.case import Case
+from ridgeline.validate.csv_table import BadCell, CsvRow
+
+NAME = "finetuning"
+REQUIRED = ("method", "device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch_size")
+_TARGETS = {"qkv": ("q_proj", "k_proj", "v_proj")}
+_METHODS = ("full", "lora", "qlora")
+
+
+def cases(row: CsvRow) -> list[Case]:
+    """Predict one run. Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run."""
+    method = row.text("method").lower().replace("-", "")
+    if method not in _METHODS:
+        raise BadCell(f"column 'method': {method!r} is none of {', '.join(_METHODS)}")
+    run = CsvRow(row.line, {**row.cells, "micro_batch": row.cells["micro_batch_size"]})
+    found = training_rows.cases(run, FineTune, _adapters(row, method))
+    return [replace(c, group=f"{c.group} {method}", alternatives=None) for c in found]
+
+
+def _adapters(row: CsvRow, method: str) -> list[str]:
+    """The method as technique calls; 4-bit weights of any format are taken as QLoRA's."""
+    if method == "full":
+        return []
+    weights = row.text("weights", "bf16" if method == "lora" else "nf4").lower()
+    packed = method == "qlora" or weights in ("int4", "nf4")
+    names = [t.strip() for t in row.text("lora_targets", "all-linear").split(",")]
+    parts = [p for t in names for p in _TARGETS.get(t, (t if t.endswith(("_proj", "linear")) else f"{t}_proj",))]
+    return [f"{'qlora' if packed else 'lora'}:rank={row.count('lora_rank', 32)},targets={'+'.join(parts)}"]
