@@ -2,7 +2,8 @@
 
     python benchmarks/predict_inference.py DATA_DIR [--json FILE]
 
-DATA_DIR holds generation.csv and serving.csv (the schemas of `ridgeline validate`).
+DATA_DIR holds generation.csv, generation_engines.csv and serving.csv (the schemas of `ridgeline validate`). Errors of
+serving are with what is inferred of the load generators, and in lines that end in "fields only" with the file alone.
 """
 
 import argparse
@@ -25,20 +26,21 @@ def judge(path, schema):
     """{(regime, quantity): signed errors} and the number of rows that could not be judged."""
     errors, skipped, seen = defaultdict(list), 0, set()
     for row in read_table(path):
-        key = tuple(row.cells[c] for c in schema.REQUIRED)
+        key = tuple(row.cells.get(c, "") for c in (*schema.REQUIRED, "backend", "precision", "pp", "ep"))
         if key in seen:  # repetitions of one configuration count once
             continue
         seen.add(key)
         try:
-            found = [c for c in schema.cases(row) if not c.group.endswith(serving.ALONE)]
+            found = schema.cases(row)
         except (UserError, BadCell):
             skipped += 1
             continue
         for case in found:
+            alone = serving.ALONE if case.group.endswith(serving.ALONE) else ""
             model, device = row.text("model").split("/")[-1], row.text("device")
-            regime = f"{model} {device} {row.text('backend', generation.ENGINE)} tp{row.text('tp')}"
-            errors[regime, case.quantity].append(case.error)
-            errors["all", case.quantity].append(case.error)
+            engine = row.text("backend", generation.ENGINE)
+            for regime in (f"{model} {device} {engine} tp{row.text('tp')}", f"all {engine}", "all"):
+                errors[regime + alone, case.quantity].append(case.error)
     return errors, skipped
 
 
@@ -94,11 +96,11 @@ def main():
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = {}
-    for schema in (generation, serving):
-        path = args.data / f"{schema.NAME}.csv"
+    for name, schema in (("generation", generation), ("generation_engines", generation), ("serving", serving)):
+        path = args.data / f"{name}.csv"
         if not path.is_file():
             sys.exit(f"no {path.name} in {args.data}")
-        report[schema.NAME] = table(path.name, *judge(path, schema))
+        report[name] = table(path.name, *judge(path, schema))
     report["speed"] = speed()
     print(f"\nGPT-3 175B on 4 A100, prefill and 1000 tokens: {report['speed']['gpt3_1000_tokens_s'] * 1e3:.1f} ms")
     print(f"simulated requests per minute: {report['speed']['requests_per_minute']:,.0f}")

@@ -95,7 +95,8 @@ def test_host_time_counts_where_it_is_longer():
 
 def test_engines_by_name():
     a100, h100 = catalog.device("a100"), catalog.device("h100")
-    assert find_engine("SGLang", a100) == ENGINES["vllm"]
+    assert find_engine("TensorRT", a100) == ENGINES["trtllm"]
+    assert find_engine("SGLang", a100) == ENGINES["sglang"]
     assert find_engine("vllm-2023", h100).dispatch_s == pytest.approx(0.7 * ENGINES["vllm-2023"].dispatch_s)
     with pytest.raises(UserError, match="unknown engine 'vvlm'"):
         find_engine("vvlm", a100)

@@ -130,7 +130,7 @@ def test_equal_requests_leave_continuous_batching_and_packing_nothing_to_save():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_what_an_engine_always_does_changes_nothing_and_is_said(engine):
-    for name in SCHEDULE:
+    for name in SCHEDULE if engine == "vllm" else without("paged_kv"):  # whose blocks are others than SGLang's
         bare, (named, result) = metrics([], **{**CROWD, "engine": engine})[0], metrics(
             [name], **{**CROWD, "engine": engine})  # fmt: skip
         assert named == bare

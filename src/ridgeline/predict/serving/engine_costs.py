@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.graph.graph import Block, Graph, Op, changed
-from ridgeline.spec.device import Device
+from ridgeline.spec.device import DTYPE_BYTES, Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.scheduling import OWN, Limits, Scheduling, engine_name
 from ridgeline.techniques.technique import Technique
 
@@ -38,8 +39,9 @@ class EngineCosts:
     """Seconds to compose an iteration and hand out its tokens: hidden behind the GPU where the engine overlaps them."""
     sequence_s: float
     """The same per running sequence."""
-    prefill_s: float
-    """Seconds that an iteration with prompts takes beyond the GPU's and the dispatch: its inputs, and no graph."""
+    layer_s: float
+    """Seconds per layer that an iteration with prompts takes beyond the GPU's: attention is outside the graphs, so that
+    every layer is launched and waited for by itself."""
     prefill_share: float
     """Rate of a prompt's kernels inside a model, relative to the same kernels timed alone in a loop: real data and
     several kinds of kernel in turn leave lower clocks and colder caches."""
@@ -59,6 +61,8 @@ class EngineCosts:
     """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
     shares: bool = True
     """Whether equal prefixes share blocks of the cache."""
+    block_size: int = 16
+    """Tokens of a block of the cache."""
     overlap: bool = False
     """Whether an iteration is composed while the one before it still runs."""
     kernel: str = ""
@@ -97,7 +101,8 @@ class EngineCosts:
         """What the engine does by itself, and what techniques make of it."""
         limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, continuous=self.continuous,
                         chunked=self.chunked, reserve=self.reserves, padded=self.padded)  # fmt: skip
-        s = Scheduling(limits=limits, share_prefixes=self.shares, logit_reads=self.logit_reads)
+        s = Scheduling(limits=limits, block_size=self.block_size, share_prefixes=self.shares,
+                       logit_reads=self.logit_reads)  # fmt: skip
         for t in techniques:
             t.scheduling(s)
         return s
@@ -116,7 +121,7 @@ ENGINES: dict[str, EngineCosts] = {
     for e in (
         EngineCosts(
             "vllm-2023", "vLLM 0.2 (late 2023), eager, Ray workers", False,
-            dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, prefill_s=0.0,
+            dispatch_s=43e-6, iteration_s=5e-3, schedule_s=0.0, sequence_s=0.3e-3, layer_s=0.0,
             prefill_share=1.0, request_s=20e-3,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, shares=False,
             one_shot=False,
@@ -124,13 +129,13 @@ ENGINES: dict[str, EngineCosts] = {
         ),
         EngineCosts(
             "vllm", "vLLM V1 (2025), CUDA graphs, chunked prefill", True,
-            dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=20e-6, prefill_s=3e-3,
+            dispatch_s=8e-6, iteration_s=0.5e-3, schedule_s=0.3e-3, sequence_s=12e-6, layer_s=45e-6,
             prefill_share=0.80, request_s=10e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=True, source="fitted to serving on H100",
         ),
         EngineCosts(
             "trtllm", "TensorRT-LLM (2025), CUDA graphs for decode", True,
-            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=7e-3, sequence_s=74e-6, prefill_s=18e-3,
+            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=2e-3, sequence_s=20e-6, layer_s=0.2e-3,
             prefill_share=0.80, request_s=30e-3,
             max_num_seqs=256, max_num_batched_tokens=8192, chunked=False, reserves=True, overlap=True,
             kernel="trtllm",
@@ -138,35 +143,35 @@ ENGINES: dict[str, EngineCosts] = {
         ),
         EngineCosts(
             "trtllm-0.5", "TensorRT-LLM 0.5 (late 2023), static batches without a server", False,
-            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            dispatch_s=0.0, iteration_s=1.3e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=0.80, request_s=0.0,
             max_num_seqs=256, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
             gap_s=4e-6, one_shot=False, source="assumptions: the GPU part of `trtllm`, launched kernel by kernel",
         ),
         EngineCosts(
             "lmdeploy-0.1", "LMDeploy 0.1 (late 2023): TurboMind in C++, eager", False,
-            dispatch_s=0.0, iteration_s=0.3e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            dispatch_s=0.0, iteration_s=0.3e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=0.80, request_s=1e-3,
             max_num_seqs=128, max_num_batched_tokens=8192, chunked=False, mixes=False, shares=False,
             one_shot=False, source="assumptions: a C++ loop, which keeps ahead of the GPU",
         ),
         EngineCosts(
             "gpt-fast", "gpt-fast (late 2023): torch.compile, one sequence, the step as a CUDA graph", True,
-            dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=1.0, request_s=0.0,
             max_num_seqs=1, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
             one_shot=False, code_bytes=6.5, source="code_bytes: one row, llama2-70b int4 on one A100; else assumptions",
         ),
         EngineCosts(
             "mlc", "MLC LLM (late 2023): compiled kernels launched one by one", False,
-            dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            dispatch_s=0.0, iteration_s=0.1e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=0.80, request_s=0.0,
             max_num_seqs=1, max_num_batched_tokens=65536, chunked=False, mixes=False, reserves=True, shares=False,
             gap_s=4e-6, one_shot=False, source="gap_s: the usual time of a launch; else assumptions",
         ),
         EngineCosts(
             "llama.cpp", "llama.cpp (May 2024), CUDA, without CUDA graphs and fused attention", False,
-            dispatch_s=0.0, iteration_s=0.2e-3, schedule_s=0.0, sequence_s=0.0, prefill_s=0.0,
+            dispatch_s=0.0, iteration_s=0.2e-3, schedule_s=0.0, sequence_s=0.0, layer_s=0.0,
             prefill_share=0.80, request_s=0.0,
             max_num_seqs=1, max_num_batched_tokens=512, chunked=True, reserves=True, shares=False,
             fused=False, flash=False, gap_s=7e-6, stream_share=0.93, stream_bytes=7.6, hop_s=0.25e-3, expand_share=0.80,
@@ -175,17 +180,42 @@ ENGINES: dict[str, EngineCosts] = {
         ),
         EngineCosts(
             "ridgeline", "Ridgeline's own engine, eager", False,
-            dispatch_s=8e-6, iteration_s=0.4e-3, schedule_s=0.0, sequence_s=60e-6, prefill_s=0.0,
+            dispatch_s=8e-6, iteration_s=0.4e-3, schedule_s=0.0, sequence_s=60e-6, layer_s=0.0,
             prefill_share=1.0, request_s=4e-3, admission_s=1e-3,
             max_num_seqs=256, max_num_batched_tokens=2048, chunked=False, fused=False, expand_share=1.0, one_shot=False,
             source="assumptions, about what it takes on a server's CPU; `ridgeline probe` measures them on a CPU",
         ),
     )
 }  # fmt: skip
+_ASSUMED = "assumptions: what its documentation says of its mechanisms, on the host seconds of `{}`"
+ENGINES["sglang"] = replace(
+    ENGINES["vllm"], name="sglang", title="SGLang (2025), radix cache, schedules while the GPU works",
+    overlap=True, mixes=False, block_size=1, source=_ASSUMED.format("vllm"),
+)  # fmt: skip
+ENGINES["tgi"] = replace(
+    ENGINES["vllm"], name="tgi", title="Text Generation Inference 2 (2024), CUDA graphs, whole prompts first",
+    chunked=False, mixes=False, shares=False, block_size=1, iteration_s=1e-3, max_num_seqs=128,
+    max_num_batched_tokens=16384, source=_ASSUMED.format("vllm"),
+)  # fmt: skip
+ENGINES["lightllm"] = replace(
+    ENGINES["vllm-2023"], name="lightllm", title="LightLLM (2023), eager, one token a block", block_size=1,
+    dispatch_s=20e-6, iteration_s=2e-3, sequence_s=0.1e-3, spill_tokens=0, source=_ASSUMED.format("vllm-2023"),
+)  # fmt: skip
+ENGINES["hf"] = replace(
+    ENGINES["vllm-2023"], name="hf", title="Hugging Face generate, eager: padded batches that run until all end",
+    fused=False, dispatch_s=12e-6, iteration_s=1e-3, sequence_s=0.0, request_s=0.0, continuous=False, padded=True,
+    reserves=True, mixes=True, spill_tokens=0, source="assumptions: a launch out of Python for every operator",
+)  # fmt: skip
 ENGINES[OWN] = replace(ENGINES[OWN], **BARE)
 ENGINES[PLANNED] = replace(ENGINES["vllm"], name=PLANNED, title="The plan's schedule on vLLM's host time", **BARE)
-ALIASES = {"sglang": "vllm", "tensorrt-llm": "trtllm", "tensorrt": "trtllm", "vllm-v1": "vllm"}
-"""Backends without constants of their own, and other spellings."""
+ALIASES = {
+    "transformers": "hf",
+    "text-generation-inference": "tgi",
+    "tensorrt-llm": "trtllm",
+    "tensorrt": "trtllm",
+    "vllm-v1": "vllm",
+}
+"""Other spellings."""
 
 HOST_SPEED = {"hopper": 0.70, "blackwell": 0.60, "ada": 0.8, "cdna3": 0.75}
 """Host seconds relative to a DGX A100's, by the device's architecture: servers come with the host of their year.
@@ -210,7 +240,7 @@ def find_engine(name: str, device: Device) -> EngineCosts:
         iteration_s=engine.iteration_s * speed,
         schedule_s=engine.schedule_s * speed,
         sequence_s=engine.sequence_s * speed,
-        prefill_s=engine.prefill_s * speed,
+        layer_s=engine.layer_s * speed,
         request_s=engine.request_s * speed,
         spill_s=engine.spill_s * speed,
     )
@@ -246,24 +276,26 @@ _AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
-def fuse(g: Graph, engine: EngineCosts) -> Graph:
+def fuse(g: Graph, engine: EngineCosts, model: ModelSpec) -> Graph:
     """The graph with the fusions that serving engines make, and attention by the engine's kernels.
 
     Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit
     copy that it writes), and the rotations of queries and keys (with their norms) in one kernel that also writes the
-    cache.
+    cache. Kernels for a residual with its norm are of RMS norms: layer norms stay apart. Models without rotations write
+    the cache in a kernel of its own, and biases of what ranks sum up are added after the sum.
     """
 
     def each(b: Block) -> None:
         if engine.fused:
-            _fuse(b)
+            _fuse(b, model)
         b.forward = [changed(o, kernel=engine.kernel) if o.kind == "attention" else o for o in b.forward]
 
     return g.each_block(each, layers_only=True)
 
 
-def _fuse(b: Block) -> None:
+def _fuse(b: Block, model: ModelSpec) -> None:
     ops = {o.name: o for o in b.forward}
+    keys = ops.get("attention.k_proj")
     for group in _MERGED:
         if all(name in ops for name in group):
             ops[group[0]] = _side_by_side([ops[name] for name in group])
@@ -275,9 +307,21 @@ def _fuse(b: Block) -> None:
         else:
             ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token
     rotated = [ops.pop(name) for name in _ROTATED if name in ops]
+    one = None
     if rotated:
         one = changed(rotated[-1], name="attention.rope_and_cache", bytes=sum(o.bytes for o in rotated))
+    elif keys is not None:
+        written = 4.0 * keys.shape[-3] * keys.shape[-2] * DTYPE_BYTES[b.forward[0].dtype]
+        one = Op("attention.cache", "attention", "copy", bytes=written, dtype=keys.dtype)
+    if one is not None:
         ops = _insert_before(ops, next(n for n in ops if n.startswith(("attention.flash", "attention.scores"))), one)
+    for part, biased in (("attention", model.out_bias), ("mlp", model.mlp_bias)):
+        if biased and f"{part}.reduce" in ops and (after := ops.get(f"{part}_residual")):
+            added = changed(after, name=f"{part}.bias", bytes=after.bytes * 2 / 3)
+            ops = _insert_before(ops, after.name, added)
+    if model.norm != "rmsnorm":
+        b.forward = list(ops.values())
+        return
     for residual, norm in (("attention_residual", "mlp_norm"), ("mlp_residual", "attention_norm")):
         if residual in ops and norm in ops:
             ops[residual] = changed(ops[residual], bytes=ops[residual].bytes * 4 / 3)

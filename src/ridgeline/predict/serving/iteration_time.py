@@ -85,7 +85,7 @@ class Parts:
         if alone and batch in self._graphs:
             return self._graphs[batch]
         g = tokens_graph(self.e.model, batch, q_len, kv_len, self.e.dtype)
-        g = fuse(rewritten(g, self.e, self.techniques), self.engine)
+        g = fuse(rewritten(g, self.e, self.techniques), self.engine, self.e.model)
         if alone and len(self._graphs) < 2 * len(GRID):
             self._graphs[batch] = g
         return g
@@ -287,7 +287,7 @@ class Iterations:
             a, b = self._one(n)
             gpu += a + b * cached - self.body(n) - self.head(n)
         over = max(0, new - self.engine.spill_tokens) if self.engine.spill_tokens else 0
-        host = self.engine.prefill_s + over * self.engine.spill_s
+        host = self.engine.layer_s * self.e.model.num_layers + over * self.engine.spill_s
         return max(gpu, self._beside(rows, eager=True)) + host + self._waits(rows)
 
 

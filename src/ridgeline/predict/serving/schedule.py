@@ -42,6 +42,11 @@ class SimulatedRequest:
     offset: int = 0
     """While it decodes along: ``computed`` less the counter of decode iterations."""
 
+    @property
+    def decodes(self) -> bool:
+        """Whether its prompt is through, and all of its tokens but the last."""
+        return self.tokens > self.prompt and self.tokens == self.computed + 1
+
 
 class BlockPool:
     """Numbers of blocks: blank, held, and cached with the oldest going first, as the real pool keeps them."""
@@ -109,7 +114,7 @@ class BlockPool:
 class Simulation:
     """One engine serving ``requests``; ``concurrency`` closes the loop. They reach it after ``request_s`` and slow the
     iteration that they come in by ``admission_s``. ``blocks``: of the pool; ``longest``: prompt and output together;
-    ``mixes``: whether whole prompts and decoding share an iteration (else prompts go first). With ``record``, ``steps``
+    ``mixes``: whether prompts and decoding share an iteration (else prompts go first). With ``record``, ``steps``
     holds every batch: the tokens of each of its sequences, in order."""
 
     def __init__(
@@ -119,7 +124,7 @@ class Simulation:
     ) -> None:  # fmt: skip
         self.costs, self.limits, self.longest, self.requests = costs, s.limits, longest, requests
         self.pool = BlockPool(blocks, s.block_size, s.share_prefixes)
-        self.mixes = mixes or s.limits.chunked
+        self.mixes = mixes
         self.arrivals = Arrivals(requests, concurrency, request_s, lambda r: r.prompt + r.output <= longest)
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: dict[SimulatedRequest, None] = {}
@@ -160,7 +165,7 @@ class Simulation:
             self._sort_in(job)
 
     def _sort_in(self, job: SimulatedRequest) -> None:
-        if job.tokens > job.prompt and job.tokens == job.computed + 1:
+        if job.decodes:
             job.offset = job.computed - self.step
             heappush(self.ends, (job.most - 1 - job.offset, job.order, job))
             self.places[job.offset % self.pool.size] += 1
@@ -191,8 +196,9 @@ class Simulation:
         if budget < 0 or need > self.pool.free:
             return None
         ahead = need
-        for job in sorted(self.late, key=lambda j: j.tokens - j.computed > 1):
-            if n := self._share(job, budget, not rows and not going):
+        alone = not going or not self.mixes
+        for job in sorted(self.late, key=lambda j: j.tokens - j.computed > 1) if self.mixes else self.late:
+            if n := self._share(job, budget, alone and not rows):
                 rows[job] = n
                 budget -= n
                 ahead += max(0, self.pool.needed(self._extent(job, n)) - job.blocks)
@@ -203,7 +209,7 @@ class Simulation:
         for job, n in rows.items():
             self._grow(job, n)
         if lim.continuous or not self.running:
-            self._admit(rows, budget, alone=not going or not self.mixes)
+            self._admit(rows, budget, alone)
         if not self.mixes:
             if rows:
                 going = 0
@@ -261,11 +267,16 @@ class Simulation:
         plan: dict[SimulatedRequest, int] = {}
         budget = self._left(plan)
         joins = lim.continuous or not self.running
-        if joins and not self.mixes:
-            self._admit(plan, budget)
+        sent_back = self.out.preemptions
+        if not self.mixes:
+            for job in [j for j in self.running if not j.decodes]:
+                if job.order >= 0 and (n := self._share(job, budget, not plan)) and self._room(job, n, plan):
+                    plan[job] = n
+                    budget -= n
+            if joins and self.out.preemptions == sent_back:
+                self._admit(plan, budget)
             if plan:
                 return plan
-        sent_back = self.out.preemptions
         for job in sorted(self.running, key=lambda j: j.tokens - j.computed > 1):
             if job.order < 0:  # preempted meanwhile
                 continue

@@ -109,7 +109,8 @@ def simulation_of(
         space = room(surface.e, surface, engine, largest)
         blocks = space.tokens // s.block_size
         longest = min(context(surface.e.model, w), blocks * s.block_size)
-    sim = Simulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s, engine.mixes)
+    mixes = engine.mixes or s.limits.chunked > engine.chunked  # pieces that a plan asks for go beside decoding
+    sim = Simulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s, mixes)
     return sim, space
 
 

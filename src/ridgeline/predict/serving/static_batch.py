@@ -34,7 +34,7 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
         first, each = _plain(prefill, decode, e, techniques, cluster)
         waves = 1
     else:
-        prefill, decode = fuse(prefill, engine), fuse(decode, engine)
+        prefill, decode = fuse(prefill, engine, e.model), fuse(decode, engine, e.model)
         first, each, waves = engine_times(e, techniques, cluster, engine, w)
     total = waves * (first + steps * each)
     produced = e.batch_size * (steps + 1)
