@@ -154,7 +154,7 @@ BAD = [
     ("zeroo", ["unknown technique 'zeroo'", "'zero'"]),
     ("flsh", ["unknown technique 'flsh'", "'flash_attention'"]),
     ("zero:stge=3", ["unknown option 'stge' in technique 'zero'", "'stage'"]),
-    ("flash_attention:block=3", ["'flash_attention' has no options", "'block'", "write just flash_attention"]),
+    ("sequence_parallel:block=3", ["'sequence_parallel' has no options", "'block'", "write just sequence_parallel"]),
     ("zero:stage=4", ["stage = 4 is not valid", "1, 2 or 3", "ridgeline techniques zero"]),
     ("lora:rank=0", ["rank = 0 is not valid"]),
     ("lora:rank=two", ["rank = 'two' is not valid"]),

@@ -151,12 +151,12 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
     if precision == "fp8":
         plan.append("fp8")
     flash = row.flag("flash", True)
-    if flash:
-        first = re.search(r"internlm|internevo", row.text("source", "").lower())  # which asked for its release 1.0.5
-        plan.append(f"flash_attention:generation={1 if first else 2}")
     megatron = row.text("family", "") in ("gpt", "megatron") or degrees["tp"] > 1 or degrees["pp"] > 1
     compiled = row.flag("compile", False)
     fused = megatron or compiled or precision == "fp8"  # which means Transformer Engine's kernels
+    if flash:
+        first = re.search(r"internlm|internevo", row.text("source", "").lower())  # which asked for its release 1.0.5
+        plan.append(f"flash_attention:generation={1 if first else 3 if fused and not compiled else 2}")
     fused_loss = str(row.text("family", "") == "mpt" or compiled).lower()
     plan.append(f"fused_layers:elementwise={str(fused).lower()},loss={fused_loss},chunked=false")
     if degrees["tp"] > 1:
