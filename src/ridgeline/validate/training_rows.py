@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -33,13 +33,22 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _MEASURED = ("tokens_per_s_per_device", "step_s", "tflops_per_device", "mfu", "hfu")
 
 
-def cases(row: CsvRow, workload: type[Training] = Pretrain, adapters: Sequence[str] = ()) -> list[Case]:
+def cases(
+    row: CsvRow,
+    workload: type[Training] = Pretrain,
+    adapters: Sequence[str] = (),
+    chains: Mapping[str, float] | None = None,
+) -> list[Case]:
     """Predict one run, of ``workload`` and with ``adapters`` before the row's own plan.
+
+    ``chains``: how much longer kinds of operators take in the software that was measured, which runs each as a chain of
+    kernels where ours runs one.
 
     Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run.
     """
     e, chosen = settled(row, workload, adapters)
     result = predict(e)
+    _lengthen(result, chains or {})
     found = [c for c in (_speed(row, e, result), _memory(row, e, result)) if c is not None]
     if chosen:
         found = [replace(c, label=f"{c.label} ({chosen})") for c in found]
@@ -214,6 +223,14 @@ def flops_per_token(m: ModelSpec, length: int, formula: str = "") -> float:
         attention = 0.0
     times = float(weights[1]) if weights else 6.0
     return times * m.num_active_parameters + attention * times / 6.0
+
+
+def _lengthen(result: Result, chains: Mapping[str, float]) -> None:
+    """Adds to a step what its operators take as chains of kernels."""
+    more = sum(r.seconds * (chains.get(r.kind, 1.0) - 1) for r in result.breakdown)
+    step = result.metrics["step_time_s"]
+    result.metrics["tokens_per_s_per_device"].value *= step.value / (step.value + more)
+    step.value += more
 
 
 def _speed(row: CsvRow, e: Experiment, result: Result) -> Case | None:
