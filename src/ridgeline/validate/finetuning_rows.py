@@ -31,11 +31,14 @@ def cases(row: CsvRow) -> list[Case]:
 
 
 def _adapters(row: CsvRow, method: str) -> list[str]:
-    """The method as technique calls; 4-bit weights of any format are taken as QLoRA's."""
+    """The method as technique calls, with what the row states; 4-bit weights of any format are taken as QLoRA's."""
     if method == "full":
         return []
     weights = row.text("weights", "bf16" if method == "lora" else "nf4").lower()
     packed = method == "qlora" or weights in ("int4", "nf4")
-    names = [t.strip() for t in row.text("lora_targets", "all-linear").split(",")]
-    parts = [p for t in names for p in _TARGETS.get(t, (t if t.endswith(("_proj", "linear")) else f"{t}_proj",))]
-    return [f"{'qlora' if packed else 'lora'}:rank={row.count('lora_rank', 32)},targets={'+'.join(parts)}"]
+    options = [f"rank={row.count('lora_rank')}"] if row.has("lora_rank") else []
+    if row.has("lora_targets"):
+        names = [t.strip() for t in row.text("lora_targets").split(",")]
+        parts = [p for t in names for p in _TARGETS.get(t, (t if t.endswith(("_proj", "linear")) else f"{t}_proj",))]
+        options.append(f"targets={'+'.join(parts)}")
+    return [":".join(filter(None, ("qlora" if packed else "lora", ",".join(options))))]
