@@ -2,9 +2,10 @@
 
     python benchmarks/predict_training.py DATA_DIR [--json benchmarks/results/predict_training.json]
 
-``DATA_DIR`` holds ``training.csv`` and ``training_memory_selene.csv`` in the schemas of ``ridgeline validate``. Beside
-the shipped constants the script fits the in-step factors anew (see ``predict/step/in_step.py``), leaving out all
-runs of one model size at a time, and prints the error on the runs left out. The baseline is one constant per group: the
+``DATA_DIR`` holds ``training.csv``, ``training_memory_selene.csv`` and, if there is one, ``finetuning.csv`` in the
+schemas of ``ridgeline validate``. Beside the shipped constants the script fits the in-step factors anew (see
+``predict/step/in_step.py``), leaving out all runs of one model size or of one family (a software on a device) at a
+time, and prints the error on the runs left out. The baseline is one constant per group: the
 utilization that fits the group best.
 """
 
@@ -24,6 +25,7 @@ from scipy.optimize import minimize
 from ridgeline.predict.predict import predict
 from ridgeline.predict.step import in_step
 from ridgeline.spec.errors import UserError
+from ridgeline.validate import finetuning_rows as finetuning
 from ridgeline.validate import memory_rows as memory
 from ridgeline.validate import training_rows as training
 from ridgeline.validate.case import Case
@@ -38,6 +40,7 @@ class Run:
 
     case: Case
     size: str
+    family: str
     regime: str
     parts: np.ndarray
     rest: float
@@ -61,7 +64,8 @@ def runs(path: Path) -> tuple[list[Run], list[str]]:
             skipped.append(f"line {row.line}: {problem}")
             continue
         parts = dict.fromkeys(KINDS, 0.0)
-        biased = e.model.position == "alibi" or e.plan.option("flash_attention", "generation") == 1
+        generation = e.plan.option("flash_attention", "generation")
+        biased = e.model.position == "alibi" or generation == 1
         fused = e.plan.option("fused_layers", "elementwise")
         for r in result.breakdown:
             if r.phase in ("forward", "backward"):
@@ -74,7 +78,8 @@ def runs(path: Path) -> tuple[list[Run], list[str]]:
         parallel = "tp/pp" if e.parallel else "sharded"
         recompute = "full" if e.plan.has("recompute") else "none"
         regime = f"{parallel}, recompute {recompute}, {'long' if e.training.seq_len > 8192 else 'short'} sequences"
-        found.append(Run(case, size, regime, values, rest))
+        family = f"{re.split('-', size)[0]} on {e.cluster.device.name}"
+        found.append(Run(case, size, family, regime, values, rest))
     return found, skipped
 
 
@@ -88,12 +93,12 @@ def fit(sample: list[Run], prior: float = 0.02) -> np.ndarray:
     return minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-5}).x
 
 
-def left_out(found: list[Run]) -> dict[str, list[float]]:
-    """Errors on each model size when the in-step factors are fitted on the others."""
+def left_out(found: list[Run], key: str = "size") -> dict[str, list[float]]:
+    """Errors on each model size (or family) when the in-step factors are fitted on the others."""
     errors = {}
-    for size in sorted({r.size for r in found}):
-        factors = fit([r for r in found if r.size != size])
-        errors[size] = [r.error(factors) for r in found if r.size == size]
+    for value in sorted({getattr(r, key) for r in found}):
+        factors = fit([r for r in found if getattr(r, key) != value])
+        errors[value] = [r.error(factors) for r in found if getattr(r, key) == value]
     return errors
 
 
@@ -135,6 +140,17 @@ def memory_scores(path: Path) -> dict[str, dict[str, float]]:
     return {name: score(values) for name, values in groups.items()}
 
 
+def finetuning_scores(path: Path) -> dict[str, dict[str, float]]:
+    """Errors of published fine-tuning runs by method: none was fitted."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in read_table(path) if path.exists() else ():
+        for case in finetuning.cases(row):
+            length = "short" if row.count("seq_len") < 2048 else "2048 tokens and more"
+            groups[f"{row.text('method')}, {length}"].append(case.error)
+            groups["all"].append(case.error)
+    return {name: score(values) for name, values in sorted(groups.items())}
+
+
 def show(title: str, table: dict[str, dict[str, float]]) -> None:
     print(f"\n{title}")
     for name, s in table.items():
@@ -149,17 +165,21 @@ def main() -> None:
     args = parser.parse_args()
     found, skipped = runs(args.data / "training.csv")
     shipped = [r.case.error for r in found]
-    folds = left_out(found)
+    folds, families = left_out(found), left_out(found, "family")
     refitted = fit(found)
     report: dict[str, Any] = {
         "overall": {
             "as shipped": score(shipped),
             "refitted": score([r.error(refitted) for r in found]),
             "leave one size out": score([e for errors in folds.values() for e in errors]),
+            "leave one family out": score([e for errors in families.values() for e in errors]),
             "one constant per group": score(one_constant(found)),
         },
+        "by family, as shipped": by(found, shipped, "family"),
+        "by family, left out": {name: score(errors) for name, errors in families.items()},
         "by size, left out": {size: score(errors) for size, errors in folds.items()},
         "by regime, as shipped": by(found, shipped, "regime"),
+        "fine-tuning, as shipped": finetuning_scores(args.data / "finetuning.csv"),
         "memory": memory_scores(args.data / "training_memory_selene.csv"),
     }
     for title, table in report.items():

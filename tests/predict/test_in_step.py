@@ -5,6 +5,7 @@ import pytest
 from ridgeline import catalog, experiments
 from ridgeline.graph import training_graph
 from ridgeline.graph.graph import BIASED, Op
+from ridgeline.predict import predict
 from ridgeline.predict.common import rewritten
 from ridgeline.predict.step.in_step import ALONE, TRAINING, group, throttle, training_factors
 from ridgeline.spec.device import Rate
@@ -24,7 +25,7 @@ def test_groups():
 
 @pytest.mark.parametrize(("position", "option", "kernel"), [
     ("rope", "flash_attention", ""), ("alibi", "flash_attention", BIASED),
-    ("rope", "flash_attention:generation=1", BIASED),
+    ("rope", "flash_attention:generation=1", BIASED), ("rope", "flash_attention:generation=3", ""),
 ])  # fmt: skip
 def test_kernels_with_a_bias_and_of_the_first_generation(position, option, kernel):
     asked = experiments.make("llama2-7b", "a100", {"kind": "pretrain", "seq_len": 512}, [option])
@@ -32,6 +33,16 @@ def test_kernels_with_a_bias_and_of_the_first_generation(position, option, kerne
     e, techniques = resolve(asked.model_copy(update={"model": model}))
     ops = [op for b in rewritten(training_graph(e), e, techniques).blocks for op in (*b.forward, *b.backward)]
     assert {op.kernel for op in ops if op.kind == "attention"} == {kernel}
+
+
+def test_kernels_of_ampere_are_slower_on_hopper():
+    def rate(generation):
+        plan = ["mixed_precision", f"flash_attention:generation={generation}"]
+        return predict(experiments.make("llama2-7b", "h100", {"kind": "pretrain", "seq_len": 4096}, plan)).metrics
+
+    step = [rate(n)["step_time_s"].value for n in (1, 2, 3)]
+    assert step == sorted(step, reverse=True)
+    assert step[0] > step[2]
 
 
 def test_a_cpu_and_a_measured_device_keep_their_own_pace():

@@ -31,7 +31,7 @@ def test_a_file_of_them_is_recognized(tmp_path):
     ("changes", "plan"),
     [
         ({}, ["lora:rank=64,targets=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"]),
-        ({"lora_targets": "", "lora_rank": "?"}, ["lora:rank=32,targets=all-linear"]),
+        ({"lora_targets": "", "lora_rank": "?"}, ["lora"]),
         ({"method": "qlora", "weights": "int4", "lora_targets": "qkv"}, ["qlora:rank=64,targets=q_proj+k_proj+v_proj"]),
         ({"method": "full"}, []),
     ],

@@ -103,6 +103,15 @@ def test_what_is_left_open_of_a_layout_is_the_fastest_that_fits_and_said():
     assert training.settled(row(**pipelined, micro_batch=1, interleave=2))[1] == ""
 
 
+def test_packed_examples_attend_to_themselves_only():
+    plain, packed, short = (
+        training.cases(row(flash=1, **change))[0].predicted
+        for change in ({}, {"note": "packed sequences"}, {"note": "packed sequences", "seq_len": 512})
+    )
+    assert packed > plain
+    assert short == training.cases(row(flash=1, seq_len=512))[0].predicted
+
+
 def test_alternatives_differ_in_their_plan_only():
     a, b, other = (
         training.cases(row(**c))[0].alternatives for c in ({}, {"tp": 2, "micro_batch": 8}, {"global_batch": 1024})

@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 Direction = str  # "forward" | "backward" | "update"
 BIASED = "biased"
-"""Kernel of fused attention that adds a bias or a mask to its scores."""
+"""Kernel of fused attention that adds a bias or a mask to its scores, or of FlashAttention's first generation."""
+PORTABLE = "portable"
+"""Kernel of fused attention that uses nothing that came after Ampere, on a device that did."""
 Role = Literal["", "weight_gradient", "bias_gradient", "regather"]
 
 
@@ -74,7 +76,7 @@ class Op:
     kv_dtype: str = ""
     """attention: storage of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
-    """attention: library of the fused kernel, flash (default), biased or trtllm."""
+    """attention: library of the fused kernel, flash (default), biased, portable or trtllm."""
     role: Role = ""
     """What it computes in backward, where that matters: gradients of parameters, or a divided input made whole."""
     timed: Any = field(default=None, init=False, compare=False, repr=False)

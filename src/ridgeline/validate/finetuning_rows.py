@@ -12,6 +12,10 @@ from ridgeline.validate.csv_table import BadCell, CsvRow
 NAME = "finetuning"
 REQUIRED = ("method", "device", "layers", "hidden", "heads", "seq_len", "n_devices", "micro_batch_size")
 _TARGETS = {"qkv": ("q_proj", "k_proj", "v_proj")}
+CHAINS = {"norm": 4.0, "rope": 2.0}
+"""How much longer the eager kernels of Hugging Face's models take than one kernel of an eager framework, by the bytes
+they move: an RMSNorm widens, squares, averages, scales and narrows in six (36 bytes an element forward, 62 backward), a
+rotation multiplies, negates, joins, multiplies and adds (20)."""
 _METHODS = ("full", "lora", "qlora")
 
 
@@ -21,16 +25,20 @@ def cases(row: CsvRow) -> list[Case]:
     if method not in _METHODS:
         raise BadCell(f"column 'method': {method!r} is none of {', '.join(_METHODS)}")
     run = CsvRow(row.line, {**row.cells, "micro_batch": row.cells["micro_batch_size"]})
-    found = training_rows.cases(run, FineTune, _adapters(row, method))
+    chains = {} if row.text("precision", "") == "fp8" else CHAINS  # Transformer Engine's are fused
+    found = training_rows.cases(run, FineTune, _adapters(row, method), chains)
     return [replace(c, group=f"{c.group} {method}", alternatives=None) for c in found]
 
 
 def _adapters(row: CsvRow, method: str) -> list[str]:
-    """The method as technique calls; 4-bit weights of any format are taken as QLoRA's."""
+    """The method as technique calls, with what the row states; 4-bit weights of any format are taken as QLoRA's."""
     if method == "full":
         return []
     weights = row.text("weights", "bf16" if method == "lora" else "nf4").lower()
     packed = method == "qlora" or weights in ("int4", "nf4")
-    names = [t.strip() for t in row.text("lora_targets", "all-linear").split(",")]
-    parts = [p for t in names for p in _TARGETS.get(t, (t if t.endswith(("_proj", "linear")) else f"{t}_proj",))]
-    return [f"{'qlora' if packed else 'lora'}:rank={row.count('lora_rank', 32)},targets={'+'.join(parts)}"]
+    options = [f"rank={row.count('lora_rank')}"] if row.has("lora_rank") else []
+    if row.has("lora_targets"):
+        names = [t.strip() for t in row.text("lora_targets").split(",")]
+        parts = [p for t in names for p in _TARGETS.get(t, (t if t.endswith(("_proj", "linear")) else f"{t}_proj",))]
+        options.append(f"targets={'+'.join(parts)}")
+    return [":".join(filter(None, ("qlora" if packed else "lora", ",".join(options))))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ridgeline.graph.graph import BIASED, Op
+from ridgeline.graph.graph import BIASED, PORTABLE, Op
 from ridgeline.spec.device import Cluster, Device
 
 
@@ -25,6 +25,8 @@ class InStepFactors(NamedTuple):
     """Fused attention."""
     biased: float = 1.0
     """Fused attention that adds a bias to its scores."""
+    portable: float = 1.0
+    """Fused attention of Ampere's kernels on a device that has better ones."""
     pointwise: float = 1.0
     """What only moves bytes: norms, activations, residual additions, losses, casts: eager frameworks run several
     kernels for each."""
@@ -53,11 +55,12 @@ GROUPS = ("gemm", "attention", "biased", "pointwise", "fused")
 ALONE = InStepFactors()
 """Operators as they are timed one by one."""
 TRAINING = InStepFactors(
-    gemm=1.075, attention=1.075, biased=1.82, pointwise=2.30, fused=1.50, dispatch=5e-5, spread=0.004
+    gemm=1.075, attention=1.075, biased=1.82, portable=1.6, pointwise=2.30, fused=1.50, dispatch=5e-5, spread=0.004
 )
 """gemm, biased, pointwise: fitted on llm-foundry's published runs, which all have ALiBi. Kernels that take a bias are
 of FlashAttention's first generation; the second is twice as fast (arXiv:2307.08691, figure 4). fused: on Megatron-LM's.
-attention: as hot as gemm (assumption). dispatch: Python, autograd and the several kernels of one operator in an eager
+attention: as hot as gemm (assumption). portable: FlashAttention-3 is 1.5 to 2 times as fast forward, 1.5 to 1.75
+backward (arXiv:2407.08608). dispatch: Python, autograd and the several kernels of one operator in an eager
 framework; a 7B Llama of Hugging Face decodes a token in 25 ms whatever the GPU, 16 operators a layer (assumption; the
 published fine-tuning runs of one short sequence agree). spread: assumption, which fits the loss of 1-2 % from one node
 to a hundred."""
@@ -67,7 +70,7 @@ FUSED_DISPATCH = 8e-6
 
 def group(kind: str, kernel: str = "") -> str:
     """The group of a kind of operator; empty for those that are fused as they are counted."""
-    return "biased" if kernel == BIASED else _GROUP.get(kind, "pointwise")
+    return kernel if kernel in (BIASED, PORTABLE) else _GROUP.get(kind, "pointwise")
 
 
 def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
