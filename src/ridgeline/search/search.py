@@ -157,7 +157,7 @@ def _expand(q: Question, base: Experiment, space: Slots, node: SearchNode, found
         if refused:
             found.refuse(refused, len(space.placements))
             continue
-        parallel = q.training and e.data_parallel > 1
+        parallel = q.training and e.gradient_ranks > 1
         placements = [p for p in space.placements if not q.training or splits_batch(p) == parallel]
         if len(placements) < len(space.placements):
             why = "placement: gradients are reduced exactly where there are several data-parallel ranks"

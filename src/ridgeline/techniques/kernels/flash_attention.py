@@ -41,6 +41,11 @@ class FlashAttention(Technique):
     Engine's too, adds what came with Hopper (arXiv:2407.08608). 1 and 3 are predicted, not run."""
 
     @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """PyTorch's kernels: a search does not choose another library."""
+        return [cls()]
+
+    @classmethod
     def saves_memory(cls, e: Experiment) -> str:
         """Without a score matrix."""
         return "flash_attention" if not has(e, "fused_attention") else ""
