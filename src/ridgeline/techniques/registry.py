@@ -85,13 +85,13 @@ def in_order(techniques: list[Technique]) -> list[Technique]:
 
 
 def brief(plan: Plan) -> list[str]:
-    """The calls in ``name:option=value`` form without the options that are at their defaults, degrees apart."""
+    """The calls in ``name:option=value`` form without the options at their defaults, degrees and stages apart."""
     return [str(Call(name=t.card.name, options=_brief_options(t))) for t in techniques_of(plan)]
 
 
 def _brief_options(t: Technique) -> dict[str, Any]:
     changed = t.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    degrees = {k: v for k, v in t.model_dump(mode="json", exclude_none=True).items() if k == "degree"}
+    degrees = {k: v for k, v in t.model_dump(mode="json", exclude_none=True).items() if k in ("degree", "stage")}
     return degrees | changed
 
 

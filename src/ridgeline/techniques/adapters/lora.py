@@ -32,6 +32,7 @@ class LoRA(Adapting):
         taxonomy="training/finetune/lora",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=False,
+        validated=frozenset({"finetune"}),
         claim="10 000x fewer trainable parameters and 3x less GPU memory than full fine-tuning of GPT-3 175B",
         bound="falls",
         quality="another set of parameters trains: the training loss must fall below its starting value",

@@ -32,6 +32,7 @@ class QLoRA(LoRA):
         taxonomy="training/finetune/qlora",
         tasks=frozenset({"pretrain", "finetune"}),
         lossless=False,
+        validated=frozenset({"finetune"}),
         claim="a 65B model fine-tuned on one 48 GB GPU",
         bound="falls",
         quality="training loss within 1 % of LoRA's on the unquantized base",
