@@ -25,7 +25,7 @@ def test_generation_cases_are_the_predictors():
     m = predict(generation.experiment(row(GENERATION))).metrics
     for quantity, case in got.items():
         assert case.predicted == pytest.approx(m[quantity].value)
-        assert case.group == f"a100-80g-sxm llama2-7b {quantity[:4]}"
+        assert case.group == f"a100-80g-sxm llama2-7b vllm-2023 {quantity[:4]}"
         assert case.line == 2
         assert all(t >= 0 for t in case.terms)
 
