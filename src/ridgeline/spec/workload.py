@@ -158,8 +158,8 @@ class Serve(_Workload):
     slo_tpot: float | None = Field(default=None, gt=0)
     """Mean seconds per further token that a good request stays within."""
     engine: str = ""
-    """Serving software that is predicted: ridgeline, vllm, vllm-2023, trtllm; empty: ridgeline on this machine
-    (``local``), vllm elsewhere."""
+    """Serving software that is predicted: ridgeline, vllm, vllm-2023, sglang, trtllm, ...; empty: ridgeline on this
+    machine (``local``), elsewhere a schedule as the plan has it."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt and output together; None: as long as the model's positions."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)

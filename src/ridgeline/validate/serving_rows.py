@@ -25,6 +25,8 @@ from ridgeline.validate.precisions import plan_of
 NAME = "serving"
 REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "ttft_s", "tpot_s")
 
+JITTER = 0.064
+"""Coefficient of variation of lengths where nothing is said of it: drawn evenly within a fifth of the longest."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
@@ -33,8 +35,10 @@ ALONE = ", fields only"
 
 
 def stated(prompt: int, output: int) -> dict[str, Any]:
-    """Workload fields as the row has them: exact lengths, and the engine's own token budget."""
-    return {"prompt_len": prompt, "output_len": output}
+    """Workload fields as the row has them, with the engine's own token budget, for any backend. All clients start at
+    once; lengths vary by a few percent about the stated ones, without which equal clients would stay in step for ever
+    and every prompt wait for all others."""
+    return {"prompt_len": prompt, "output_len": output, "length_cv": JITTER}
 
 
 def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, Any]:
@@ -45,9 +49,9 @@ def harness(backend: str, prompt: int, output: int, clients: int) -> dict[str, A
     prompt beside the decoding batch (its times to the first token are the same multiple of a prefill at every length).
     """
     if backend == "trtllm":
-        return {**stated(prompt, output), "max_num_batched_tokens": prompt + clients}
+        return {"prompt_len": prompt, "output_len": output, "max_num_batched_tokens": prompt + clients}
     mean = {"prompt_len": max(1, round(0.9 * prompt)), "output_len": max(1, round(0.9 * output))}
-    return {**mean, "length_cv": 0.064}
+    return {**mean, "length_cv": JITTER}
 
 
 def experiment(row: CsvRow, inferred: bool = True) -> Experiment:
@@ -81,10 +85,10 @@ def steady(e: Experiment) -> tuple[float, float]:
     """Mean (time to the first token, time per further token) over the requests of a closed loop."""
     w = e.workload
     assert isinstance(w, Serve)
-    techniques = resolve(e)[1]
-    surface = Iterations(e, techniques, rank_cluster(e), find_engine(w.engine, e.cluster.device),
-                         (w.prompt_len, w.prompt_len + w.output_len))  # fmt: skip
-    sim, space = simulation_of(surface, techniques, w, requests(w), w.concurrency)
+    techniques, asked = resolve(e)[1], requests(w)
+    lengths = min(r.prompt for r in asked), max(r.prompt + r.output for r in asked)
+    surface = Iterations(e, techniques, rank_cluster(e), find_engine(w.engine, e.cluster.device), lengths)
+    sim, space = simulation_of(surface, techniques, w, asked, w.concurrency)
     o = sim.run()
     if o.rejected == len(o.finish):
         raise UserError(f"{space.reason}, no request fits", "use more devices")
