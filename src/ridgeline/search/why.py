@@ -65,7 +65,10 @@ def why_not(answer: Answer) -> list[WhyNot]:
             out.append(WhyNot(name, alone, "no plan has it"))
             continue
         if not cls.choices(q.base(q.cluster)):
-            out.append(WhyNot(name, "its options are the user's to choose", f"add --with {name} to have it"))
+            if cls().axes():
+                out.append(WhyNot(name, "no degree of it divides these devices and this model", "no plan has it"))
+            else:
+                out.append(WhyNot(name, "its options are the user's to choose", f"add --with {name} to have it"))
             continue
         near = next((t for t in answer.found.nearest if name in t.names), None)
         if near:
