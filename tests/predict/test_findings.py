@@ -8,8 +8,8 @@ from ridgeline import catalog, experiments
 from ridgeline.predict import predict
 
 LOW = "mixed_precision:weights=low"
-TRAINING, ROUGH = 0.05, 0.25
-"""docs/accuracy.md, "In short": training runs 5 %; what the paper rounds, or of which it leaves the batch open."""
+TRAINING, FINETUNING, ATTENTION = 0.05, 0.15, 0.10
+"""docs/accuracy.md: training runs 5 %, fine-tuning 15 % (the goal of its median error), attention kernels 10 %."""
 
 
 def run(plan, on="8xa800-80g", model="llama2-7b", each=1, device=None):
@@ -89,12 +89,25 @@ def attention_seconds(plan, phase):
 CORE = ("attention", "bmm", "softmax", "mask")
 
 
-@pytest.mark.parametrize(("phase", "reported"), [("forward", 2 / 3), ("backward", 3 / 4)])
-def test_flash_attention_makes_attention_faster(phase, reported):
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_flash_attention_makes_attention_faster(phase):
+    assert attention_seconds(["flash_attention"], phase) < attention_seconds([], phase)
+
+
+@pytest.mark.parametrize(
+    ("phase", "reported"),
+    [
+        pytest.param("forward", 2 / 3, marks=pytest.mark.xfail(
+            strict=True, reason="reported a third faster; predicted 46 % at batch 1")),
+        pytest.param("backward", 3 / 4, marks=pytest.mark.xfail(
+            strict=True, reason="reported a quarter faster; predicted 8 % at batch 1, 29 % at batch 8: the paper's"
+            " batch is not known")),
+    ],
+)  # fmt: skip
+def test_how_much_faster_flash_attention_is(phase, reported):
     """Reported: by about a third forward and a quarter backward."""
     ratio = attention_seconds(["flash_attention"], phase) / attention_seconds([], phase)
-    assert ratio == pytest.approx(reported, rel=ROUGH)
-    assert ratio < 1
+    assert ratio == pytest.approx(reported, rel=ATTENTION)
 
 
 def test_recomputation_trades_a_third_more_compute_for_memory():
@@ -158,5 +171,5 @@ def test_nvlink_bridges_help_the_rtx_3090():
 def test_lora_with_zero_2_on_eight_a800():
     """All linear layers of rank 64, as the authors' scripts have it; what it waits for is the host."""
     plan = ["lora:rank=64,targets=all-linear", "zero:stage=2"]
-    assert rate(plan) == pytest.approx(15_700, rel=ROUGH)
+    assert rate(plan) == pytest.approx(15_700, rel=FINETUNING)
     assert any(r.operator == "waiting for the host" for r in run(plan).breakdown)

@@ -36,9 +36,9 @@ class FlashAttention(Technique):
     )
     phase: ClassVar[Phase] = "compile"
 
-    generation: Literal[1, 2, 3] = 2
-    """Of the kernels on a GPU. 2, PyTorch's, is twice as fast as 1 (arXiv:2307.08691); 3, cuDNN's and Transformer
-    Engine's too, adds what came with Hopper (arXiv:2407.08608). 1 and 3 are predicted, not run."""
+    generation: Literal[1, 2, 3] | None = None
+    """Of the kernels on a GPU. 2, PyTorch's and the default, is twice as fast as 1 (arXiv:2307.08691); 3, cuDNN's and
+    Transformer Engine's too, adds what came with Hopper (arXiv:2407.08608). 1 and 3 are predicted, not run."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
@@ -65,14 +65,14 @@ class FlashAttention(Technique):
             g.buffers += (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
         causal = e.model.causal and not masked
         first = self.generation == 1 or e.model.position == "alibi"  # the second has taken a bias since 2024 only
-        later = self.generation == 2 and e.cluster.device.architecture.lower() in _AFTER_AMPERE
+        later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
         kernel = BIASED if first or masked else PORTABLE if later else ""
         kernel = kernel if e.is_training else ""
         return g.each_block(lambda b: _fuse(b, groups, batch, causal, kernel), layers_only=True)
 
     def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""
-        self.needs(self.generation == 2, f"generation={self.generation} can be predicted, not run", "use generation=2")
+        self.needs(self.generation in (None, 2), f"generation={self.generation} can be predicted, not run", "use generation=2")
         run.model.set_attention(run.fused_attention)
 
 

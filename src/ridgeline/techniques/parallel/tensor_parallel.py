@@ -56,7 +56,7 @@ class TensorParallel(Technique):
 
     degree: int = Field(default=8, ge=2)
     """Ranks that share every layer."""
-    overlap: bool = False
+    overlap: bool | None = None
     """Send in pieces, beside the products next to it, what divided layers gather and sum (Transformer Engine on GPUs):
     predicted, not yet run."""
 

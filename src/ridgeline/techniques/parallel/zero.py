@@ -60,7 +60,7 @@ class Zero(Technique):
     reshard: bool | None = None
     """Free a layer's gathered parameters after its forward pass and gather them again for backward. None: in stage 3,
     but not in a pipeline, where it would happen for every micro-batch."""
-    gathered: Literal["layer", "tensor"] = "layer"
+    gathered: Literal["layer", "tensor"] | None = None
     """What a collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases): predicted, not
     yet run."""
     prefetch: int = Field(default=1, ge=0)
@@ -222,7 +222,7 @@ class Zero(Technique):
 
         16-bit weights with master copies stay whole in stages 1 and 2, and only their update is divided.
         """
-        self.needs(self.gathered == "layer", "gathered=tensor can be predicted, not yet run", "use gathered=layer")
+        self.needs(self.gathered != "tensor", "gathered=tensor can be predicted, not yet run", "use gathered=layer")
         if run.update.weights_16bit is not None and self.stage < 3:
             from ridgeline.techniques.parallel.zero_torch import ShardedUpdate
 
