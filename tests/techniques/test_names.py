@@ -29,7 +29,6 @@ ALLOWED = {
     "validate/memory_rows.py": "published rows become plans, as in the catalog",
     "validate/precisions.py": "published rows become plans, as in the catalog",
     "validate/serving_rows.py": "published rows become plans, as in the catalog",
-    "validate/precisions.py": "published rows become plans, as in the catalog",
     "validate/training_rows.py": "published rows become plans, as in the catalog",
 }
 BESIDE = "beside"

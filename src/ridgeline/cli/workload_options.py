@@ -31,7 +31,7 @@ def _options(
     concurrency: Annotated[int | None, typer.Option(help="Number of closed-loop clients (serve).")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
     requests: Annotated[int | None, typer.Option(help="Number of requests (serve).")] = None,
-    engine: Annotated[str | None, typer.Option(help="Serving engine: ridgeline, vllm, sglang, trtllm, tgi, lightllm, hf, …")] = None,
+    engine: Annotated[str | None, typer.Option(help="Serving engine: ridgeline, vllm, sglang, trtllm, tgi, …")] = None,
     slo_ttft: Annotated[
         float | None, typer.Option(help="Objective for the time to first token, in seconds (serve).")
     ] = None,

@@ -85,7 +85,7 @@ def tiled(
     weights = max(0.0, traffic - read - written) if traffic else groups * columns * k * width
     memory = _memory(m, c, read, written, weights, reuse)
     latency = slow * c.latency
-    if each <= c.vector_rows and groups == 1 and not stored:
+    if each <= c.vector_rows and groups == 1 and not stored and k > _K_STEP:  # below, results bound both kernels
         results = rows * columns * c.vector_clocks / (m.clock * units)
         return bounded(latency, overlapped(results, memory, p) + slow * _FILL, results, memory)
     peak = m.peak(dtype)

@@ -72,7 +72,8 @@ class FlashAttention(Technique):
 
     def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""
-        self.needs(self.generation in (None, 2), f"generation={self.generation} can be predicted, not run", "use generation=2")
+        real = self.generation in (None, 2)
+        self.needs(real, f"generation={self.generation} can be predicted, not run", "use generation=2")
         run.model.set_attention(run.fused_attention)
 
 
