@@ -13,7 +13,7 @@ from ridgeline.spec.errors import UserError
 
 EXPECTED = {
     "a100-40g-sxm", "a100-80g-sxm", "a100-80g-pcie", "a100-40g-pcie", "a800-80g", "h100-sxm", "h100-pcie",
-    "h100-96g-hbm2e-500w", "h200-sxm", "h800", "h20", "b200", "l40s", "l4", "t4", "a6000", "v100-16g-sxm",
+    "h100-96g-hbm2e-500w", "h200-sxm", "h800", "h20", "b200", "l40s", "l4", "t4", "a6000", "a10g", "v100-16g-sxm",
     "v100-32g-sxm", "rtx4090", "rtx3090", "mi250x", "mi300x", "xeon",
 }  # fmt: skip
 
@@ -86,6 +86,7 @@ def test_peaks_are_plausible(name):
         ("rtx4090", 128, 512, 2.520),
         ("rtx3090", 82, 512, 1.695),
         ("a6000", 84, 1024, 1.800),
+        ("a10g", 80, 512, 1.710),
         ("l40s", 142, 1024, 2.490),
     ],
 )
