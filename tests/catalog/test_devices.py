@@ -303,3 +303,19 @@ def test_import_is_light():
         "c.cluster('8xa800'); c.model('llama2-7b'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(p for p in sys.path if p)})
+
+
+@pytest.mark.parametrize(
+    ("spans", "reason"),
+    [
+        ("[[4]]", "spans.0.1"),
+        ("[[4, -1.0]]", "greater than 0"),
+        ("[[4, 1e9], [2, 1e9]]", "must rise"),
+        ("[4, 1e9]", "valid tuple"),
+    ],
+)
+def test_bandwidths_of_larger_groups_are_checked(tmp_path, spans, reason):
+    path = tmp_path / "card.toml"
+    path.write_text(re.sub(r"(?m)^spans = .*", f"spans = {spans}", text_of("rtx4090")), encoding="utf-8")
+    with pytest.raises(UserError, match=reason):
+        catalog.device(str(path))

@@ -19,8 +19,8 @@ def pages() -> dict[str, Callable[[], str]]:
     """{path below ``docs``: what makes its Markdown} of every generated page."""
     pairs = support_matrix()
     effects = Effects(SOURCE.parents[1])
-    made = {f"techniques/{name}.md": partial(_technique, name, pairs, effects) for name in registry()}
-    return {"architecture.md": architecture_markdown, "catalogue.md": partial(catalog_markdown, pairs), **made}
+    techniques = {f"techniques/{name}.md": partial(_technique, name, pairs, effects) for name in registry()}
+    return {"architecture.md": architecture_markdown, "catalogue.md": partial(catalog_markdown, pairs), **techniques}
 
 
 def _technique(name: str, pairs: list[Pair], effects: Effects) -> str:
@@ -30,12 +30,12 @@ def _technique(name: str, pairs: list[Pair], effects: Effects) -> str:
 def main() -> None:
     """Write the pages."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("docs")
-    made = pages()
-    for name, make in made.items():
+    makers = pages()
+    for name, make in makers.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(make(), encoding="utf-8")
-    print(f"wrote {len(made)} pages below {folder}", file=sys.stderr)
+    print(f"wrote {len(makers)} pages below {folder}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -105,13 +105,15 @@ class Effects:
         for on in dict.fromkeys((where["on"], _one(where["on"]))):
             for beside in beside_it:
                 here = {**where, "on": on}
-                said = f"{setting['says']}: {_setting(here)}, `{mine}`" + (f" beside {_code(beside)}" if beside else "")
+                where_text = f"{setting['says']}: {_setting(here)}, `{mine}`" + (
+                    f" beside {_code(beside)}" if beside else ""
+                )
                 try:
                     with_it, without = _predict(here, [*beside, mine]), _predict(here, beside)
                 except UserError as e:
                     refusal = refusal or f"refused: {e.what}"
                     continue
-                return Effect("predicted", said, _changes(without, with_it, SHOWN[key]))
+                return Effect("predicted", where_text, _changes(without, with_it, SHOWN[key]))
         return Effect("predicted", f"{setting['says']}: {_setting(where)}, `{mine}`", refusal)
 
     def _measured(self, name: str) -> Iterator[Effect]:

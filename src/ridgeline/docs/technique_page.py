@@ -96,12 +96,12 @@ def _company(name: str, pairs: list[Pair], c: dict[str, Any]) -> str:
 
 def _reproduced(s: System) -> str:
     r = reproduce(s)
-    said = s.reported
+    reported = s.reported
     if r.predicted is None:
-        return f"nothing to compare: {said.says}"
-    show = "{:.2e} bytes" if said.quantity == "states_bytes" else "{:.3g}"
-    ours, theirs = show.format(r.predicted / said.apart), show.format(said.value)
-    return f"{said.quantity} {theirs} reported, {ours} predicted ({said.says})"
+        return f"nothing to compare: {reported.says}"
+    show = "{:.2e} bytes" if reported.quantity == "states_bytes" else "{:.3g}"
+    ours, theirs = show.format(r.predicted / reported.apart), show.format(reported.value)
+    return f"{reported.quantity} {theirs} reported, {ours} predicted ({reported.says})"
 
 
 def _table(head: str, rows: list[list[str]]) -> str:

@@ -67,6 +67,9 @@ def _table(title: str, plans: list[Tried], goal: str = "") -> Table:
     return Table(title, columns, rows)
 
 
+_WORDS = {"speed": ("faster", "slower"), "price": ("cheaper", "more expensive"), "": ("better", "worse")}
+
+
 def trade(t: Tried, first: Tried, goal: str) -> str:
     """What a plan does otherwise than the first, and what that costs: ``no recompute: 8 % slower, 5.0 GiB more``."""
     if t is first:
@@ -78,9 +81,8 @@ def trade(t: Tried, first: Tried, goal: str) -> str:
     better = ratio > 1 if goal in HIGHER else ratio < 1
     costs = []
     if abs(ratio - 1) >= 0.005:
-        words = ("faster", "slower") if goal.endswith("_s") else ("cheaper", "dearer") if "dollars" in goal else (
-            "better", "worse")  # fmt: skip
-        costs.append(f"{percent(abs(ratio - 1))} {words[0] if better else words[1]}")
+        good, bad = _WORDS["speed" if goal.endswith("_s") else "price" if "dollars" in goal else ""]
+        costs.append(f"{percent(abs(ratio - 1))} {good if better else bad}")
     spare = first.metrics["peak_bytes"] - t.metrics["peak_bytes"]
     if abs(spare) >= 0.01 * first.metrics["peak_bytes"]:
         costs.append(f"{size(abs(spare))} {'less' if spare > 0 else 'more'} memory")

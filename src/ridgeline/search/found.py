@@ -44,9 +44,9 @@ class Tried:
     """Limits it breaks."""
     excess: float = 0.0
     """By what factor it breaks the worst of them."""
-    calls: tuple[str, ...] = ()
+    calls: tuple[str, ...] = field(init=False)
     """Its plan, as text."""
-    names: frozenset[str] = frozenset()
+    names: frozenset[str] = field(init=False)
     """Techniques that are on."""
 
     def __post_init__(self) -> None:
@@ -154,16 +154,18 @@ class Found:
             self.front = [o for o in self.front if o.rank < t.rank or o.metrics["peak_bytes"] < peak] + [t]
 
     def infeasible(self, t: Tried) -> None:
-        """Take in a plan that does not fit or misses a limit; the nearest are kept."""
-        if len(self.nearest) == KEPT and _miss(self.nearest[-1]) <= _miss(t):
+        """Take in a plan that does not fit or misses a limit; the nearest are kept, and their peaks are whole."""
+        if self._is_far(t):
             return
+        if not t.quick.complete:
+            t = replace(t, quick=quick(t.experiment, techniques_of(t.experiment.plan), always=True))
+            if self._is_far(t):
+                return
         if all(o.key != t.key for o in self.nearest):
             self.nearest = sorted([*self.nearest, t], key=_miss)[:KEPT]
 
-    def look_closer(self) -> None:
-        """Size the nearest misses in full, of which only the states were looked at."""
-        whole = [t if t.quick.complete else _sized(t) for t in self.nearest]
-        self.nearest = sorted(whole, key=_miss)
+    def _is_far(self, t: Tried) -> bool:
+        return len(self.nearest) == KEPT and _miss(self.nearest[-1]) <= _miss(t)
 
     def merge(self, other: Found) -> None:
         """Take in another part's."""
@@ -197,10 +199,6 @@ class Answer:
             if len(answers) < KEPT and not any(t.idles_beside(o) or t.resembles(o, self.question) for o in answers):
                 answers.append(t)
         return answers
-
-
-def _sized(t: Tried) -> Tried:
-    return replace(t, quick=quick(t.experiment, techniques_of(t.experiment.plan), always=True))
 
 
 def _miss(t: Tried) -> tuple[bool, float, int]:

@@ -79,8 +79,6 @@ def search(
     if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is no front
         limit = SLACK * min(t.weighed(question) for t in answer.best)
         found.front = [t for t in found.front if t.weighed(question) <= limit]
-    if not answer.best:
-        found.look_closer()
     answer.seconds = time.perf_counter() - start
     return answer
 

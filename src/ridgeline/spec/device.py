@@ -6,9 +6,9 @@ Units are SI throughout: FLOP/s, bytes, bytes/s, seconds, watts, dollars per hou
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 from ridgeline.spec.efficiency import Efficiency
 
@@ -41,6 +41,13 @@ class Rate(BaseModel):
     source: str = "measured"
 
 
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Span = Annotated[tuple[PositiveInt, PositiveFloat], BeforeValidator(_as_tuple)]  # TOML has arrays, no tuples
+
+
 class Link(BaseModel):
     """One way to move bytes between devices or memories: a latency and a bandwidth."""
 
@@ -53,9 +60,17 @@ class Link(BaseModel):
     """Seconds per message."""
     p2p: bool = True
     """Whether a device reads and writes another's memory over it; false: bytes pass through host memory."""
-    spans: list[list[float]] = Field(default_factory=list)
+    spans: Annotated[tuple[Span, ...], BeforeValidator(_as_tuple)] = ()
     """Where host bridges or sockets lie between devices, by rising number: [neighbors, bandwidth of larger groups]."""
     source: str = ""
+
+    @field_validator("spans")
+    @classmethod
+    def _rises(cls, spans: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        counts = [count for count, _ in spans]
+        if counts != sorted(set(counts)):
+            raise ValueError(f"the numbers of neighbors must rise, not {counts}")
+        return spans
 
     def across(self, devices: int) -> float:
         """``bandwidth`` of a group that spans this many neighbors."""
@@ -69,9 +84,9 @@ class Host(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    cores: int
-    memory_bytes: float
-    memory_bandwidth: float
+    cores: PositiveInt
+    memory_bytes: PositiveFloat
+    memory_bandwidth: PositiveFloat
     """Bytes/s of all channels of all sockets."""
     source: str = ""
 

@@ -112,7 +112,8 @@ def algorithm_time(
         return start + _best_protocol(c, slow, 1, size, p, p.across)
     rounds = 2 if kind == "all_reduce" else 1
     moved = size if kind == "broadcast" else (rounds * (n - 1) + c.local) / n * size
-    hops = rounds * (p.local - 1 if p.nodes > 1 else n - 1)
+    # NCCL gathers and scatters in rings alone, which visit every rank of every node; a sum crosses nodes in trees.
+    hops = n - p.nodes if kind in ("all_gather", "reduce_scatter") else rounds * (p.local - 1 if p.nodes > 1 else n - 1)
     best = _best_protocol(c, slow, hops, moved, p, rounds * (p.nodes - 1) * p.across)
     if kind not in ("all_reduce", "broadcast"):
         return start + best

@@ -7,7 +7,7 @@ preempted one finds its own blocks again.
 
 Sequences that decode advance together: one counter of decode iterations says how far each is, who ends when, and how
 many need a block next, so that an iteration costs the same for one sequence as for hundreds, and a stretch in which
-nobody can come or go is one event. Only where somebody must be sent back, or pads count, is every sequence looked at.
+nobody can come or go is one event. Only where one must be preempted, or pads count, is every sequence looked at.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Simulation:
         self.pool.commit(job)
 
     def _together(self) -> bool | None:
-        """The next iteration or stretch of them, whether there was any; None: somebody must be sent back first."""
+        """The next iteration or stretch of them, whether there was any; None: a sequence must be preempted first."""
         if not self.counted:
             self._gather()
         lim, going = self.limits, len(self.ends)
@@ -255,9 +255,9 @@ class Simulation:
 
     def _one_by_one(self) -> bool:
         self._scatter()
-        sent_back = self.out.preemptions
+        preempted = self.out.preemptions
         plan = self._schedule()
-        steady = self.out.preemptions == sent_back
+        steady = self.out.preemptions == preempted
         if plan:
             self._step(plan, steady)
         return bool(plan) or not steady
@@ -267,13 +267,13 @@ class Simulation:
         plan: dict[SimulatedRequest, int] = {}
         budget = self._left(plan)
         joins = lim.continuous or not self.running
-        sent_back = self.out.preemptions
+        preempted = self.out.preemptions
         if not self.mixes:
             for job in [j for j in self.running if not j.decodes]:
                 if job.order >= 0 and (n := self._share(job, budget, not plan)) and self._room(job, n, plan):
                     plan[job] = n
                     budget -= n
-            if joins and self.out.preemptions == sent_back:
+            if joins and self.out.preemptions == preempted:
                 self._admit(plan, budget)
             if plan:
                 return plan
@@ -287,7 +287,7 @@ class Simulation:
                 budget -= n
             if lim.padded or self.out.preemptions > before:  # a preempted sequence may have been in the batch
                 budget = self._left(plan)
-        if joins and self.mixes and self.out.preemptions == sent_back:
+        if joins and self.mixes and self.out.preemptions == preempted:
             self._admit(plan, budget)
         return plan
 

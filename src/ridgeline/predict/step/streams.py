@@ -11,7 +11,6 @@ from ridgeline.predict.machine import machine
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.host_work import COPIES, host_time
 from ridgeline.predict.operators.kernel import Timed, op_time, roof_seconds
-from ridgeline.predict.step.far_rings import other_hops
 from ridgeline.predict.step.in_step import ALONE, InStepFactors
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.result import Row
@@ -141,8 +140,6 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
         timed = host_time(op, cluster)
     elif op.axis:
         timed = collective_time(op, cluster)
-        if more := other_hops(op, cluster):
-            timed = timed._replace(seconds=timed.seconds + more)
     else:
         timed = op_time(op, cluster.device)
     keep_time(op, (cluster, timed))  # the step and then its breakdown ask, and a search in every plan that shares it
