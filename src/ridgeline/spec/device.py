@@ -69,7 +69,7 @@ class Link(BaseModel):
     def _rises(cls, spans: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
         counts = [count for count, _ in spans]
         if counts != sorted(set(counts)):
-            raise ValueError(f"the numbers of neighbors must rise, not {counts}")
+            raise ValueError("the numbers of neighbors must rise")
         return spans
 
     def across(self, devices: int) -> float:
