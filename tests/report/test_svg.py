@@ -1,13 +1,15 @@
 """The ablation as one SVG picture: every number at its place, nothing of the user's taken for markup."""
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from ridgeline.report.charts.svg import BARS, ablation_svg
-from ridgeline.report.export import export
+from ridgeline.report.export import export, load_any
 from ridgeline.spec.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -39,6 +41,12 @@ def test_verdicts_are_told(study):
     assert {o.name for o in study.outcomes} <= said
     assert any(t.endswith("faster") for t in said)
     assert any(t.startswith("failed") for t in said)
+
+
+def test_the_picture_in_the_readme_shows_the_stored_measurement():
+    stored = load_any(ROOT / "benchmarks" / "results" / "quickstart.json")
+    assert ablation_svg(stored) == (ROOT / "docs" / "assets" / "ablation.svg").read_text(encoding="utf-8")
+    assert "docs/assets/ablation.svg" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_names_are_no_markup(study):
