@@ -33,6 +33,10 @@ class Work:
     """Graph operators that the backward stands for."""
 
 
+SLOW = 5
+"""How many budgets an operator may take before it is called less often than others."""
+
+
 class Timer:
     """Times operators on one rank, at the same time as the other ``ranks``; ``budget``: seconds for each."""
 
@@ -49,17 +53,27 @@ class Timer:
         if self.ranks > 1:
             dist.barrier()
 
+    def any_rank(self, holds: bool) -> bool:
+        """Whether it holds on any rank: what all of them do next, they decide together."""
+        if self.ranks == 1:
+            return holds
+        flag = torch.tensor(float(holds), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
     def median(self, fns: Iterable[Callable[[], object]]) -> float:
-        """Median seconds of calling the functions in turn, at least 5 and about ``budget`` seconds in all."""
+        """Median seconds of calling the functions in turn: about ``budget`` seconds in all and at least 5 calls, of
+        which an operator that is slow here (emulated bf16, a busy machine) makes fewer.
+        """
         calls = list(fns)
         self.together()
+        start = time.perf_counter()
         for fn in calls[:2]:
             fn()
         self.sync()
         times: list[float] = []
-        start = time.perf_counter()
         i = 0
-        while len(times) < 5 or time.perf_counter() - start < self.budget:
+        while self._goes_on(len(times), 5, self.budget, time.perf_counter() - start):
             t = time.perf_counter()
             calls[i % len(calls)]()
             self.sync()
@@ -75,13 +89,17 @@ class Timer:
         passes = [self._pass(w, copies) for _ in range(3)]
         return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
 
+    def _goes_on(self, calls: int, least: int, seconds: float, passed: float) -> bool:
+        """Whether an operator is called again after so many calls in ``passed`` seconds."""
+        return calls == 0 or passed < seconds or (calls < least and passed < SLOW * self.budget)
+
     def _pass(self, w: Work, copies: list[tuple[Tensor, ...]]) -> tuple[float, float]:
         self.together()
         forward: list[float] = []
         backward: list[float] = []
         start = time.perf_counter()
         i = 0
-        while len(forward) < 6 or time.perf_counter() - start < self.budget / 3:
+        while self._goes_on(len(forward), 6, self.budget / 3, time.perf_counter() - start):
             inputs = copies[i % len(copies)]
             t0 = time.perf_counter()
             y = w.fn(*inputs)

@@ -41,6 +41,9 @@ from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
 
+TOO_LONG = 0.3
+"""Seconds that the forward and the backward of one product may take, beyond the small ones."""
+
 
 def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, Any]:
     """Measure everything on this rank while the other ranks do the same; returns plain data."""
@@ -112,17 +115,22 @@ def _gemm(
 ) -> dict[str, dict[str, Any]]:
     shapes = [(8, 8, 8), (512, 128, 128), (1024, 256, 256), (1024, 704, 256), (1024, 256, 704), (1024, 2048, 256),
               (1024, 1024, 1024)]  # fmt: skip
-    forward, backward = [], []
-    best = 0.0
+    forward: list[tuple[float, float, float]] = []
+    backward: list[tuple[float, float, float]] = []
+    best = took = 0.0
     for m, n, k in shapes:
         w = _linear(device, dtype, name, m, n, k)
+        if len(forward) > 2 and timer.any_rank(took * w.flops > TOO_LONG):
+            break  # emulated (bf16 on many CPUs): larger products are no faster, and take minutes
         f, b = timer.work(w)
+        took = (f + b) / w.flops
         forward.append((w.flops, 0.0, f))
         backward.append((w.flops, 0.0, b / 2))
         best = max(best, w.flops / f, 2 * w.flops / b)
     peaks[name] = best
     # Fit on training-sized products only: the largest shows the peak, but small models live below it.
-    return {f"gemm.forward.{name}": rate(forward[:-1]), f"gemm.backward.{name}": rate(backward[:-1])}
+    fitted = slice(len(shapes) - 1)
+    return {f"gemm.forward.{name}": rate(forward[fitted]), f"gemm.backward.{name}": rate(backward[fitted])}
 
 
 def _linear(device: torch.device, dtype: torch.dtype, name: str, m: int, n: int, k: int) -> Work:
