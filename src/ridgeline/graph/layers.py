@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.graph.graph import Block, Op, Param, Saved
+from ridgeline.graph.graph import Block, Direction, Op, Param, Role, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.model import ModelSpec
 
@@ -72,76 +72,31 @@ class Builder:
             self.param(weight, (experts, n, k) if experts > 1 else (n, k))
             if bias:
                 self.param(f"{name}.bias", (n,))
-        rows = m
-        flops = 2.0 * rows * n * k
-        touched = distinct_experts(experts, rows) if experts > 1 else 1.0
-        traffic = (rows * k + rows * n + n * k * touched) * self.width
-        self.block.forward.append(
-            Op(
-                name,
-                module,
-                "gemm",
-                flops=flops,
-                bytes=traffic,
-                dtype=self.dtype,
-                shape=(rows, n, k),
-                param=weight,
-                experts=touched,
-            )
-        )
+        flops = 2.0 * m * n * k
+        touched = distinct_experts(experts, m) if experts > 1 else 1.0
+        traffic = (m * k + m * n + n * k * touched) * self.width
+
+        def product(suffix: str, direction: Direction, shape: tuple[int, int, int], role: Role = "") -> Op:
+            return Op(f"{name}{suffix}", module, "gemm", direction, flops, traffic, self.dtype, shape, weight,
+                      experts=touched, role=role)  # fmt: skip
+
+        self.block.forward.append(product("", "forward", (m, n, k)))
         if not self.training:
             return
         # The weight gradients of several experts are as many products, each as deep as its expert has rows.
-        deep = (round(n * touched), k, max(1, round(rows / touched))) if experts > 1 else (n, k, rows)
-        grads = [
-            Op(
-                f"{name}.dx",
-                module,
-                "gemm",
-                "backward",
-                flops,
-                traffic,
-                self.dtype,
-                (rows, k, n),
-                weight,
-                experts=touched,
-            ),
-            Op(
-                f"{name}.dw",
-                module,
-                "gemm",
-                "backward",
-                flops,
-                traffic,
-                self.dtype,
-                deep,
-                weight,
-                experts=touched,
-                role="weight_gradient",
-            ),
-        ]
+        deep = (round(n * touched), k, max(1, round(m / touched))) if experts > 1 else (n, k, m)
+        grads = [product(".dx", "backward", (m, k, n)), product(".dw", "backward", deep, "weight_gradient")]
         earlier = self.block.saved.get(source)
         if earlier and any(user.endswith(".dw") for user in earlier.users):
             # Another linear reads the same input: their input gradients are added.
-            add = 3.0 * rows * k * self.width
+            add = 3.0 * m * k * self.width
             grads.append(Op(f"{name}.accumulate", module, "residual", "backward", 0, add, self.dtype))
         if bias:
-            size = rows * n * self.width
-            grads.append(
-                Op(
-                    f"{name}.db",
-                    module,
-                    "reduce",
-                    "backward",
-                    0,
-                    size,
-                    self.dtype,
-                    param=f"{name}.bias",
-                    role="bias_gradient",
-                )
-            )
+            size = m * n * self.width
+            grads.append(Op(f"{name}.db", module, "reduce", "backward", 0, size, self.dtype, param=f"{name}.bias",
+                            role="bias_gradient"))  # fmt: skip
         self.block.backward.extend(grads)
-        self.save(source, rows * k, [f"{name}.dw"])
+        self.save(source, m * k, [f"{name}.dw"])
 
     def pointwise(self, name: str, module: str, kind: str, read: float, write: float, back_read: float,
                   back_write: float) -> None:  # fmt: skip

@@ -55,8 +55,6 @@ def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
     if interval := spreads(good, np.arange(len(good)), len(good), block, ()).mean:
         share.low, share.high = interval
     tokens = sum(r.tokens for r in served)
-    prompt_tokens = [r.prompt_tokens for r in served if r.prompt_tokens is not None]
-    lags = sorted(r.lag for r in served)
     result.metrics |= {
         "requests_per_s": _metric(len(served) / span, "requests/s", "higher", n=len(served)),
         "goodput_per_s": _metric(
@@ -69,6 +67,15 @@ def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
         "output_tokens_mean": _metric(tokens / len(served), "tokens", ""),
         "output_tokens_total": _metric(tokens, "tokens", ""),
     }
+    _prompts(result, d, served, span, shared)
+    if w.concurrency is None:
+        _sending(result, d, served)
+    _trust(result, d, w, served)
+    return result
+
+
+def _prompts(result: Result, d: Drive, served: list[Record], span: float, shared: int) -> None:
+    prompt_tokens = [r.prompt_tokens for r in served if r.prompt_tokens is not None]
     if prompt_tokens:
         result.metrics["prompt_tokens_mean"] = _metric(
             statistics.fmean(prompt_tokens), "tokens", "", "as the server counts"
@@ -82,13 +89,15 @@ def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
             sum(cached) / sum(prompt_tokens), "", "higher", "prompt tokens found in a cache"
         )
         _cache(result, d, served, shared)
-    if w.concurrency is None:
-        result.metrics["offered_per_s"] = _metric(_offered(d.records), "requests/s", "", "as intended")
-        result.metrics["schedule_lag_s"] = _metric(statistics.fmean(lags), "s", "lower", "sent after the intended time")
-        if (late := percentile(lags, 99)) is not None:
-            result.metrics["schedule_lag_p99_s"] = _metric(late, "s", "lower", n=len(lags))
-    _trust(result, d, w, served)
-    return result
+
+
+def _sending(result: Result, d: Drive, served: list[Record]) -> None:
+    """How well arrivals came at the times they were meant to."""
+    lags = sorted(r.lag for r in served)
+    result.metrics["offered_per_s"] = _metric(_offered(d.records), "requests/s", "", "as intended")
+    result.metrics["schedule_lag_s"] = _metric(statistics.fmean(lags), "s", "lower", "sent after the intended time")
+    if (late := percentile(lags, 99)) is not None:
+        result.metrics["schedule_lag_p99_s"] = _metric(late, "s", "lower", n=len(lags))
 
 
 def within(r: Record, w: Serve) -> bool:

@@ -62,10 +62,9 @@ def descend(
     back, columns = torch.argsort(order), order.tolist()
     w, s = w[order], gram[order][:, order]
     mask = None if mask is None else mask[order]
-    diagonal = s.diagonal().tolist()
 
     count = round(outliers * (width if structured else w.numel()))
-    stored = torch.float16 if grid_dtype(grid) is None else grid_dtype(grid)
+    stored = grid_dtype(grid) or torch.float16
     sparse = largest(w, count, structured) if count else torch.zeros_like(w)
     fitted = grid.fit((w - sparse)[back].t().contiguous())
     q = (w - sparse).clone() if start is None else start.t()[order].contiguous()
@@ -73,43 +72,59 @@ def descend(
         q.mul_(mask)
     step = 1 / (2 * _largest_eigenvalue(s)) if count else 0.0
     errors = [] if start is None else [_error(w - sparse - q, s)]
-    u = torch.empty_like(q[0])
     for it in range(passes):
         last = it == passes - 1
         if count and last:
             sparse = sparse.to(stored).to(sparse.dtype)  # as stored, so that the last pass corrects for it
         relax = start is None and it % 3 == 1 and it <= RELAXED_UNTIL and not last
-        r = s @ (w - sparse - q)
-        for a in range(0, width, block):
-            b = min(a + block, width)
-            delta = torch.zeros(b - a, w.shape[1], dtype=w.dtype, device=w.device)
-            for j in range(a, b):
-                column, change = q[j], delta[j - a]
-                torch.add(column, r[j], alpha=1 / diagonal[j], out=u)
-                if j > a:
-                    u.addmv_(delta[: j - a].t(), s[a:j, j], alpha=-1 / diagonal[j])
-                if not relax:
-                    fitted.snap(u, columns[j], u)
-                if mask is not None:
-                    u.mul_(mask[j])
-                torch.sub(u, column, out=change)
-                column.copy_(u)
-            if b < width:
-                r[b:].addmm_(s[b:, a:b], delta, alpha=-1)
+        _sweep(q, s, s @ (w - sparse - q), None if relax else (fitted, columns), mask, block)
         if not relax:
             errors.append(_error(w - sparse - q, s))
         if count and not last:
             gradient = s @ (q + sparse - w)
             moved = sparse - 2 * step * gradient
             sparse = largest(moved if mask is None else moved * mask, count, structured)
-    record = None
-    if count:
-        stored_outliers = sparse[back].t().contiguous()
-        index = stored_outliers.view(-1).nonzero().squeeze(1)
-        record = PackedOutliers(index.to(torch.int32), stored_outliers.view(-1)[index].to(stored))
+    record = _packed(sparse[back].t().contiguous(), stored) if count else None
     on_grid = q[back].t().contiguous()
     found = on_grid + sparse[back].t() if count else on_grid
     return Descended(on_grid, found, fitted, record, tuple(errors))
+
+
+def _sweep(
+    q: Tensor,
+    s: Tensor,
+    r: Tensor,
+    snap: tuple[Fitted, list[int]] | None,
+    mask: Tensor | None,
+    block: int,
+) -> None:
+    """One pass over the inputs of ``q`` [in, out], in place; ``r`` = s · (target - q) is used up.
+
+    ``snap``: the grid and the column in it of each input; none: the entries stay between the values of the grid.
+    """
+    width, diagonal, u = len(q), s.diagonal().tolist(), torch.empty_like(q[0])
+    for a in range(0, width, block):
+        b = min(a + block, width)
+        delta = torch.zeros(b - a, q.shape[1], dtype=q.dtype, device=q.device)
+        for j in range(a, b):
+            column, change = q[j], delta[j - a]
+            torch.add(column, r[j], alpha=1 / diagonal[j], out=u)
+            if j > a:
+                u.addmv_(delta[: j - a].t(), s[a:j, j], alpha=-1 / diagonal[j])
+            if snap is not None:
+                snap[0].snap(u, snap[1][j], u)
+            if mask is not None:
+                u.mul_(mask[j])
+            torch.sub(u, column, out=change)
+            column.copy_(u)
+        if b < width:
+            r[b:].addmm_(s[b:, a:b], delta, alpha=-1)
+
+
+def _packed(outliers: Tensor, dtype: torch.dtype) -> PackedOutliers:
+    flat = outliers.view(-1)
+    index = flat.nonzero().squeeze(1)
+    return PackedOutliers(index.to(torch.int32), flat[index].to(dtype))
 
 
 def grid_dtype(grid: Grid) -> torch.dtype | None:
