@@ -49,5 +49,5 @@ docs: setup
 	else echo "mkdocs is not installed: $(BIN)/pip install -c constraints.txt -e '.[docs]', then make docs"; fi
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/techniques
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/prediction-cards.md docs/techniques
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

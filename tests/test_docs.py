@@ -20,7 +20,7 @@ from ridgeline.techniques.registry import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-GENERATED = {"architecture.md", "catalogue.md"}
+GENERATED = {"architecture.md", "catalogue.md", "prediction-cards.md"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -57,6 +57,16 @@ def test_the_api_reference_names_what_is_there():
     for name in named:
         module, _, attribute = name.rpartition(".")
         assert pkgutil.resolve_name(f"{module}:{attribute}").__doc__, name
+
+
+def test_every_class_of_devices_has_a_prediction_card():
+    cards = pages()["prediction-cards.md"]()
+    for name in catalog.devices():
+        (card,) = (part for part in cards.split("\n## ") if f"`{name}`" in part.splitlines()[2])
+        device = catalog.device(name)
+        fitted = bool(catalog.efficiency(device).fitted_on)
+        assert ("held-out shapes" in card) == fitted
+        assert ("every constant is assumed" in card) == (not fitted)
 
 
 # ---- a page per technique -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ridgeline.docs.architecture import SOURCE, architecture_markdown
 from ridgeline.docs.catalog_page import catalog_markdown
+from ridgeline.docs.device_page import device_markdown
 from ridgeline.docs.effects import Effects
 from ridgeline.docs.technique_page import technique_markdown
 from ridgeline.techniques.matrix import Pair, support_matrix
@@ -20,7 +21,12 @@ def pages() -> dict[str, Callable[[], str]]:
     pairs = support_matrix()
     effects = Effects(SOURCE.parents[1])
     techniques = {f"techniques/{name}.md": partial(_technique, name, pairs, effects) for name in registry()}
-    return {"architecture.md": architecture_markdown, "catalogue.md": partial(catalog_markdown, pairs), **techniques}
+    return {
+        "architecture.md": architecture_markdown,
+        "catalogue.md": partial(catalog_markdown, pairs),
+        "prediction-cards.md": partial(device_markdown, effects.results),
+        **techniques,
+    }
 
 
 def _technique(name: str, pairs: list[Pair], effects: Effects) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ridgeline import catalog
 from ridgeline.docs.effects import Effect
+from ridgeline.docs.markdown import table
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.system import System
 from ridgeline.techniques.cards import card
@@ -23,7 +24,7 @@ def technique_markdown(name: str, pairs: list[Pair], effects: list[Effect]) -> s
         c["summary"],
         _facts(c),
         "## Effect",
-        _table("| | setting | effect |", [[e.source, e.setting, e.says] for e in effects]),
+        table("| | setting | effect |", [[e.source, e.setting, e.says] for e in effects]),
         "Results of benchmarks are in `benchmarks/results`. A prediction's own error is on the page"
         " [Accuracy](../accuracy.md); a claim is the paper's, on the paper's hardware.",
         "## Options",
@@ -37,7 +38,7 @@ def technique_markdown(name: str, pairs: list[Pair], effects: list[Effect]) -> s
         rows = [[f"`{s.name}`", s.title, s.claim, _reproduced(s)] for s in systems]
         parts += [
             "## Systems that use it",
-            _table("| name | system | the paper's claim | its numbers, predicted |", rows),
+            table("| name | system | the paper's claim | its numbers, predicted |", rows),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -64,7 +65,7 @@ def _options(c: dict[str, Any]) -> str:
     if not c["options"]:
         return f"None: write `{c['name']}`."
     rows = [[f"`{o['name']}`", o["type"].replace("|", "or"), _default(o["default"]), o["help"]] for o in c["options"]]
-    return _table("| option | type | default | meaning |", rows)
+    return table("| option | type | default | meaning |", rows)
 
 
 def _default(value: Any) -> str:
@@ -102,9 +103,3 @@ def _reproduced(s: System) -> str:
     show = "{:.2e} bytes" if reported.quantity == "states_bytes" else "{:.3g}"
     ours, theirs = show.format(r.predicted / reported.apart), show.format(reported.value)
     return f"{reported.quantity} {theirs} reported, {ours} predicted ({reported.says})"
-
-
-def _table(head: str, rows: list[list[str]]) -> str:
-    columns = head.count("|") - 1
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([head, "|---" * columns + "|", *body])

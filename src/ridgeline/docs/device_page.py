@@ -1,0 +1,98 @@
+"""A prediction card per class of devices: what its predictions were judged on, and how far they may be off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ridgeline import catalog
+from ridgeline.docs.markdown import table
+from ridgeline.spec.efficiency import Efficiency
+
+KINDS = {"gemm": "matrix products", "prefill": "attention over a prompt", "decode": "attention of one token",
+         "collective": "collectives in one node"}  # fmt: skip
+Errors = dict[str, dict[str, float]]
+
+
+def device_markdown(results: Path) -> str:
+    """``docs/prediction-cards.md``, from ``predict_operators.json`` and ``predict_training.json`` in ``results``."""
+    operators, training = (
+        json.loads((results / f"predict_{name}.json").read_text(encoding="utf-8")) for name in ("operators", "training")
+    )
+    classes: dict[str, list[str]] = {}
+    for name in catalog.devices():
+        classes.setdefault(catalog.device(name).architecture, []).append(name)
+    parts = [
+        "# Prediction cards",
+        "What stands behind a prediction on each class of devices: the measurements it was judged on, the error there,"
+        " and the interval that it is given: 95 % lie within 1.96 spreads. Errors are means, in brackets medians, of"
+        " \\|predicted ÷ measured − 1\\|; one half of the shapes is predicted from the other. [Accuracy](accuracy.md)"
+        " has the data, the baselines and what falls short.",
+    ]
+    for name, devices in sorted(classes.items()):
+        constants = catalog.efficiency(catalog.device(devices[0]))
+        parts += [
+            f"## {name}",
+            _origin(constants, devices),
+            _operators(constants, operators),
+            _steps(devices, training),
+        ]
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def _origin(c: Efficiency, devices: list[str]) -> str:
+    names = ", ".join(f"`{d}`" for d in devices)
+    fitted = [d for d in devices if d in c.fitted_on]
+    trust = (
+        f"The constants were fitted on {', '.join(f'`{d}`' for d in fitted)}; the others differ by their datasheets."
+        if fitted
+        else "**No measurement of this class was at hand: every constant is assumed.** Its intervals are those of"
+        " devices that were predicted by another's constants."
+    )
+    return f"{names}. {trust} {c.data}"
+
+
+def _operators(c: Efficiency, results: dict[str, Any]) -> str:
+    if not c.fitted_on:
+        rows = [[title, _percent(c.class_spread.get(kind))] for kind, title in KINDS.items()]
+        return table("| | spread |", rows)
+    rows = []
+    for kind, title in KINDS.items():
+        own = [_errors(results["devices"][d]["cross_validated"], kind) for d in c.fitted_on]
+        pairs = [(*pair.split(" -> "), found) for pair, found in results["leave_device_out"].items()]
+        apart = [_errors(found, kind) for _, judged, found in pairs if judged in c.fitted_on]
+        rows.append([title, _joined(own), _joined(apart), *(_percent(s.get(kind)) for s in (c.spread, c.class_spread))])
+    return table("| | held-out shapes | by another device's constants | spread | spread of the others |", rows)
+
+
+def _errors(found: Errors, kind: str) -> tuple[float, float] | None:
+    """(mean, median) over all kernels of one kind, weighted by their rows."""
+    mine = [e for name, e in found.items() if name.split()[0] == kind]
+    n = sum(e["n"] for e in mine)
+    if not n:
+        return None
+    return sum(e["n"] * e["mean_ape"] for e in mine) / n, sum(e["n"] * e["median_ape"] for e in mine) / n
+
+
+def _joined(found: list[tuple[float, float] | None]) -> str:
+    return "; ".join(f"{100 * e[0]:.0f} % ({100 * e[1]:.0f})" for e in found if e) or "–"
+
+
+def _percent(x: float | None) -> str:
+    return "–" if x is None else f"{100 * x:.0f} %"
+
+
+def _steps(devices: list[str], training: dict[str, Any]) -> str:
+    rows = []
+    for family, e in training["by family, as shipped"].items():
+        stack, device = family.split(" on ")
+        if device in devices:
+            out = training["by family, left out"][family]
+            rows.append([stack, f"`{device}`", str(e["n"]), f"{100 * e['mean']:.0f} % ({100 * e['median']:.0f})",
+                         f"{100 * out['mean']:.0f} % ({100 * out['median']:.0f})"])  # fmt: skip
+    if not rows:
+        return "No training run on this class is among the open data."
+    return "Whole training steps, as published:\n\n" + table(
+        "| stack | device | runs | as shipped | stack left out |", rows
+    )
