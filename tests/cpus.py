@@ -73,12 +73,12 @@ def load(processes: int):
 
 def run(name: str, files: list[str]) -> dict[str, object]:
     """One row: what pytest counted, and the tests that failed."""
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-rf", *files]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-rfE", *files]
     start = time.monotonic()
     with load(2 if name == "both cores busy" else 0):
         done = subprocess.run(command, cwd=ROOT, env=os.environ | ROWS[name], capture_output=True, text=True)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
-    count = {k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last)}
+    count = {k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode and not failed:
         failed = [last]
@@ -96,7 +96,7 @@ def main() -> None:
     rows = []
     for name in names:
         rows.append(row := run(name, SAMPLE_FILES if options.sample else FILES))
-        counts = "  ".join(f"{row.get(k, 0)} {k}" for k in ("passed", "failed", "skipped"))
+        counts = "  ".join(f"{row.get(k, 0)} {k}" for k in ("passed", "failed", "error", "skipped"))
         print(f"{name:24}{counts}  {row['seconds']:.0f} s", *row["failed_tests"], sep="\n  ", flush=True)  # type: ignore[misc]
     if options.json:
         cpu = next((x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines()

@@ -15,10 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask
+from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, computable, fused
 from ridgeline.nn.quant.quantized_kv import KINDS, At
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -206,7 +205,7 @@ class PagedCache(LayerCache):
         q = q.reshape(1, self._groups, heads // self._groups, width)
         past = self._past(piece, q.dtype)
         if len(past) == 1:
-            return F.scaled_dot_product_attention(q, *past[0]).reshape(1, heads, width)
+            return fused(q, *past[0]).reshape(1, heads, width)
         return merge([attend(q, *pair) for pair in past]).reshape(1, heads, width)
 
     @property
@@ -221,7 +220,7 @@ class PagedCache(LayerCache):
         if layout.window and layout.window < piece.stop - piece.start + sum(n for _, n in piece.extents):
             return self._windowed(q, k, v, piece)
         if not piece.extents:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=layout.causal, enable_gqa=k.shape[1] < q.shape[1])
+            return fused(q, k, v, causal=layout.causal, grouped=k.shape[1] < q.shape[1])
         parts = [attend(q, *pair) for pair in self._past(piece, q.dtype)]
         return merge([*parts, attend(q, k, v, causal=True)])
 
@@ -233,22 +232,22 @@ class PagedCache(LayerCache):
         at = torch.arange(keys.shape[2], device=q.device)
         query = at[-q.shape[2] :, None]
         visible = (at <= query) & (at > query - self.layout.window)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=k.shape[1] < q.shape[1])
+        return fused(q, keys, values, visible, grouped=k.shape[1] < q.shape[1])
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
     """What padded encoders do: every row of a sequence sees its real ones, behind a mask; shapes as in ``attend``."""
     batch = real.shape[0]
     q, k, v = (t[0].unflatten(1, (batch, -1)).transpose(0, 1) for t in (q, k, v))  # [B, H, L, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None], enable_gqa=k.shape[1] < q.shape[1])
+    out = fused(q, k, v, real[:, None, None], grouped=k.shape[1] < q.shape[1])
     return out.transpose(0, 1).flatten(1, 2)[None]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Attention of ``q`` [1, H, S, D] over ``k`` and ``v`` [1, G, L, D], and the scores' log-sum-exp [1, H, S]."""
     if q.device.type == "cpu":
-        out, lse = _flash(q, k, v, 0.0, causal)
-        return out, lse
+        out, lse = _flash(*computable(q, k, v), 0.0, causal)
+        return out.to(q.dtype), lse
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)

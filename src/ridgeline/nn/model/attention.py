@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -134,6 +135,31 @@ def _softmax_dtype(scores: Tensor) -> torch.dtype:
     return torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else scores.dtype
 
 
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False, grouped: bool = False
+) -> Tensor:
+    """PyTorch's ``scaled_dot_product_attention`` of what :func:`computable` makes of its operands, in q's dtype."""
+    dtype = q.dtype
+    q, k, v = computable(q, k, v)
+    bias = bias.to(q.dtype) if bias is not None and bias.is_floating_point() else bias
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped).to(dtype)
+
+
+def computable(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Operands of PyTorch's fused attention as they are, or in fp32 where its kernel of 16 bits fails."""
+    first = operands[0]
+    if first.device.type == "cpu" and first.dtype.itemsize == 2 and _packs_for_amx_alone():
+        return tuple(t.float() for t in operands)
+    return operands
+
+
+@cache
+def _packs_for_amx_alone() -> bool:
+    # oneDNN offers AMX while PyTorch was told to do without AVX-512 (ATEN_CPU_CAPABILITY): the kernel then packs its
+    # operands for AMX with instructions that it was not compiled with, and raises.
+    return torch.cpu._is_amx_tile_supported() and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """PyTorch's fused attention (flash or memory-efficient kernels): no score matrix (arXiv:2205.14135)."""
     batch, heads, length, width = q.shape
@@ -141,10 +167,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     if length == 1 and groups < heads and (mask.bias is None or mask.bias.dim() == 2):
         # Decoding: the heads that share a key head become the queries of one head; keys are read once.
         q = q.reshape(batch, groups, heads // groups, width)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias).reshape(batch, heads, 1, width)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask.bias, is_causal=mask.causal, enable_gqa=groups < heads
-    )
+        return fused(q, k, v, mask.bias).reshape(batch, heads, 1, width)
+    return fused(q, k, v, mask.bias, mask.causal, groups < heads)
 
 
 BACKENDS: dict[str, AttentionBackend] = {

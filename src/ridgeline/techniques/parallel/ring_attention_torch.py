@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ridgeline.nn.model.attention import AttentionBackend, Mask
+from ridgeline.nn.model.attention import AttentionBackend, Mask, computable
 
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:
@@ -38,15 +38,18 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | 
     if q.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse
+    dtype = q.dtype
+    q, k, v = computable(q, k, v)
+    bias = None if bias is None else bias.to(q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
-    return out, lse
+    return out.to(dtype), lse
 
 
 def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's share of the gradients of q, k and v, from the *whole* output and log-sum-exp of its queries."""
-    groups = k.shape[1]
+    groups, dtype = k.shape[1], q.dtype
     k, v = (_every_head(t, q.shape[1]) for t in (k, v))
     if q.is_cuda:
         length, total = q.shape[2], k.shape[2]
@@ -55,8 +58,13 @@ def block_backward(
             grad, q, k, v, out, lse, None, None, length, total, 0.0, causal, state, state
         )
     else:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        grad, q, k, v, out = computable(grad, q, k, v, out)
+        bias = None if bias is None else bias.to(q.dtype)
+        dq, dk, dv = (
+            t.to(dtype)
+            for t in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+            )
         )
     return dq, _each_group(dk, groups), _each_group(dv, groups)
 
