@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ridgeline.jobs.job import LaunchJob, Progress
+from ridgeline.jobs.live import announced_experiment
 from ridgeline.jobs.template import ForkedRank, start_rank
 from ridgeline.spec.errors import Incompatible, UserError
 
@@ -72,7 +73,16 @@ def run_job(job: LaunchJob, progress: Progress | None = None, timeout: float | N
     Raises :class:`UserError` for a user's mistake found by the ranks, :class:`JobFailed` when they crash, run out of
     memory or time, and ``KeyboardInterrupt`` after stopping them.
     """
-    with tempfile.TemporaryDirectory(prefix="ridgeline-") as folder:
+    with (
+        announced_experiment(job.mode, job.experiment, job.ranks) as announce,
+        tempfile.TemporaryDirectory(prefix="ridgeline-") as folder,
+    ):
+
+        def watch(message: dict[str, Any]) -> None:
+            announce(message)
+            if progress:
+                progress(message)
+
         file = Path(folder) / "job.json"
         file.write_text(job.to_json(), encoding="utf-8")
         port = free_port()
@@ -83,7 +93,7 @@ def run_job(job: LaunchJob, progress: Progress | None = None, timeout: float | N
                 for rank in range(job.ranks):
                     environment = rank_environment(rank, job.ranks, port) | rendezvous
                     ranks.append(_start(file, job.mode, environment, sink, pipe=rank == 0))
-            return _follow(ranks, progress, timeout, Path(folder))
+            return _follow(ranks, watch, timeout, Path(folder))
         finally:
             _stop(ranks)
 
@@ -99,7 +109,7 @@ def _start(file: Path, mode: str, environment: dict[str, str], sink: IO[str], pi
         )  # fmt: skip
 
 
-def _follow(ranks: list[Rank], progress: Progress | None, timeout: float | None, folder: Path) -> dict[str, Any]:
+def _follow(ranks: list[Rank], progress: Progress, timeout: float | None, folder: Path) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     broken: list[BaseException] = []  # what the caller's own callback raised
 
@@ -109,7 +119,7 @@ def _follow(ranks: list[Rank], progress: Progress | None, timeout: float | None,
             with contextlib.suppress(json.JSONDecodeError):
                 message = json.loads(line)
                 messages.append(message)
-                if progress and not broken and "result" not in message and "error" not in message:
+                if not broken and "result" not in message and "error" not in message:
                     try:
                         progress(message)
                     except BaseException as e:

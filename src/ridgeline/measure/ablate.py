@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from ridgeline.experiments import AblationSpec, to_toml
 from ridgeline.jobs.job import CellOptions, LaunchJob, Progress, TrainOptions, train_job
 from ridgeline.jobs.launch import JobFailed, run_job
+from ridgeline.jobs.live import announced
 from ridgeline.measure.backends import NATIVE
 from ridgeline.measure.environment import code_hash, fingerprint, load_average
 from ridgeline.measure.merge import effect, merge, sameness
@@ -91,23 +92,10 @@ def run_ablation(
     predicted = {name: predict(e) for name, e in spec.plans.items()}
     cells = order(list(spec.plans), spec.measure.repeats)
     busy = load_average()
-    for cell in cells:
-        file = cell_file(folder, spec, cell)
-        if _usable(file):
-            if watch:
-                watch(cell, {"cached": True})
-            continue
-        result = measure_plan(
-            spec.plans[cell.plan],
-            repeat=cell.repeat,
-            memory=spec.measure.memory and cell.repeat == 0,
-            timeout=spec.measure.timeout_s,
-            progress=(lambda m, c=cell: watch(c, m)) if watch else None,  # type: ignore[misc]
-        )
-        _write(file, result.to_json())
-        if watch:
-            watch(cell, {"done": True, "status": result.status, "reason": result.reason, "result": result,
-                         "predicted": predicted[cell.plan]})  # fmt: skip
+    with announced("ablation", spec.name, steps=len(cells)) as announce_cell:
+        for done, cell in enumerate(cells):
+            announce_cell({"step": done, "stage": f"{cell.plan} ({cell.repeat + 1})"})
+            _measure_cell(spec, folder, cell, predicted[cell.plan], watch)
     ablation = assemble(spec, folder, predicted, command)
     if noisy := [o.name for o in ablation.outcomes if o.too_noisy]:
         load = f" (load average {busy:.1f} at the start)" if busy is not None else ""
@@ -115,6 +103,25 @@ def run_ablation(
                               f"{load}; repeat when it is idle: {command or 'the same command'} --fresh")  # fmt: skip
     _write(folder / "ablation.json", ablation.to_json())
     return ablation
+
+
+def _measure_cell(spec: AblationSpec, folder: Path, cell: CellRef, predicted: Result, watch: Watch | None) -> None:
+    file = cell_file(folder, spec, cell)
+    if _usable(file):
+        if watch:
+            watch(cell, {"cached": True})
+        return
+    result = measure_plan(
+        spec.plans[cell.plan],
+        repeat=cell.repeat,
+        memory=spec.measure.memory and cell.repeat == 0,
+        timeout=spec.measure.timeout_s,
+        progress=(lambda m: watch(cell, m)) if watch else None,
+    )
+    _write(file, result.to_json())
+    if watch:
+        watch(cell, {"done": True, "status": result.status, "reason": result.reason, "result": result,
+                     "predicted": predicted})  # fmt: skip
 
 
 def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -> AblationSpec:

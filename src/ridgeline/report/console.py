@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,20 @@ def _out() -> Console:
 def print_tables(*tables: Table) -> None:
     """Tables on standard output."""
     _out().print(render.rich(tables))
+
+
+def watch_table(table: Callable[[], Table], seconds: float) -> bool:
+    """Show a table anew every so often until Ctrl-C; False: there is no terminal to show it on."""
+    from rich.live import Live
+
+    console = _out()
+    if not console.is_terminal:
+        return False
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(render.rich((table(),)), refresh=True)
+            time.sleep(seconds)
+    return True
 
 
 # ---- progress -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
+from ridgeline.jobs.live import announced
 from ridgeline.serve.connections import connection_class
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
@@ -107,7 +108,8 @@ def serve(
     except OSError as e:
         raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port or --host") from None
     _one_heap()
-    Server(app, loop, host, port, drain, say, connections).run()
+    with announced("serve", f"http://{host}:{port}"):
+        Server(app, loop, host, port, drain, say, connections).run()
     if not loop.stop():
         say(f"the engine hangs in a step since {loop.step_age:.0f} s: killed")
         os._exit(1)  # nothing else ends its thread
