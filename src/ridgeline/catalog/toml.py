@@ -44,8 +44,9 @@ def validate(kind: type[T], data: dict[str, Any], where: str) -> T:
         raise UserError(f"{where} has no key {'.'.join(path)!r}", "add it")
     if not path:
         raise UserError(f"{where} is not consistent: {error['msg'].removeprefix('Value error, ')}")
-    got = f", not {error['input']!r}"
-    raise UserError(f"key {'.'.join(path)!r} in {where}: {_lower(error['msg'])}{got}", "correct the value")
+    got = "" if isinstance(error["input"], dict) else f", not {error['input']!r}"
+    said = _lower(error["msg"].removeprefix("Value error, "))
+    raise UserError(f"key {'.'.join(path)!r} in {where}: {said}{got}", "correct the value")
 
 
 def device_from(data: dict[str, Any], where: str) -> Device:
