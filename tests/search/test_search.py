@@ -15,13 +15,13 @@ from ridgeline.predict.step.peak_memory import resident, training_peak
 from ridgeline.predict.step.training_step import update_ops
 from ridgeline.search import Question, search
 from ridgeline.search.answer_tables import trade
-from ridgeline.search.question import parse_slo
+from ridgeline.search.question import HIGHER, parse_slo
 from ridgeline.search.space import kind_of
 from ridgeline.search.why import closest_miss, relaxations, why_not
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.workload import FineTune, Generate, Pretrain
+from ridgeline.spec.workload import FineTune, Generate, Pretrain, Serve
 from ridgeline.techniques.registry import normalize, registry, resolve
 
 FEW = frozenset({"zero", "recompute", "flash_attention", "mixed_precision", "data_parallel"})
@@ -197,7 +197,7 @@ def test_limits_as_text():
         "ttft_s": 0.5,
         "peak_bytes": 20 * 2**30,
     }
-    for bad in ("tpot_s", "tpot_s=", "=3", "tpot_s=-1", "tpot_s=soon"):
+    for bad in ("tpot_s", "tpot_s=", "=3", "tpot_s=-1", "tpot_s=soon", "tpot_s=inf"):
         with pytest.raises(UserError, match="METRIC=LIMIT"):
             parse_slo([bad])
 
@@ -251,6 +251,32 @@ def test_a_limit_on_memory_is_kept_by_a_slower_plan():
     best = search(question(slo={"peak_bytes": limit}), workers=1).best[0]
     assert best.metrics["peak_bytes"] <= limit
     assert best.metrics["tokens_per_s"] == pytest.approx(max(v for v, _ in fitting))
+
+
+SERVED = Serve(rate=4.0, prompt_len=64, output_len=8, requests=10, slo_ttft=10.0, slo_tpot=10.0)
+
+
+@pytest.mark.parametrize("workload", [Pretrain(seq_len=512, batch_size=1), Generate(batch_size=1), SERVED])
+def test_more_is_better_of_what_predictions_say_so(workload):
+    e = Experiment(model=catalog.model("gpt2"), cluster=catalog.cluster("a100-80g-sxm"), workload=workload)
+    metrics = predict(normalize(e)).metrics
+    assert {n for n, m in metrics.items() if m.better == "higher"} == HIGHER & metrics.keys()
+
+
+def test_a_limit_on_goodput_is_the_least_allowed():
+    q = question("gpt2", "a100-80g-sxm", workload=SERVED, only=frozenset({"paged_kv"}), slo={"slo_share": 0.9})
+    assert search(q, workers=1).best
+    assert q.misses({"slo_share": 0.5}) == ["slo_share 0.5 below the limit 0.9"]
+    assert q.misses({"slo_share": 0.0}) == ["slo_share 0 below the limit 0.9"]
+
+
+def test_techniques_that_cannot_be_in_a_plan_are_not_silently_left_out():
+    with pytest.raises(UserError, match="gptq does not apply to task 'finetune'"):
+        replace(TUNED, allow=frozenset({"gptq"}))
+    with pytest.raises(UserError, match="lora is both allowed and forbidden"):
+        replace(TUNED, allow=frozenset({"lora"}), forbid=frozenset({"lora"}))
+    with pytest.raises(UserError, match="lora is in every plan and forbidden"):
+        replace(TUNED, fixed=Plan.parse(["lora"]), forbid=frozenset({"lora"}))
 
 
 def test_fixed_techniques_that_exclude_each_other_are_a_mistake():

@@ -44,8 +44,9 @@ def validate(kind: type[T], data: dict[str, Any], where: str) -> T:
         raise UserError(f"{where} has no key {'.'.join(path)!r}", "add it")
     if not path:
         raise UserError(f"{where} is not consistent: {error['msg'].removeprefix('Value error, ')}")
-    got = f", not {error['input']!r}"
-    raise UserError(f"key {'.'.join(path)!r} in {where}: {_lower(error['msg'])}{got}", "correct the value")
+    got = "" if isinstance(error["input"], dict) else f", not {error['input']!r}"
+    said = _lower(error["msg"].removeprefix("Value error, "))
+    raise UserError(f"key {'.'.join(path)!r} in {where}: {said}{got}", "correct the value")
 
 
 def device_from(data: dict[str, Any], where: str) -> Device:
@@ -58,13 +59,20 @@ def device_from(data: dict[str, Any], where: str) -> Device:
         raise UserError(f"table 'peak_flops' in {where} is empty", "give at least one dense peak, such as fp32 = 1e12")
     positive = {f"peak_flops.{k}": v for k, v in device.peak_flops.items()}
     positive |= {"memory_bytes": device.memory_bytes, "memory_bandwidth": device.memory_bandwidth}
-    for field in ("link", "host_link", "network"):
+    zero_or_more = {
+        k: getattr(device, k)
+        for k in ("l2_bytes", "sm_count", "clock", "launch_latency", "reserved_bytes", "watts", "price_per_hour")
+    }
+    for field in ("link", "host_link", "network", "disk"):
         if (link := getattr(device, field)) is not None:
             positive[f"{field}.bandwidth"] = link.bandwidth
+            zero_or_more[f"{field}.latency"] = link.latency
+    if device.host is not None:
+        positive["host.memory_bytes"] = device.host.memory_bytes
+        positive["host.memory_bandwidth"] = device.host.memory_bandwidth
     for key, value in positive.items():
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"key {key!r} in {where} is {value}", "give a finite number above zero, in SI units")
-    zero_or_more = {k: getattr(device, k) for k in ("l2_bytes", "launch_latency", "reserved_bytes", "price_per_hour")}
     for key, value in zero_or_more.items():
         if not (math.isfinite(value) and value >= 0):
             raise UserError(f"key {key!r} in {where} is {value}", "give a finite number, 0 or above, in SI units")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,10 @@ from ridgeline.techniques.technique import Technique
 
 GOALS = ("throughput", "latency", "cost", "memory")
 
-HIGHER = frozenset({"tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "goodput", "requests_per_s"})
+HIGHER = frozenset({
+    "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "goodput_per_s", "requests_per_s", "slo_share",
+    "kv_cache_tokens",
+})  # fmt: skip
 """Metrics of which more is better; of every other one, less is."""
 
 
@@ -49,6 +53,15 @@ class Question:
         for name in (*self.allow, *self.only, *self.forbid):
             if name not in registry():
                 raise unknown("technique", name, registry(), "allow/only/forbid")
+        for name in sorted(self.allow):
+            if name in self.forbid:
+                raise UserError(f"{name} is both allowed and forbidden", "leave out --allow or --forbid")
+            if self.workload.kind not in (tasks := registry()[name].card.tasks):
+                raise UserError(f"{name} does not apply to task {self.workload.kind!r}",
+                                f"it works in: {', '.join(sorted(tasks))}")  # fmt: skip
+        for call in self.fixed.calls:
+            if call.name in self.forbid:
+                raise UserError(f"{call.name} is in every plan and forbidden", "leave out --with or --forbid")
         check_apart(techniques_of(self.fixed))
 
     @property
@@ -121,7 +134,9 @@ class Question:
     def _factor(self, name: str, limit: float, metrics: Mapping[str, float]) -> float:
         if name not in metrics:
             raise unknown("metric", name, metrics, "slo")
-        return limit / metrics[name] if name in HIGHER else metrics[name] / limit
+        if name in HIGHER:
+            return limit / metrics[name] if metrics[name] else math.inf
+        return metrics[name] / limit
 
 
 def parse_slo(items: Iterable[str]) -> dict[str, float]:
@@ -138,7 +153,7 @@ def parse_slo(items: Iterable[str]) -> dict[str, float]:
             value = float(text) * scale
         except ValueError:
             value = -1.0
-        if not eq or not name.strip() or not value > 0:
+        if not eq or not name.strip() or not 0 < value < math.inf:
             raise UserError(f"--slo {item!r} is not METRIC=LIMIT", "write e.g. --slo tpot_s=50ms or --slo ttft_s=0.5")
         out[name.strip()] = value
     return out

@@ -8,7 +8,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from ridgeline.spec.efficiency import Efficiency
 
@@ -71,6 +80,15 @@ class Link(BaseModel):
         if counts != sorted(set(counts)):
             raise ValueError("the numbers of neighbors must rise")
         return spans
+
+    @model_validator(mode="after")
+    def _slower_across(self) -> Link:
+        widths = [self.bandwidth, *(bandwidth for _, bandwidth in self.spans)]
+        if widths != sorted(widths, reverse=True):
+            raise ValueError(
+                "a larger group in 'spans' cannot have more bandwidth than a smaller one, or than the link"
+            )
+        return self
 
     def across(self, devices: int) -> float:
         """``bandwidth`` of a group that spans this many neighbors."""
