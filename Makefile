@@ -1,10 +1,10 @@
-# make setup · demo · test · lint · docs · clean; before a release: test-all · test-cpus · test-matrix · test-peers
+# make setup · demo · test · lint · docs · web · clean; before a release: test-all · test-cpus · test-matrix · test-peers
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: setup demo test test-all test-cpus test-matrix test-peers lint docs clean
+.PHONY: setup demo test test-all test-cpus test-matrix test-peers lint docs web clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,10 @@ docs: setup
 	$(BIN)/python -m ridgeline.docs
 	@if test -x $(BIN)/mkdocs; then $(BIN)/mkdocs build --strict; \
 	else echo "mkdocs is not installed: $(BIN)/pip install -c constraints.txt -e '.[docs]', then make docs"; fi
+
+# The page of `ridgeline web`, which is kept in the repository so that users need no Node.
+web:
+	cd web && npm ci && npm run build
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/prediction-cards.md docs/techniques

@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline import catalog
 from ridgeline.predict.settle import settled
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -89,8 +90,8 @@ class AblationSpec(BaseModel):
 
 
 def make(
-    model: str | dict[str, Any],
-    on: str,
+    model: str | dict[str, Any] | ModelSpec,
+    on: str | Cluster,
     workload: dict[str, Any],
     plan: list[Any],
     name: str = "",
@@ -101,7 +102,7 @@ def make(
     Raises :class:`UserError` naming what is wrong.
     """
     for key, value in (("on", on), ("name", name)):
-        if not isinstance(value, str):
+        if not isinstance(value, str) and not (key == "on" and isinstance(value, Cluster)):
             raise UserError(f"{where}: {key} = {value!r} is not a string", f'put it in quotes: {key} = "{value}"')
     if not isinstance(plan, (list, tuple)):
         raise UserError(f"{where}: plan = {plan!r} is not a list of techniques", f'write plan = ["{plan}"]')
@@ -113,7 +114,7 @@ def make(
     e = Experiment(
         model=spec,
         workload=_workload(workload, where),
-        cluster=catalog.cluster(on),
+        cluster=on if isinstance(on, Cluster) else catalog.cluster(on),
         plan=parsed,
         name=name,
     )
@@ -257,6 +258,8 @@ def _one(table: dict[str, Any], plan: list[Any], on: str, name: str, where: str)
 
 
 def _model(value: Any, where: str) -> ModelSpec:
+    if isinstance(value, ModelSpec):
+        return value
     if isinstance(value, str):
         return catalog.model(value)
     if not isinstance(value, dict):

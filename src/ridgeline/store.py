@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +27,8 @@ CREATE TABLE IF NOT EXISTS runs (
   status TEXT NOT NULL, document TEXT NOT NULL
 )
 """
+TAGS = "CREATE TABLE IF NOT EXISTS tags (id TEXT NOT NULL, tag TEXT NOT NULL, PRIMARY KEY (id, tag))"
+TAG_LENGTH = 40
 BY_TIME = "CREATE INDEX IF NOT EXISTS runs_created ON runs (created)"
 
 Kind = Literal["result", "ablation"]
@@ -51,6 +53,16 @@ class Run(NamedTuple):
 
 
 Runs = list[Run]
+Tags = list[str]
+SORTS = ("created", "name", "model", "plan", "tokens_per_s", "step_time_s", "peak_bytes", "status")
+"""Columns that a page of runs can be sorted by."""
+
+
+class Page(NamedTuple):
+    """Some of the runs that a question finds, and how many there are."""
+
+    runs: Runs
+    total: int
 
 
 class Store:
@@ -80,18 +92,65 @@ class Store:
         self, limit: int | None = 20, kind: Kind | None = None, name: str | None = None, source: str | None = None
     ) -> Runs:
         """Newest first. ``name`` keeps runs whose name or model contains it; ``source``: predicted or measured."""
+        return self.page(name or "", kind or "", source or "", limit=limit).runs
+
+    def page(
+        self, name: str = "", kind: str = "", source: str = "", tag: str = "", sort: str = "created",
+        descending: bool = True, offset: int = 0, limit: int | None = 20,
+    ) -> Page:  # fmt: skip
+        """Runs from ``offset`` on, sorted by a column of :data:`SORTS` (unknown values last). ``name``: what a run's
+        name, model or plan contains; empty filters keep all. Raises :class:`UserError` for another column."""
+        if sort not in SORTS:
+            raise UserError(f"runs cannot be sorted by {sort!r}", f"columns: {', '.join(SORTS)}")
         where, values = ["1"], []
         for column, value in (("kind", kind), ("source", source)):
-            if value is not None:
+            if value:
                 where.append(f"{column} = ?")
                 values.append(value)
         if name:
-            where.append("(instr(lower(name), lower(?)) OR instr(lower(model), lower(?)))")
-            values += [name, name]
-        sql = f"SELECT {', '.join(Run._fields)} FROM runs WHERE {' AND '.join(where)} ORDER BY created DESC, id LIMIT ?"
+            columns = ("name", "model", "plan")
+            where.append(f"({' OR '.join(f'instr(lower({c}), lower(?))' for c in columns)})")
+            values += [name] * len(columns)
+        if tag:
+            where.append("id IN (SELECT id FROM tags WHERE tag = ?)")
+            values.append(tag)
+        kept = f"FROM runs WHERE {' AND '.join(where)}"
+        order = f"{sort} IS NULL, {sort} {'DESC' if descending else 'ASC'}, id"
+        sql = f"SELECT {', '.join(Run._fields)} {kept} ORDER BY {order} LIMIT ? OFFSET ?"
         with self._connect() as db:
-            rows = db.execute(sql, (*values, -1 if limit is None else limit)).fetchall()
-        return [Run(*row) for row in rows]
+            db.execute(TAGS)
+            rows = db.execute(sql, (*values, -1 if limit is None else limit, offset)).fetchall()
+            total = db.execute(f"SELECT count(*) {kept}", values).fetchone()[0]
+        return Page([Run(*row) for row in rows], total)
+
+    def tags(self, ids: Sequence[str]) -> dict[str, Tags]:
+        """The tags of these runs, by full id."""
+        found: dict[str, Tags] = {}
+        with self._connect() as db:
+            db.execute(TAGS)
+            marks = ", ".join("?" * len(ids))
+            for run, tag in db.execute(f"SELECT id, tag FROM tags WHERE id IN ({marks}) ORDER BY tag", tuple(ids)):
+                found.setdefault(run, []).append(tag)
+        return found
+
+    def all_tags(self) -> Tags:
+        """Every tag in use."""
+        with self._connect() as db:
+            db.execute(TAGS)
+            return [row[0] for row in db.execute("SELECT DISTINCT tag FROM tags ORDER BY tag")]
+
+    def set_tags(self, id_or_prefix: str, tags: Sequence[str]) -> Tags:
+        """Give a run these tags instead of those it has; returns them, sorted. Raises :class:`UserError` for none or
+        many runs, and for a tag that is empty or longer than :data:`TAG_LENGTH`."""
+        clean = sorted({t.strip() for t in tags})
+        if any(not 0 < len(t) <= TAG_LENGTH for t in clean):
+            raise UserError(f"a tag has 1 to {TAG_LENGTH} characters", "shorten it")
+        with self._connect() as db:
+            db.execute(TAGS)
+            full = self._resolve(db, id_or_prefix)
+            db.execute("DELETE FROM tags WHERE id = ?", (full,))
+            db.executemany("INSERT INTO tags VALUES (?, ?)", [(full, t) for t in clean])
+        return clean
 
     def get(self, id_or_prefix: str) -> Result | Ablation:
         """The document with this id, or the only one whose id begins so. Raises :class:`UserError` for none or many."""
@@ -107,6 +166,8 @@ class Store:
         """Remove one document; returns its full id. Raises :class:`UserError` for none or many."""
         with self._connect() as db:
             full = self._resolve(db, id_or_prefix)
+            db.execute(TAGS)
+            db.execute("DELETE FROM tags WHERE id = ?", (full,))
             db.execute("DELETE FROM runs WHERE id = ?", (full,))
         return full
 

@@ -143,3 +143,13 @@ def command_line() -> str:
     import shlex
 
     return " ".join(shlex.quote(a) for a in ["ridgeline", *sys.argv[1:]])
+
+
+def require_package(package: str) -> None:
+    """Raises :class:`UserError` where a package of the ``serve`` extra is missing."""
+    import importlib.util
+
+    from ridgeline.spec.errors import UserError
+
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"serving needs the `{package}` package", "pip install 'ridgeline[serve]'")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import With, app, number_of_bytes, say
+from ridgeline.cli.base import With, app, number_of_bytes, require_package, say
 from ridgeline.cli.engine_options import (
     BatchedTokens,
     ChatTemplate,
@@ -59,7 +59,7 @@ def serve(
     max_connections: Annotated[int, typer.Option(min=1, help="Maximum number of open connections.")] = 1000,
 ) -> None:
     """Serve a checkpoint over an OpenAI-compatible API."""
-    _require("fastapi")
+    require_package("fastapi")
     from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app
     from ridgeline.serve.engine_loop import QueueLimits
@@ -98,12 +98,3 @@ def _keys(kind: str, given: list[str] | None) -> list[str]:
     if not all(key.strip() for key in found):
         raise UserError(f"the {kind.lower()} key is empty", f"give --{kind.lower()}-key KEY, or unset {variable}")
     return found
-
-
-def _require(package: str) -> None:
-    import importlib.util
-
-    from ridgeline.spec.errors import UserError
-
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"serving needs the `{package}` package", "pip install 'ridgeline[serve]'")
