@@ -69,7 +69,7 @@ export interface Answer {
   cluster: { label: string; size: number; memory_bytes: number; reserved_bytes: number };
   plan: string[];
   states: Record<string, State>;
-  tree: Part;
+  tree: Part | null;
   timeline: Bar[];
   remedies: Remedy[];
   command: string;

@@ -19,6 +19,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.result import Result
 from ridgeline.techniques.registry import brief, check, normalize, registry
 
 EVENTS = 1200
@@ -91,7 +92,7 @@ def answer(request: PlanRequest) -> dict[str, Any]:
                     "reserved_bytes": e.cluster.device.reserved_bytes},
         "plan": brief(e.plan),
         "states": states(e),
-        "tree": part_document(tree(result, headline(result))),
+        "tree": tree_document(result),
         "timeline": timeline(predict_trace(e)) if e.is_training else [],
         "remedies": [r._asdict() for r in remedies(e)] if result.status == "infeasible" else [],
         "command": command(request, e),
@@ -128,10 +129,17 @@ def command(request: PlanRequest, e: Experiment) -> str:
     return shlex.join(words)
 
 
-def part_document(t: TimePart) -> dict[str, Any]:
-    """A tree of bounds as plain data."""
+def tree_document(result: Result) -> dict[str, Any] | None:
+    """The tree of bounds as plain data; None for a result without a time to explain, as of what does not fit."""
+    try:
+        return _part(tree(result, headline(result)))
+    except UserError:
+        return None
+
+
+def _part(t: TimePart) -> dict[str, Any]:
     return {"name": t.name, "seconds": t.seconds, "share": t.share, "bound": t.bound, "note": t.note,
-            "children": [part_document(c) for c in t.children]}  # fmt: skip
+            "children": [_part(c) for c in t.children]}  # fmt: skip
 
 
 def timeline(events: list[StreamEvent]) -> list[tuple[str, str, str, float, float]]:

@@ -13,12 +13,10 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from ridgeline.jobs.live import running
-from ridgeline.predict.explain import headline, tree
 from ridgeline.spec.ablation import Ablation
-from ridgeline.spec.errors import UserError
 from ridgeline.store import SORTS, Store
 from ridgeline.web.events import event_stream
-from ridgeline.web.plans import part_document
+from ridgeline.web.plans import tree_document
 
 EVERY = 1.0
 """Seconds between two pictures of the running jobs."""
@@ -57,11 +55,7 @@ def run_routes(store: Store) -> APIRouter:
         document = json.loads(found.to_json(indent=None))
         if isinstance(found, Ablation):
             return {"kind": "ablation", "document": document}
-        try:
-            parts = part_document(tree(found, headline(found)))
-        except UserError:
-            parts = None
-        return {"kind": "result", "document": document, "tree": parts}
+        return {"kind": "result", "document": document, "tree": tree_document(found)}
 
     @routes.post("/runs/{run}/tags")
     def tag(run: str, tags: Tags) -> list[str]:

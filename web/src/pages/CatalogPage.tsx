@@ -73,7 +73,7 @@ function Rooflines({ devices }: { devices: Device[] }) {
   const shown = devices.filter((d) => d.peak_flops.bf16).slice(0, 7);
   const intensities = Array.from({ length: 41 }, (_, i) => 2 ** (i / 4));
   const option = {
-    grid: { left: 70, right: 20, top: 40, bottom: 46 }, legend: { type: "plain" }, tooltip: { trigger: "axis", valueFormatter: (v: number) => `${number(v)} TFLOP/s` },
+    grid: { left: 70, right: 20, top: 40, bottom: 46 }, legend: { top: 0 }, tooltip: { trigger: "axis", valueFormatter: (v: number) => `${number(v)} TFLOP/s` },
     xAxis: { type: "log", name: "FLOP per byte", nameLocation: "middle", nameGap: 28 }, yAxis: { type: "log", name: "TFLOP/s" },
     series: shown.map((d) => ({ name: d.name, type: "line", showSymbol: false, data: intensities.map((x) => [x, Math.min(d.peak_flops.bf16, x * d.memory_bandwidth) / 1e12]) })),
   };

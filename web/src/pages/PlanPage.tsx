@@ -78,8 +78,7 @@ export function PlanPage({ query, catalog }: { query: URLSearchParams; catalog: 
               {answer.remedies.length > 0 && <Remedies answer={answer} p={p} change={change} />}
               <BestPlans p={p} change={change} />
               {answer.timeline.length > 0 && <><h2>Timeline of one step</h2><Timeline bars={answer.timeline} /></>}
-              <h2>Where the time goes</h2>
-              <Tree part={answer.tree} />
+              {answer.tree && <><h2>Where the time goes</h2><Tree part={answer.tree} /></>}
               <details><summary>All metrics</summary><Metrics result={answer.result} /></details>
               {answer.result.notes && answer.result.notes.length > 0 && (
                 <details><summary>Notes of the prediction</summary><ul>{answer.result.notes.map((n) => <li key={n}>{n}</li>)}</ul></details>
@@ -203,13 +202,13 @@ function Export({ answer, p }: { answer: Answer; p: PlanQuery }) {
   return (
     <>
       <h2>Take it along</h2>
-      <pre>{answer.command}</pre>
+      <pre tabIndex={0}>{answer.command}</pre>
       <div class="row">
         <a href={`data:application/toml;charset=utf-8,${encodeURIComponent(answer.toml)}`} download="plan.toml">plan.toml</a>
         <a href={link}>link to this plan</a>
         <a href={address("compare", new URLSearchParams({ plans: JSON.stringify([...stored(), more.toString()].slice(-6)) }))} onClick={() => keep(more.toString())}>compare</a>
       </div>
-      <details><summary>The experiment file</summary><pre>{answer.toml}</pre></details>
+      <details><summary>The experiment file</summary><pre tabIndex={0}>{answer.toml}</pre></details>
     </>
   );
 }

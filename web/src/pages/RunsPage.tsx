@@ -139,7 +139,7 @@ function Run({ id }: { id: string }) {
       {mistake && <p class="mistake" role="alert">{mistake}</p>}
       {found?.kind === "ablation" && <AblationView a={found.document} />}
       {found?.kind === "result" && <ResultView r={found.document} tree={found.tree} />}
-      {found && <pre>ridgeline report {id} -o report.html</pre>}
+      {found && <pre tabIndex={0}>ridgeline report {id} -o report.html</pre>}
     </>
   );
 }
@@ -147,7 +147,7 @@ function Run({ id }: { id: string }) {
 function AblationView({ a }: { a: Ablation }) {
   const speed = (r: Result | null) => (r?.metrics.tokens_per_s ? metric(r.metrics.tokens_per_s.value, "tokens/s") : "–");
   const option = {
-    grid: { left: 130, right: 30, top: 30, bottom: 30 }, legend: {}, tooltip: { trigger: "axis" },
+    grid: { left: 130, right: 30, top: 30, bottom: 30 }, legend: { top: 0 }, tooltip: { trigger: "axis" },
     xAxis: { type: "value" }, yAxis: { type: "category", inverse: true, data: a.outcomes.map((o) => o.name) },
     series: [
       { name: "measured", type: "bar", data: a.outcomes.map((o) => o.speedup?.value ?? (o.name === a.baseline ? 1 : null)) },
@@ -187,7 +187,7 @@ function ResultView({ r, tree }: { r: Result; tree: Part | null }) {
 
 function Cdf({ distributions }: { distributions: Record<string, number[]> }) {
   const option = {
-    grid: { left: 50, right: 20, top: 34, bottom: 40 }, legend: {}, tooltip: { trigger: "axis", valueFormatter: (v: number) => v.toFixed(3) },
+    grid: { left: 50, right: 20, top: 34, bottom: 40 }, legend: { top: 0 }, tooltip: { trigger: "axis", valueFormatter: (v: number) => v.toFixed(3) },
     xAxis: { type: "log", name: "seconds", nameLocation: "middle", nameGap: 26 }, yAxis: { type: "value", min: 0, max: 1 },
     series: Object.entries(distributions).map(([name, values]) => ({
       name, type: "line", showSymbol: false, step: "end", data: values.map((v, i) => [Math.max(v, 1e-6), (i + 1) / values.length]),
