@@ -23,6 +23,7 @@ SHOTS = os.environ.get("RIDGELINE_SCREENSHOTS")
 
 def shot(page, name):
     if SHOTS:
+        page.evaluate("() => scrollTo(0, 0)")
         page.screenshot(path=str(Path(SHOTS) / f"{name}.png"))
 
 
@@ -41,7 +42,7 @@ def test_a_plan_is_found_from_the_first_page(page):
     page.goto("/")
     settled(page)
     assert "Does not fit" in page.locator("section[aria-label=Answer]").inner_text()
-    assert "What would make it fit" in page.content()
+    page.wait_for_selector("text=What would make it fit")
     shot(page, "plan-does-not-fit")
     page.get_by_role("button", name="Find the best").click()
     page.wait_for_selector("[data-found]")

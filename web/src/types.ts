@@ -71,7 +71,6 @@ export interface Answer {
   states: Record<string, State>;
   tree: Part | null;
   timeline: Bar[];
-  remedies: Remedy[];
   command: string;
   toml: string;
 }
@@ -153,6 +152,8 @@ export interface PlanQuery {
 
 export interface Tried {
   plan: string[];
+  brief: string[];
+  against_first?: string;
   on: string;
   batch_size: number | null;
   micro_batch_size: number | null;

@@ -3,7 +3,8 @@ import { Chart } from "./Chart";
 import { bytes, label, metric, percent, seconds } from "./units";
 
 export const MEMORY = ["parameters", "gradients", "optimizer", "activations", "temporaries", "buffers", "kv_cache"];
-export const color = (i: number): string => `var(--c${i % 7})`;
+const shade = (category: string): number => (MEMORY.indexOf(category) + MEMORY.length + 1) % (MEMORY.length + 1);
+export const color = (i: number): string => `var(--c${i % 8})`;
 
 const HEAD: Record<string, string[]> = {
   pretrain: ["tokens_per_s", "step_time_s", "mfu", "exposed_communication_s", "dollars_per_million_tokens", "joules_per_token"],
@@ -40,11 +41,11 @@ export function MemoryBar({ a }: { a: Pick<Answer, "result" | "cluster"> }) {
   return (
     <div>
       <div class="bar" role="img" aria-label={`${bytes(total)} of ${bytes(capacity)} per rank`}>
-        {parts.map(([name, v], i) => <i key={name} style={{ width: `${(100 * v) / whole}%`, background: color(i) }} />)}
+        {parts.map(([name, v]) => <i key={name} style={{ width: `${(100 * v) / whole}%`, background: color(shade(name)) }} />)}
         <span class="limit" style={{ left: `${(100 * capacity) / whole}%` }} />
       </div>
       <ul class="legend">
-        {parts.map(([name, v], i) => <li key={name}><i style={{ background: color(i) }} />{name} {bytes(v)}</li>)}
+        {parts.map(([name, v]) => <li key={name}><i style={{ background: color(shade(name)) }} />{name} {bytes(v)}</li>)}
         <li>{bytes(total)} of {bytes(capacity)} per rank</li>
       </ul>
     </div>

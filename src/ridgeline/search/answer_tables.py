@@ -113,7 +113,7 @@ def as_dict(a: Answer, reasons: list[WhyNot], ways: list[Relaxation], miss: tupl
         "goal": q.goal,
         "metric": q.metric,
         "slo": dict(q.slo),
-        "best": [_plan(t) for t in a.best],
+        "best": [{**_plan(t), "against_first": trade(t, a.best[0], q.metric)} for t in a.best],
         "front": [_plan(t) for t in sorted(a.found.front, key=lambda t: t.metrics["peak_bytes"])],
         "settled": a.settled,
         "why_not": [{"what": w.what, "because": w.because, "therefore": w.therefore} for w in reasons],
@@ -128,6 +128,7 @@ def as_dict(a: Answer, reasons: list[WhyNot], ways: list[Relaxation], miss: tupl
 def _plan(t: Tried) -> dict[str, Any]:
     return {
         "plan": t.experiment.plan.strings(),
+        "brief": brief(t.experiment.plan),
         "on": t.experiment.cluster.label,
         "batch_size": t.experiment.batch_size,
         "micro_batch_size": t.experiment.micro_batch_size,

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from ridgeline.predict import predict
+from ridgeline.predict.remedies import remedies
 from ridgeline.search import Question, answer_tables, search
 from ridgeline.search.question import parse_slo
 from ridgeline.search.why import closest_miss, relaxations, why_not
@@ -56,6 +57,10 @@ def plan_routes() -> APIRouter:
     @routes.post("/plan")
     def plan(request: PlanRequest) -> dict[str, Any]:
         return answer(request)
+
+    @routes.post("/remedies")
+    def fitting(request: PlanRequest) -> list[dict[str, Any]]:
+        return [r._asdict() for r in remedies(experiment_of(request))]
 
     @routes.post("/compare")
     def compare(request: CompareRequest) -> list[dict[str, Any]]:

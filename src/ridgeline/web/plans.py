@@ -12,7 +12,6 @@ from ridgeline import catalog, experiments
 from ridgeline.catalog.toml import device_from
 from ridgeline.predict import predict, predict_trace
 from ridgeline.predict.explain import TimePart, headline, tree
-from ridgeline.predict.remedies import remedies
 from ridgeline.predict.step.streams import StreamEvent
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import UserError
@@ -94,7 +93,6 @@ def answer(request: PlanRequest) -> dict[str, Any]:
         "states": states(e),
         "tree": tree_document(result),
         "timeline": timeline(predict_trace(e)) if e.is_training else [],
-        "remedies": [r._asdict() for r in remedies(e)] if result.status == "infeasible" else [],
         "command": command(request, e),
         "toml": experiments.to_toml(e),
     }  # fmt: skip

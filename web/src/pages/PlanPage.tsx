@@ -3,15 +3,20 @@ import { ApiError, events, post } from "../api";
 import { Chart } from "../Chart";
 import { ClusterPicker, ModelPicker, Techniques, WorkPicker } from "../controls";
 import { address, fromQuery, settle, toQuery } from "../route";
-import type { Answer, Catalog, Found, Mistake, PlanQuery, Tried } from "../types";
+import type { Answer, Catalog, Found, Mistake, PlanQuery, Remedy, Tried } from "../types";
 import { bytes, label, metric } from "../units";
 import { Headline, MemoryBar, Metrics, Timeline, Tree } from "../views";
 
+interface Answered {
+  answer: Answer | null;
+  mistake: Mistake | null;
+  /** How many answers there were: what tells a test that a new one is shown. */
+  count: number;
+}
+
 /** The answer to the newest question; while one is under way, only the newest waits. */
-function useAnswer(p: PlanQuery): { answer: Answer | null; mistake: Mistake | null; milliseconds: number } {
-  const [found, setFound] = useState<{ answer: Answer | null; mistake: Mistake | null; milliseconds: number }>({
-    answer: null, mistake: null, milliseconds: 0,
-  });
+function useAnswer(p: PlanQuery): Answered {
+  const [found, setFound] = useState<Answered>({ answer: null, mistake: null, count: 0 });
   const busy = useRef(false);
   const next = useRef<PlanQuery | null>(null);
   const ask = async (question: PlanQuery) => {
@@ -20,13 +25,12 @@ function useAnswer(p: PlanQuery): { answer: Answer | null; mistake: Mistake | nu
       return;
     }
     busy.current = true;
-    const start = performance.now();
     try {
       const answer = await post<Answer>("plan", question);
-      setFound({ answer, mistake: null, milliseconds: performance.now() - start });
+      setFound((old) => ({ answer, mistake: null, count: old.count + 1 }));
     } catch (e) {
       const mistake = e instanceof ApiError ? e.mistake : { what: String(e), fix: "" };
-      setFound((old) => ({ answer: old.answer, mistake, milliseconds: performance.now() - start }));
+      setFound((old) => ({ answer: old.answer, mistake, count: old.count + 1 }));
     }
     busy.current = false;
     if (next.current) {
@@ -51,7 +55,7 @@ export function PlanPage({ query, catalog }: { query: URLSearchParams; catalog: 
     settle("plan", toQuery(next));
     setP(next);
   };
-  const { answer, mistake, milliseconds } = useAnswer(p);
+  const { answer, mistake, count } = useAnswer(p);
   const task = String(p.workload.kind);
   return (
     <>
@@ -63,7 +67,7 @@ export function PlanPage({ query, catalog }: { query: URLSearchParams; catalog: 
           <WorkPicker p={p} change={change} />
           <Techniques p={p} catalog={catalog} states={answer?.states ?? {}} change={change} />
         </form>
-        <section aria-label="Answer" data-milliseconds={milliseconds.toFixed(1)}>
+        <section aria-label="Answer" data-answers={count}>
           <div aria-live="polite">
             {mistake && <p class="mistake" role="alert">{mistake.what}{mistake.fix ? `: ${mistake.fix}` : ""}</p>}
             {answer && !mistake && (answer.result.status === "ok"
@@ -75,7 +79,7 @@ export function PlanPage({ query, catalog }: { query: URLSearchParams; catalog: 
               <Headline result={answer.result} task={task} />
               <h2>Memory per rank</h2>
               <MemoryBar a={answer} />
-              {answer.remedies.length > 0 && <Remedies answer={answer} p={p} change={change} />}
+              {answer.result.status === "infeasible" && <Remedies p={p} change={change} />}
               <BestPlans p={p} change={change} />
               {answer.timeline.length > 0 && <><h2>Timeline of one step</h2><Timeline bars={answer.timeline} /></>}
               {answer.tree && <><h2>Where the time goes</h2><Tree part={answer.tree} /></>}
@@ -92,12 +96,23 @@ export function PlanPage({ query, catalog }: { query: URLSearchParams; catalog: 
   );
 }
 
-function Remedies({ answer, p, change }: { answer: Answer; p: PlanQuery; change: (p: PlanQuery) => void }) {
+function Remedies({ p, change }: { p: PlanQuery; change: (p: PlanQuery) => void }) {
+  const [found, setFound] = useState<Remedy[]>([]);
+  const key = JSON.stringify(p);
+  useEffect(() => {
+    const stop = new AbortController();
+    const later = setTimeout(() => post<Remedy[]>("remedies", p, stop.signal).then(setFound, () => setFound([])), 150);
+    return () => {
+      clearTimeout(later);
+      stop.abort();
+    };
+  }, [key]);
+  if (!found.length) return null;
   return (
     <>
       <h2>What would make it fit</h2>
       <ul>
-        {answer.remedies.map((r) => (
+        {found.map((r) => (
           <li key={r.change}>
             {r.call ? <button type="button" onClick={() => change({ ...p, plan: [...p.plan, r.call] })}>{r.change}</button> : r.change}
             {": "}{bytes(r.peak_bytes)} {r.fits ? <span class="fits">fits</span> : "still too much"}
@@ -131,7 +146,7 @@ function BestPlans({ p, change }: { p: PlanQuery; change: (p: PlanQuery) => void
     setAt(null);
   };
   const choose = (t: Tried) => change({
-    ...p, on: t.on, plan: t.plan,
+    ...p, on: t.on, plan: t.brief,
     workload: { ...p.workload, ...(t.batch_size ? { batch_size: t.batch_size } : {}), ...(t.micro_batch_size ? { micro_batch_size: t.micro_batch_size } : {}) },
   });
   return (
@@ -154,7 +169,7 @@ function BestPlans({ p, change }: { p: PlanQuery; change: (p: PlanQuery) => void
                 <tbody>
                   {found.best.map((t, i) => (
                     <tr key={i}>
-                      <td>{t.plan.join(" ")}</td><td class="text">{t.on}</td>
+                      <td>{t.brief.join(" ") || "no technique"}{i > 0 && <div class="soft">{t.against_first}</div>}</td><td class="text">{t.on}</td>
                       <td>{metric(t.metrics[found.metric], unitOf(found.metric))}</td><td>{bytes(t.metrics.peak_bytes)}</td>
                       <td class="text"><button type="button" onClick={() => choose(t)}>use</button></td>
                     </tr>
@@ -191,7 +206,7 @@ function Front({ found }: { found: Found }) {
     tooltip: { formatter: (x: { data: [number, number, string] }) => `${x.data[2]}<br>${metric(x.data[1], unitOf(name))}, ${bytes(x.data[0])}` },
     xAxis: { type: "value", name: "peak memory per rank", nameLocation: "middle", nameGap: 28, scale: true, axisLabel: { formatter: bytes } },
     yAxis: { type: "value", scale: true, axisLabel: { formatter: (v: number) => metric(v, unitOf(name)) } },
-    series: [{ type: "scatter", symbolSize: 10, data: found.front.map((t) => [t.metrics.peak_bytes, t.metrics[name], t.plan.join(" ")]) }],
+    series: [{ type: "scatter", symbolSize: 10, data: found.front.map((t) => [t.metrics.peak_bytes, t.metrics[name], t.brief.join(" ")]) }],
   };
   return <Chart option={option} height={260} label={`${label(name)} against peak memory of the plans that no other beats in both`} />;
 }
