@@ -15,6 +15,7 @@ from ridgeline.paths import data_dir
 from ridgeline.spec.ablation import Ablation
 from ridgeline.spec.errors import UserError, nearest
 from ridgeline.spec.result import Result
+from ridgeline.spec.study import Study
 
 VERSION = 1
 BUSY_SECONDS = 30.0
@@ -31,7 +32,7 @@ TAGS = "CREATE TABLE IF NOT EXISTS tags (id TEXT NOT NULL, tag TEXT NOT NULL, PR
 TAG_LENGTH = 40
 BY_TIME = "CREATE INDEX IF NOT EXISTS runs_created ON runs (created)"
 
-Kind = Literal["result", "ablation"]
+Kind = Literal["result", "ablation", "study"]
 
 
 class Run(NamedTuple):
@@ -87,6 +88,11 @@ class Store:
         """Keep an ablation; returns its id."""
         text = ablation.to_json(indent=None)
         return self._add(_ablation_row(_key("ablation", text), ablation), text)
+
+    def add_study(self, study: Study) -> str:
+        """Keep a study; returns its id."""
+        text = study.to_json(indent=None)
+        return self._add(_study_row(_key("study", text), study), text)
 
     def list(
         self, limit: int | None = 20, kind: Kind | None = None, name: str | None = None, source: str | None = None
@@ -152,13 +158,15 @@ class Store:
             db.executemany("INSERT INTO tags VALUES (?, ?)", [(full, t) for t in clean])
         return clean
 
-    def get(self, id_or_prefix: str) -> Result | Ablation:
+    def get(self, id_or_prefix: str) -> Result | Ablation | Study:
         """The document with this id, or the only one whose id begins so. Raises :class:`UserError` for none or many."""
         with self._connect() as db:
             full = self._resolve(db, id_or_prefix)
             kind, text = db.execute("SELECT kind, document FROM runs WHERE id = ?", (full,)).fetchone()
         try:
-            return Result.from_json(text, f"run {full}") if kind == "result" else Ablation.model_validate_json(text)
+            if kind == "result":
+                return Result.from_json(text, f"run {full}")
+            return (Study if kind == "study" else Ablation).model_validate_json(text)
         except ValueError as e:
             raise UserError(f"run {full} in {self.path} is not readable: {str(e).splitlines()[0]}") from None
 
@@ -291,6 +299,17 @@ def _ablation_row(key: str, a: Ablation) -> Run:
         peak_bytes=row.peak_bytes if row else None,
         status="ok" if len(good) == len(results) else f"{len(results) - len(good)} of {len(results)} failed",
     )
+
+
+def _study_row(key: str, s: Study) -> Run:
+    agree = sum(f.verdict == "agrees" for f in s.findings)
+    models = dict.fromkeys(str(c.axes["model"]) for c in s.cells if "model" in c.axes)
+    return Run(
+        id=key, created=s.created or _now(), kind="study", name=s.name, model=", ".join(models),
+        source="both" if any(c.measured for c in s.cells) else "predicted", plan=f"{len(s.cells)} cells",
+        tokens_per_s=None, step_time_s=None, peak_bytes=None,
+        status=f"{agree} of {len(s.findings)} findings" if s.findings else "ok",
+    )  # fmt: skip
 
 
 def _model(experiment: dict[str, Any]) -> str:

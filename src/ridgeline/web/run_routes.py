@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from ridgeline.jobs.live import running
 from ridgeline.spec.ablation import Ablation
+from ridgeline.spec.result import Result
 from ridgeline.store import SORTS, Store
 from ridgeline.web.events import event_stream
 from ridgeline.web.plans import tree_document
@@ -35,7 +36,7 @@ def run_routes(store: Store) -> APIRouter:
     @routes.get("/runs")
     def runs(
         name: str = "",
-        kind: Literal["", "result", "ablation"] = "",
+        kind: Literal["", "result", "ablation", "study"] = "",
         source: str = "",
         tag: str = "",
         sort: str = Query("created", pattern="|".join(SORTS)),
@@ -53,8 +54,8 @@ def run_routes(store: Store) -> APIRouter:
     def one(run: str) -> dict[str, Any]:
         found = store.get(run)
         document = json.loads(found.to_json(indent=None))
-        if isinstance(found, Ablation):
-            return {"kind": "ablation", "document": document}
+        if not isinstance(found, Result):
+            return {"kind": "ablation" if isinstance(found, Ablation) else "study", "document": document}
         return {"kind": "result", "document": document, "tree": tree_document(found)}
 
     @routes.post("/runs/{run}/tags")

@@ -1,0 +1,154 @@
+"""From a place on the axes to an experiment."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline import catalog, experiments
+from ridgeline.predict import predict
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.spec.study import Axis
+from ridgeline.study.file import OWN, StudyFile, TableFile
+from ridgeline.techniques.registry import registry
+
+LARGEST = 4096
+"""Sequences per device beyond which the largest batch is not looked for."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a study is shrunk to for a small machine: every model is one small model, lengths and loads are short."""
+
+    model: str
+    devices: int
+    seq_len: int = 128
+    largest_batch: int = 8
+    requests: int = 32
+
+    def plan(self, calls: list[str]) -> list[str]:
+        """The plan with degrees of parallelism that the small machine has."""
+        return [re.sub(r"degree=(\d+)", lambda m: f"degree={min(int(m[1]), self.devices)}", call) for call in calls]
+
+    def workload(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The workload at this scale."""
+        out = dict(fields)
+        if out["kind"] in ("pretrain", "finetune"):
+            return {**out, "seq_len": min(out.get("seq_len", self.seq_len), self.seq_len), "steps": 6}
+        for name, most in (("prompt_len", self.seq_len), ("output_len", self.seq_len // 4)):
+            out[name] = min(out.get(name, most), most)
+        for name in ("requests", "concurrency"):
+            if name in out:
+                out[name] = min(out[name], self.requests)
+        out.pop("engine", None)
+        return out
+
+
+def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], scale: Scale | None = None) -> Experiment:
+    """The settled experiment of a cell. Raises :class:`UserError` for one that cannot be."""
+    if "system" in place:
+        return _system(str(place["system"]))
+    work = {"kind": "pretrain", **table.workload, **{k: v for k, v in place.items() if k not in OWN}}
+    model = str(place.get("model", table.workload.get("model", "llama2-7b")))
+    work.pop("model", None)
+    platform = str(place.get("platform", "local"))
+    cluster = catalog.cluster(study.platforms.get(platform, platform))
+    if "devices" in place:
+        cluster = _devices(cluster, int(place["devices"]))
+    if scale is not None:
+        model, work = scale.model, scale.workload(work)
+        cluster = _devices(catalog.cluster("local"), min(cluster.size, scale.devices))
+    plan = [*(study.base if table.base is None else table.base), *study.plan(str(place.get("plan", "")))]
+    plan = [call for call in plan if call]
+    plan = plan if scale is None else scale.plan(plan)
+    each = place.get("each")
+    if each == "max":
+        return largest(model, cluster, work, plan, scale.largest_batch if scale else LARGEST)
+    if each is not None:
+        work["batch_size"] = int(each) * (cluster.size if work["kind"] in ("pretrain", "finetune") else 1)
+    return experiments.make(model, cluster, work, _with_examples(plan))
+
+
+def _with_examples(plan: list[str]) -> list[str]:
+    """Techniques that cannot be at their defaults, at their example options."""
+    known = registry()
+
+    def call(text: str) -> str:
+        options = known[text].card.example if text in known else {}
+        return f"{text}:{','.join(f'{k}={v}' for k, v in options.items())}" if options else text
+
+    return list(dict.fromkeys(call(text) for text in plan))
+
+
+def _system(name: str) -> Experiment:
+    r = catalog.system(name).reported
+    return experiments.make(r.model, r.on, {**r.workload}, [name])
+
+
+def _devices(cluster: Cluster, count: int) -> Cluster:
+    if count <= cluster.devices_per_node:
+        return cluster.model_copy(update={"devices_per_node": count, "nodes": 1})
+    each = cluster.devices_per_node
+    if count % each:
+        raise Incompatible(f"{count} devices are no whole number of nodes of {each}", "choose a multiple")
+    return cluster.model_copy(update={"nodes": count // each})
+
+
+def largest(model: str, cluster: Cluster, work: dict[str, Any], plan: list[str], most: int) -> Experiment:
+    """The experiment with the most sequences per device that fit, a power of two and then halves between; with one per
+    device where not even that fits."""
+
+    def at(each: int) -> Experiment:
+        ranks = cluster.size if work["kind"] in ("pretrain", "finetune") else 1
+        return experiments.make(model, cluster, {**work, "batch_size": each * ranks}, _with_examples(plan))
+
+    best, low, high = at(1), 0, 1
+    while high <= most and predict(e := at(high)).status == "ok":
+        best, low, high = e, high, 2 * high
+    for _ in range(3):  # to an eighth of the way to the next power of two
+        middle = (low + high) // 2
+        if middle in (low, high) or high > most:
+            break
+        if predict(e := at(middle)).status == "ok":
+            best, low = e, middle
+        else:
+            high = middle
+    return best
+
+
+def command(e: Experiment) -> str:
+    """The command line that predicts a cell."""
+    words = ["ridgeline", "predict", e.model.name, "--on", e.cluster.label, "--task", e.task]
+    shown = ("seq_len", "batch_size", "prompt_len", "output_len", "rate", "concurrency", "requests", "engine")
+    for name, value in e.workload.model_dump(exclude_none=True, exclude_defaults=True).items():
+        if name in shown:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    for call in e.plan.strings():
+        words += ["--with", call]
+    return shlex.join(words)
+
+
+MODULES = (
+    ("attention.q_proj", "qkv"), ("attention.k_proj", "qkv"), ("attention.v_proj", "qkv"), ("attention.qkv", "qkv"),
+    ("attention.q_rope", "rope"), ("attention.k_rope", "rope"), ("attention.o_proj", "output"),
+    ("attention.reduce", "communication"), ("attention_norm", "norm"), ("attention_residual", "residual"),
+    ("attention", "attention"), ("mlp_norm", "norm"), ("mlp_residual", "residual"), ("mlp.reduce", "communication"),
+    ("mlp", "mlp"), ("norm", "norm"), ("embed", "embedding"), ("head", "head"), ("loss", "loss"),
+)  # fmt: skip
+"""Module of a layer that an operator belongs to, by the beginning of its name; the first that fits."""
+
+
+def parts_of(r: Result, by: str) -> dict[str, float]:
+    """Exposed seconds of a step by phase, or by phase and module as ``forward/qkv``."""
+    found: dict[str, float] = {}
+    for row in r.breakdown:
+        seconds = row.seconds if row.exposed_seconds is None else row.exposed_seconds
+        module = next((m for start, m in MODULES if row.operator.startswith(start)), row.module)
+        name = row.phase if by == "phase" else f"{row.phase}/{module}"
+        found[name] = found.get(name, 0.0) + seconds
+    return found

@@ -1,0 +1,224 @@
+"""Run a study: predict every cell in parallel, measure those that can run here, and check the findings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime, timezone
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+from ridgeline import catalog
+from ridgeline.jobs.live import announced
+from ridgeline.measure.ablate import measure_plan, require_local
+from ridgeline.measure.environment import fingerprint
+from ridgeline.predict import predict
+from ridgeline.report.files import write_atomic
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable, Verdict
+from ridgeline.study.cells import Scale, command, experiment_of, parts_of
+from ridgeline.study.file import FindingFile, StudyFile, TableFile, places
+from ridgeline.study.operators import operator_metrics
+from ridgeline.techniques.registry import brief, registry
+
+Done = Callable[[str], None]
+
+
+class Place(NamedTuple):
+    """One cell before it is run."""
+
+    table: TableFile
+    axes: dict[str, Axis]
+
+
+def run_study(
+    study: StudyFile, folder: Path, workers: int = 2, scale: Scale | None = None, done: Done | None = None,
+    called: str = "",
+) -> Study:  # fmt: skip
+    """Predict all cells; with a ``scale`` predict and measure them on this machine at that scale instead. Cells that
+    were measured before are taken from ``folder``. A cell that cannot be is a result with its reason."""
+    start = time.perf_counter()
+    todo = [Place(table, axes) for table in study.tables for axes in study.cells(table)]
+    cells = _predicted(study, todo, workers, scale, done)
+    if scale is not None:
+        _measure(study, todo, cells, scale, folder, done)
+    return Study(
+        id=key(study, scale), name=study.name, title=study.title, source=study.source,
+        tables=[_layout(t) for t in study.tables], cells=cells,
+        findings=[check(f, cells) for f in study.findings], environment=fingerprint(), command=called,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"), seconds=time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def key(study: StudyFile, scale: Scale | None) -> str:
+    """A hash of the file's content and the scale."""
+    return hashlib.sha256(f"{study.model_dump_json()}{scale}".encode()).hexdigest()[:10]
+
+
+def count(study: StudyFile) -> int:
+    """How many cells it has."""
+    return sum(1 for table in study.tables for _ in study.cells(table))
+
+
+def _layout(t: TableFile) -> StudyTable:
+    return StudyTable(name=t.name, title=t.title or t.name, rows=t.rows, columns=t.columns, pages=t.pages, show=t.show,
+                      parts=t.parts, claims=t.claims, note=t.note)  # fmt: skip
+
+
+# ---- predicted ------------------------------------------------------------------------------------------------------
+
+
+def _predicted(
+    study: StudyFile, todo: list[Place], workers: int, scale: Scale | None, done: Done | None
+) -> list[StudyCell]:
+    run = partial(predicted_cell, study, scale=scale)
+    cells = []
+    if workers == 1:
+        for place in todo:
+            cells.append(run(place))
+            if done:
+                done(_label(place))
+        return cells
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        for place, cell in zip(todo, pool.map(run, todo, chunksize=4), strict=True):
+            cells.append(cell)
+            if done:
+                done(_label(place))
+    return cells
+
+
+def predicted_cell(study: StudyFile, place: Place, scale: Scale | None = None) -> StudyCell:
+    """The prediction of one cell, or why there is none."""
+    cell = StudyCell(table=place.table.name, axes=place.axes, claim=_claim(place) if place.table.claims else "")
+    if place.table.operator is not None:
+        return _operator_cell(study, place, cell, scale)
+    try:
+        e = experiment_of(study, place.table, place.axes, scale)
+        r = predict(e)
+    except UserError as error:
+        return cell.model_copy(update={"status": "refused", "reason": error.what})
+    return cell.model_copy(update={
+        "plan": brief(e.plan), "batch_size": e.batch_size if e.is_training else None, "status": r.status,
+        "reason": r.reason, "predicted": _values(r), "command": command(e),
+        "parts": parts_of(r, place.table.parts) if place.table.parts else {},
+    })  # fmt: skip
+
+
+def _claim(place: Place) -> str:
+    if "system" in place.axes:
+        s = catalog.system(str(place.axes["system"]))
+        return f"{s.claim} ({s.paper})"
+    technique = registry().get(str(place.axes.get("plan", "")))
+    return f"{technique.card.claim} ({technique.card.paper})" if technique and technique.card.claim else ""
+
+
+def _operator_cell(study: StudyFile, place: Place, cell: StudyCell, scale: Scale | None) -> StudyCell:
+    assert place.table.operator is not None
+    if scale is not None:
+        return cell.model_copy(update={"status": "refused", "reason": "operators are measured by `ridgeline probe`"})
+    platform = str(place.axes["platform"])
+    cluster = catalog.cluster(study.platforms.get(platform, platform))
+    try:
+        return cell.model_copy(update={"predicted": operator_metrics(place.table.operator, place.axes, cluster)})
+    except UserError as error:
+        return cell.model_copy(update={"status": "refused", "reason": error.what})
+
+
+def _values(r: Result) -> dict[str, float]:
+    found = {name: m.value for name, m in r.metrics.items() if math.isfinite(m.value)}
+    return found if r.peak_bytes is None else {"peak_bytes": r.peak_bytes, **found}
+
+
+def _label(place: Place) -> str:
+    return f"{place.table.name}: {' '.join(str(v) for v in place.axes.values())}"
+
+
+# ---- measured -------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    study: StudyFile, todo: list[Place], cells: list[StudyCell], scale: Scale, folder: Path, done: Done | None
+) -> None:
+    """Measure each different experiment once, and fill in every cell that stands for it."""
+    with announced("study", study.name, steps=len(todo)) as tell:
+        for i, (place, cell) in enumerate(zip(todo, cells, strict=True)):
+            tell({"step": i, "stage": _label(place)})
+            if cell.status == "refused":
+                cell.measured_status, cell.measured_reason = "refused", cell.reason
+            else:
+                _measure_cell(place, cell, experiment_of(study, place.table, place.axes, scale), folder)
+            if done:
+                done(f"measured {_label(place)}: {cell.measured_status}")
+
+
+def _measure_cell(place: Place, cell: StudyCell, e: Experiment, folder: Path) -> None:
+    try:
+        require_local(e)
+    except UserError as error:
+        cell.measured_status, cell.measured_reason = "refused", error.what
+        return
+    file = folder / "cells" / f"{e.id}.json"
+    if file.is_file():
+        r = Result.load(file)
+    else:
+        r = measure_plan(e, timeout=600)
+        write_atomic(file, r.to_json())
+    cell.measured_status, cell.measured_reason = r.status, r.reason
+    if r.status == "ok":
+        cell.measured = _values(r)
+        cell.measured_parts = parts_of(r, place.table.parts) if place.table.parts else {}
+
+
+# ---- findings -------------------------------------------------------------------------------------------------------
+
+
+def check(f: FindingFile, cells: list[StudyCell]) -> StudyFinding:
+    """A finding's value, predicted and measured, and whether it agrees."""
+    values = [_value(f, cells, measured) for measured in (False, True)]
+    verdicts = [_verdict(f, v) for v in values]
+    return StudyFinding(says=f.says, reported=f.reported, predicted=values[0], measured=values[1], low=f.low,
+                        high=f.high, verdict=verdicts[0], measured_verdict=verdicts[1], note=f.note)  # fmt: skip
+
+
+def _value(f: FindingFile, cells: list[StudyCell], measured: bool) -> float | None:
+    value = f.factor
+    for power, listed in ((1, f.of), (-1, f.over)):
+        for place in places(listed):
+            found = _metric(f.metric, _cell(place, cells, f.says), measured)
+            if found is None or found <= 0:
+                return None
+            value *= found**power
+    return value
+
+
+def _metric(name: str, cell: StudyCell, measured: bool) -> float | None:
+    if name.startswith("parts:"):
+        parts = cell.measured_parts if measured else cell.parts
+        return sum(v for k, v in parts.items() if k.startswith(name[6:])) or None
+    if name == "fits":
+        status = cell.measured_status if measured else cell.status
+        return None if not status else 2.0 if status == "ok" else 1.0
+    return (cell.measured if measured else cell.predicted).get(name)
+
+
+def _cell(place: dict[str, Axis], cells: list[StudyCell], says: str) -> StudyCell:
+    wanted = {k: v for k, v in place.items() if k != "table"}
+    found = [c for c in cells if c.table == place["table"] and all(c.axes.get(k) == v for k, v in wanted.items())]
+    if len(found) != 1:
+        raise UserError(f"finding {says!r} names {json.dumps(place)}, which {len(found)} cells are", "name every axis")
+    return found[0]
+
+
+def _verdict(f: FindingFile, value: float | None) -> Verdict:
+    if value is None:
+        return "not known"
+    inside = (f.low is None or value >= f.low) and (f.high is None or value <= f.high)
+    return "agrees" if inside else "disagrees"
