@@ -17,6 +17,8 @@ from ridgeline.spec.study import Axis
 from ridgeline.study.file import OWN, StudyFile, TableFile
 from ridgeline.techniques.registry import registry
 
+RANK = 16
+"""Of adapters at most, on a small model."""
 LARGEST = 4096
 """Sequences per device beyond which the largest batch is not looked for."""
 
@@ -32,8 +34,9 @@ class Scale:
     requests: int = 32
 
     def plan(self, calls: list[str]) -> list[str]:
-        """The plan with degrees of parallelism that the small machine has."""
-        return [re.sub(r"degree=(\d+)", lambda m: f"degree={min(int(m[1]), self.devices)}", call) for call in calls]
+        """The plan with degrees of parallelism that the small machine has, and ranks of adapters for a small model."""
+        most = {"degree": self.devices, "rank": RANK}
+        return [re.sub(r"\b(degree|rank)=(\d+)", lambda m: f"{m[1]}={min(int(m[2]), most[m[1]])}", c) for c in calls]
 
     def workload(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The workload at this scale."""
@@ -62,7 +65,7 @@ def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], sc
         cluster = _devices(cluster, int(place["devices"]))
     if scale is not None:
         model, work = scale.model, scale.workload(work)
-        cluster = _devices(catalog.cluster("local"), min(cluster.size, scale.devices))
+        cluster = catalog.cluster(f"{min(cluster.size, scale.devices)}xlocal")
     plan = [*(study.base if table.base is None else table.base), *study.plan(str(place.get("plan", "")))]
     plan = [call for call in plan if call]
     plan = plan if scale is None else scale.plan(plan)

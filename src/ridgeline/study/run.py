@@ -17,7 +17,9 @@ from typing import NamedTuple
 from ridgeline import catalog
 from ridgeline.jobs.live import announced
 from ridgeline.measure.ablate import measure_plan, require_local
+from ridgeline.measure.bench import merge_generation
 from ridgeline.measure.environment import fingerprint
+from ridgeline.measure.merge import merge
 from ridgeline.predict import predict
 from ridgeline.report.files import write_atomic
 from ridgeline.spec.errors import UserError
@@ -30,6 +32,8 @@ from ridgeline.study.operators import operator_metrics
 from ridgeline.techniques.registry import brief, registry
 
 Done = Callable[[str], None]
+TIMEOUT = 600.0
+"""Seconds of one measured cell."""
 
 
 class Place(NamedTuple):
@@ -169,12 +173,20 @@ def _measure_cell(place: Place, cell: StudyCell, e: Experiment, folder: Path) ->
     if file.is_file():
         r = Result.load(file)
     else:
-        r = measure_plan(e, timeout=600)
+        r = measured(e)
         write_atomic(file, r.to_json())
     cell.measured_status, cell.measured_reason = r.status, r.reason
     if r.status == "ok":
         cell.measured = _values(r)
         cell.measured_parts = parts_of(r, place.table.parts) if place.table.parts else {}
+
+
+def measured(e: Experiment) -> Result:
+    """One measurement of an experiment, in processes of its own."""
+    part = measure_plan(e, timeout=TIMEOUT)
+    if part.status != "ok":
+        return part
+    return merge([part]) if e.is_training else merge_generation([part]) if e.task == "generate" else part
 
 
 # ---- findings -------------------------------------------------------------------------------------------------------
