@@ -53,5 +53,5 @@ web:
 	cd web && npm ci && npm run build
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/prediction-cards.md docs/techniques
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/architecture.md docs/catalogue.md docs/prediction-cards.md docs/studies docs/techniques
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

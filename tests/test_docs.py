@@ -21,6 +21,7 @@ from ridgeline.techniques.registry import registry
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GENERATED = {"architecture.md", "catalogue.md", "prediction-cards.md"}
+STUDIED = {f"studies/{name}.md" for name in ("dissecting", "survey", "systems")}
 
 
 def anchors(page: Path) -> set[str]:
@@ -33,7 +34,7 @@ def anchors(page: Path) -> set[str]:
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         name, _, fragment = target.partition("#")
-        if "://" in target or name in GENERATED:
+        if "://" in target or name in GENERATED | STUDIED:
             continue
         found = (page.parent / name) if name else page
         assert found.exists(), f"{page.name}: {target}"
@@ -57,6 +58,13 @@ def test_the_api_reference_names_what_is_there():
     for name in named:
         module, _, attribute = name.rpartition(".")
         assert pkgutil.resolve_name(f"{module}:{attribute}").__doc__, name
+
+
+def test_studies_are_pages():
+    made = pages()
+    assert set(made) >= STUDIED
+    page = made["studies/systems.md"]()
+    assert all(name in page.replace("\\_", "_") for name in catalog.systems())
 
 
 def test_every_class_of_devices_has_a_prediction_card():

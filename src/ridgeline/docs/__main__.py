@@ -12,6 +12,8 @@ from ridgeline.docs.catalog_page import catalog_markdown
 from ridgeline.docs.device_page import device_markdown
 from ridgeline.docs.effects import Effects
 from ridgeline.docs.technique_page import technique_markdown
+from ridgeline.report.study_tables import study_markdown
+from ridgeline.study import load_study, run_study
 from ridgeline.techniques.matrix import Pair, support_matrix
 from ridgeline.techniques.registry import registry
 
@@ -25,12 +27,18 @@ def pages() -> dict[str, Callable[[], str]]:
         "architecture.md": architecture_markdown,
         "catalogue.md": partial(catalog_markdown, pairs),
         "prediction-cards.md": partial(device_markdown, effects.results),
+        **{f"studies/{name}.md": partial(_study, name) for name in ("dissecting", "survey", "systems")},
         **techniques,
     }
 
 
 def _technique(name: str, pairs: list[Pair], effects: Effects) -> str:
     return technique_markdown(name, pairs, effects.of(name))
+
+
+def _study(name: str) -> str:
+    study = load_study(SOURCE.parents[1] / "studies" / f"{name}.toml")
+    return study_markdown(run_study(study, Path("unused"), called=f"ridgeline study studies/{name}.toml"))
 
 
 def main() -> None:

@@ -145,7 +145,7 @@ def study_html(s: Study, path: Path) -> Path:
         body = "".join(html(t) for t in group)
         sections.append(section(title, body if len(sections) == 0 else f"<details><summary>{len(group)} tables"
                                 f"</summary>{body}</details>"))  # fmt: skip
-    return write_atomic(path, page(s.title or s.name, _facts(s), sections, []))
+    return write_atomic(path, page(s.title or s.name, _facts(s).replace("`", ""), sections, []))
 
 
 def _facts(s: Study) -> str:
