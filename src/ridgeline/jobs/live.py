@@ -113,12 +113,11 @@ def announced(kind: str, title: str, plan: str = "", ranks: int = 1, steps: int 
 
 
 def announced_experiment(kind: str, e: Experiment | None, ranks: int) -> contextlib.AbstractContextManager[Any]:
-    """:func:`announced` with the title and plan of an experiment."""
+    """:func:`announced` with the title of an experiment and the names of its techniques."""
     if e is None:
         return announced(kind, kind, ranks=ranks)
-    return announced(
-        kind, e.name or e.model.name, " ".join(map(str, e.plan.calls)), ranks, getattr(e.workload, "steps", 0)
-    )
+    plan = " ".join(call.name for call in e.plan.calls)
+    return announced(kind, e.name or e.model.name, plan, ranks, getattr(e.workload, "steps", 0))
 
 
 def _write(file: Path, job: LiveJob) -> None:
