@@ -38,7 +38,7 @@ try:
     main()
 except SystemExit:
     pass
-print([m for m in ("torch", "plotly", "transformers") if m in sys.modules], file=sys.stderr)
+print([m for m in ("torch", "transformers") if m in sys.modules], file=sys.stderr)
 """
 
 

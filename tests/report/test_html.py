@@ -22,8 +22,8 @@ NASTY = '</script><script>alert("x")</script><img src=http://evil.example/x.png>
 
 @pytest.fixture(autouse=True)
 def _light(monkeypatch):
-    """Parse our own page, not 4.8 MB of plotly.js; one test below reads the real file."""
-    monkeypatch.setattr(page, "_plotly", lambda: "/* plotly.js */")
+    """Parse our own page, not 0.6 MB of chart code; one test below reads the real file."""
+    monkeypatch.setattr(page, "_chart_code", lambda: "/* charts */")
 
 
 class Loads(HTMLParser):
@@ -74,10 +74,10 @@ def test_nothing_is_loaded(study, tmp_path):
 def test_the_real_script_is_inlined_once_and_cannot_end_early(study, tmp_path, monkeypatch):
     monkeypatch.undo()
     loads, text, _ = parse(ablation_html(study, tmp_path / "a.html"))
-    assert text.count("plotly.js v") == 1
+    assert text.count("var RidgelineCharts") == 1
     assert loads.scripts == 3
     assert loads.fetched == []
-    assert 4e6 < len(text) < 8e6
+    assert len(text) < 1e6
 
 
 def test_every_chart_is_drawn_from_data_and_has_its_numbers(study, tmp_path):
@@ -130,7 +130,7 @@ def test_user_text_is_escaped_everywhere(study, tmp_path):
         loads, text, figures = parse(path)
         assert (loads.scripts, loads.fetched) == (3, [])
         assert "img" not in loads.tags
-        assert "<img" not in json.dumps(figures), "plotly reads a little HTML in labels"
+        assert "<img" not in json.dumps(figures), "tooltips read HTML"
         assert "alert" in text
 
 
@@ -204,7 +204,7 @@ def test_no_heavy_imports():
 
     code = (
         "import sys, ridgeline.report.html, ridgeline.report.tables, ridgeline.store, ridgeline.measure.compare;"
-        "print([m for m in ('torch', 'plotly', 'pandas', 'rich') if m in sys.modules])"
+        "print([m for m in ('torch', 'pandas', 'rich') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -100,7 +100,9 @@ def load_html(results: Sequence[Result], path: Path) -> Path:
         definitions(),
         reproduce(last.command, last.environment, last.created, f"experiment {last.experiment_id}"),
     ]
-    title = last.name if len(results) == 1 else f"{len(results)} loads on {last.experiment.get('model')}"
+    model = last.experiment.get("model")
+    served = model.get("name", "") if isinstance(model, dict) else model
+    title = last.name if len(results) == 1 else f"{len(results)} loads on {served}"
     return write_atomic(path, page(title, " · ".join(f for f in facts if f), sections, charts))
 
 

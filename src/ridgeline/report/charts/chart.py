@@ -53,7 +53,7 @@ def color(name: str) -> str:
 
 
 def plain(text: str, longest: int = 36) -> str:
-    """A user's text for plotly, which reads a little HTML in labels; cut so that it leaves room for the picture."""
+    """A user's text for a label, whose tooltips read HTML; cut so that it leaves room for the picture."""
     return escape(text if len(text) <= longest else text[: longest - 1] + "…", quote=False)
 
 

@@ -15,7 +15,7 @@ Box = tuple[float, float, float, float]
 
 
 def positions(points: Sequence[tuple[float, float]], texts: Sequence[str], width: float, height: float) -> list[str]:
-    """plotly's ``textposition`` per point, chosen greedily. ``points`` lie in the unit square, ``width`` × ``height``
+    """A figure's ``textposition`` per point, chosen greedily. ``points`` lie in the unit square, ``width`` × ``height``
     is the plot in pixels.
     """
     dots = [(x * width, y * height) for x, y in points]

@@ -102,7 +102,7 @@ def _figure(points: list[tuple[str, float, float, float | None, float | None]], 
 
 
 def _ticks(low: float, high: float, unit: str) -> Figure:
-    """About five round values, in the unit that people read (log axes of plotly know no GiB)."""
+    """About five round values, in the unit that people read (log axes know no GiB)."""
     base, units, word = (2.0, SIZES, "") if unit == "bytes" else (10.0, COUNTS, " tok/s")
     steps = (1.0,) if unit == "bytes" else (1.0, 2.0, 3.0, 5.0)
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
