@@ -21,9 +21,9 @@ _COMMANDS = (
 for _name in _COMMANDS:
     import_module(f"ridgeline.cli.{_name}")
 
-_LATER = 15.0
+_LATER = 120.0
 """Seconds by which ranks that do not speak leave later: torchrun ends all ranks when one is gone, so also the one that
-has yet to say why."""
+has yet to say why, which on a busy machine has yet to start."""
 
 
 def main() -> None:
