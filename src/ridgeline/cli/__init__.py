@@ -13,9 +13,9 @@ from ridgeline.cli.base import app, say
 from ridgeline.spec.errors import UserError
 
 _COMMANDS = (
-    "predict", "explain", "probe", "validate", "plan", "calibrate", "train", "bench", "ablate", "study", "dissect",
-    "compress", "eval", "finetune", "merge", "load", "top", "runs", "compare", "report", "techniques", "models",
-    "devices", "serve", "generate", "web",
+    "init", "predict", "explain", "probe", "validate", "plan", "calibrate", "train", "bench", "ablate", "study",
+    "dissect", "compress", "eval", "finetune", "merge", "load", "top", "runs", "compare", "report", "techniques",
+    "models", "devices", "serve", "generate", "web",
 )  # fmt: skip
 """The modules that register the commands, in the order of ``ridgeline --help``."""
 for _name in _COMMANDS:

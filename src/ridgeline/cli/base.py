@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ridgeline.cli.completion import clusters, techniques
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -23,15 +25,20 @@ app = typer.Typer(
     help="Predict, run, measure and search LLM optimization techniques: one Plan, one result schema.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode=None,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 With = Annotated[
-    list[str] | None, typer.Option("--with", help="Enable a technique or a system: NAME or NAME:option=value,…")
+    list[str] | None,
+    typer.Option(
+        "--with", help="Enable a technique or a system: NAME or NAME:option=value,…", autocompletion=techniques
+    ),
 ]
-On = Annotated[str, typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME; `local` is this machine.")]
+On = Annotated[
+    str,
+    typer.Option("--on", help="Cluster: NAME, 8xNAME or 4x8xNAME; `local` is this machine.", autocompletion=clusters),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: workload.steps=40 model.num_layers=2")]
 File = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).")]
 PlanName = Annotated[str | None, typer.Option("--plan", help="Plan of an ablation file.")]

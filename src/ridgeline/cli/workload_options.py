@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ridgeline.cli.base import load
+from ridgeline.cli.completion import models
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
     from ridgeline.spec.experiment import Experiment
 
-Model = Annotated[str, typer.Argument(help="Model: catalog name, config.json, checkpoint directory, or a TOML.")]
+Model = Annotated[
+    str,
+    typer.Argument(help="Model: catalog name, config.json, checkpoint directory, or a TOML.", autocompletion=models),
+]
 Task = Annotated[str, typer.Option(help="Task: pretrain, finetune, generate or serve.")]
 Given = dict[str, Any]
 """A workload's fields as given; None where an option was left out."""

@@ -14,7 +14,11 @@ from ridgeline.report.page import page, section
 from ridgeline.report.table import Column, Table, html, markdown
 from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable
 
+HEADS = {"tokens_per_s": "tokens/s", "peak_bytes": "peak", "step_time_s": "step", "scaling_efficiency": "efficiency",
+         "over_reported": "predicted over reported"}  # fmt: skip
 RATES = {"flops_per_s": "FLOP/s", "bandwidth_bytes_per_s": "B/s"}
+NOTES = 12
+"""Reasons below a table at most."""
 SIGNS = {"agrees": "✓", "disagrees": "✗", "not known": "–"}
 
 
@@ -66,31 +70,35 @@ def _page(t: StudyTable, cells: list[StudyCell], title: str) -> Table:
     shown = _part_names(cells) if t.parts else t.show
     columns = [Column(r, align="left") for r in t.rows]
     columns += [Column(f"{a} {_head(m)}".strip()) for a in across for m in shown]
+    compared = t.claims and t.rows != ["system"]
+    if compared:
+        columns.append(Column(f"{_head(shown[0])}, × the first row"))
     if t.claims:
-        columns += [Column(f"{_head(shown[0])}, × the first row"), Column("the paper's claim", align="left")]
+        columns.append(Column("the paper's claim", align="left"))
     rows: list[list[str]] = []
     notes: dict[str, None] = {}
     for line in lines:
         row = [str(v) for v in line]
         for a in across:
             cell = next((c for c in cells if _at(c, t, line, a)), None)
-            row += [_text(cell, m, bool(t.parts)) for m in shown]
+            row += [_text(cell, m, t) for m in shown]
             if cell is not None and cell.status != "ok" and cell.reason:
                 notes[f"{' '.join([*row[: len(t.rows)], str(a)]).strip()}: {cell.reason}"] = None
         if t.claims:
-            row += _claimed(cells, next(c for c in cells if _at(c, t, line, across[0])), shown[0])
+            cell = next(c for c in cells if _at(c, t, line, across[0]))
+            row += [*([_ratio(cells[0], cell, shown[0])] if compared else []), cell.claim or units.NONE]
         rows.append(row)
-    return Table(title, columns, rows, notes=[*([t.note] if t.note else []), *list(notes)[:12]])
+    more = [f"and {len(notes) - NOTES} more, in the CSV files"] if len(notes) > NOTES else []
+    return Table(title, columns, rows, notes=[*([t.note] if t.note else []), *list(notes)[:NOTES], *more])
 
 
 def _at(c: StudyCell, t: StudyTable, line: tuple[Axis, ...], across: Axis) -> bool:
     return tuple(c.axes[r] for r in t.rows) == line and (not t.columns or c.axes[t.columns] == across)
 
 
-def _claimed(cells: list[StudyCell], cell: StudyCell, metric: str) -> list[str]:
-    first, own = cells[0].predicted.get(metric), cell.predicted.get(metric)
-    ratio = units.times(own / first) if first and own and cell.axes.keys() != {"system"} else units.NONE
-    return [ratio, cell.claim or units.NONE]
+def _ratio(first: StudyCell, cell: StudyCell, metric: str) -> str:
+    base, own = first.predicted.get(metric), cell.predicted.get(metric)
+    return units.times(own / base) if base and own else units.NONE
 
 
 def _part_names(cells: list[StudyCell]) -> list[str]:
@@ -102,20 +110,21 @@ def _part_names(cells: list[StudyCell]) -> list[str]:
 
 
 def _head(name: str) -> str:
-    return {"tokens_per_s": "tokens/s", "peak_bytes": "peak", "step_time_s": "step"}.get(name, name.removesuffix("_s"))
+    return HEADS.get(name, name.removesuffix("_s"))
 
 
-def _text(c: StudyCell | None, name: str, part: bool) -> str:
+def _text(c: StudyCell | None, name: str, t: StudyTable) -> str:
     """A cell's value; beside the prediction what was measured; ``does not fit``, ``refused``."""
     if c is None:
         return units.NONE
+    part = bool(t.parts)
     if c.status == "refused":
         return "refused"
     predicted = (c.parts if part else c.predicted).get(name)
     measured = (c.measured_parts if part else c.measured).get(name)
     unit = "s" if part else _unit(name)
     text = f"{units.count(predicted)}{unit}" if name in RATES else units.metric(predicted, unit)
-    if c.status == "infeasible" and name != "peak_bytes":
+    if c.status == "infeasible" and name != "peak_bytes" and not t.beyond_memory:
         text = "does not fit"
     if not c.measured_status:
         return text

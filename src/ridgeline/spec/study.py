@@ -54,6 +54,7 @@ class StudyTable(_Record):
     show: list[str]
     """Metrics of a cell."""
     parts: Literal["", "phase", "module"] = ""
+    beyond_memory: bool = False
     claims: bool = False
     note: str = ""
 

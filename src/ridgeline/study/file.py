@@ -77,6 +77,8 @@ class TableFile(_Table):
     parts: Literal["", "phase", "module"] = ""
     operator: Operator | None = None
     """The cells are single operators; axes then give their sizes."""
+    beyond_memory: bool = False
+    """Show what plans that do not fit would give if memory sufficed."""
     claims: bool = False
     """Show the claim of each technique's or system's paper, and the first row's value as 1."""
     note: str = ""

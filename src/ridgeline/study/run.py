@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ridgeline import catalog
+from ridgeline.jobs.job import DissectOptions, LaunchJob
+from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.jobs.live import announced
 from ridgeline.measure.ablate import measure_plan, require_local
 from ridgeline.measure.bench import merge_generation
@@ -30,6 +32,7 @@ from ridgeline.study.cells import Scale, command, experiment_of, parts_of
 from ridgeline.study.file import FindingFile, StudyFile, TableFile, places
 from ridgeline.study.operators import operator_metrics
 from ridgeline.techniques.registry import brief, registry
+from ridgeline.validate.systems import reproduce
 
 Done = Callable[[str], None]
 TIMEOUT = 600.0
@@ -54,6 +57,7 @@ def run_study(
     cells = _predicted(study, todo, workers, scale, done)
     if scale is not None:
         _measure(study, todo, cells, scale, folder, done)
+    _add_efficiency(cells)
     return Study(
         id=key(study, scale), name=study.name, title=study.title, source=study.source,
         tables=[_layout(t) for t in study.tables], cells=cells,
@@ -74,7 +78,21 @@ def count(study: StudyFile) -> int:
 
 def _layout(t: TableFile) -> StudyTable:
     return StudyTable(name=t.name, title=t.title or t.name, rows=t.rows, columns=t.columns, pages=t.pages, show=t.show,
-                      parts=t.parts, claims=t.claims, note=t.note)  # fmt: skip
+                      parts=t.parts, beyond_memory=t.beyond_memory, claims=t.claims, note=t.note)  # fmt: skip
+
+
+def _add_efficiency(cells: list[StudyCell]) -> None:
+    """Throughput per device over that of one device, for cells that differ in their number of devices."""
+    alone = {_but_devices(c): c for c in cells if c.axes.get("devices") == 1}
+    for c in cells:
+        one = alone.get(_but_devices(c)) if "devices" in c.axes else None
+        for values, base in ((c.predicted, one and one.predicted), (c.measured, one and one.measured)):
+            if base and "tokens_per_s" in base and "tokens_per_s" in values:
+                values["scaling_efficiency"] = values["tokens_per_s"] / base["tokens_per_s"] / int(c.axes["devices"])
+
+
+def _but_devices(c: StudyCell) -> tuple[object, ...]:
+    return c.table, *((k, v) for k, v in c.axes.items() if k != "devices")
 
 
 # ---- predicted ------------------------------------------------------------------------------------------------------
@@ -107,11 +125,13 @@ def predicted_cell(study: StudyFile, place: Place, scale: Scale | None = None) -
     try:
         e = experiment_of(study, place.table, place.axes, scale)
         r = predict(e)
+        ratio = reproduce(catalog.system(str(place.axes["system"]))).ratio if "system" in place.axes else None
     except UserError as error:
         return cell.model_copy(update={"status": "refused", "reason": error.what})
+    values = _values(r) if ratio is None else {**_values(r), "over_reported": ratio}
     return cell.model_copy(update={
         "plan": brief(e.plan), "batch_size": e.batch_size if e.is_training else None, "status": r.status,
-        "reason": r.reason, "predicted": _values(r), "command": command(e),
+        "reason": r.reason, "predicted": values, "command": command(e),
         "parts": parts_of(r, place.table.parts) if place.table.parts else {},
     })  # fmt: skip
 
@@ -169,11 +189,12 @@ def _measure_cell(place: Place, cell: StudyCell, e: Experiment, folder: Path) ->
     except UserError as error:
         cell.measured_status, cell.measured_reason = "refused", error.what
         return
-    file = folder / "cells" / f"{e.id}.json"
+    profiled = bool(place.table.parts) and e.is_training
+    file = folder / "cells" / f"{e.id}{'-dissected' if profiled else ''}.json"
     if file.is_file():
         r = Result.load(file)
     else:
-        r = measured(e)
+        r = dissected(e) if profiled else measured(e)
         write_atomic(file, r.to_json())
     cell.measured_status, cell.measured_reason = r.status, r.reason
     if r.status == "ok":
@@ -189,15 +210,29 @@ def measured(e: Experiment) -> Result:
     return merge([part]) if e.is_training else merge_generation([part]) if e.task == "generate" else part
 
 
+def dissected(e: Experiment) -> Result:
+    """One measurement of a training step under the profiler, with its breakdown."""
+    job = LaunchJob("dissect", e, DissectOptions(), ranks=e.world)
+    try:
+        return Result.model_validate(run_job(job, timeout=TIMEOUT))
+    except JobFailed as failure:
+        part = measured(e)
+        return part.model_copy(update={"notes": [*part.notes, f"not dissected: {failure.reason}"]})
+
+
 # ---- findings -------------------------------------------------------------------------------------------------------
 
 
 def check(f: FindingFile, cells: list[StudyCell]) -> StudyFinding:
     """A finding's value, predicted and measured, and whether it agrees."""
+    used = [_cell(place, cells, f.says) for place in (*places(f.of), *places(f.over))]
     values = [_value(f, cells, measured) for measured in (False, True)]
     verdicts = [_verdict(f, v) for v in values]
+    beyond = [c for c in used if c.status == "infeasible" and f.metric not in ("fits", "peak_bytes")]
+    notes = [f.note, "predicted as if memory sufficed, which it does not" if beyond else ""]
     return StudyFinding(says=f.says, reported=f.reported, predicted=values[0], measured=values[1], low=f.low,
-                        high=f.high, verdict=verdicts[0], measured_verdict=verdicts[1], note=f.note)  # fmt: skip
+                        high=f.high, verdict=verdicts[0], measured_verdict=verdicts[1],
+                        note="; ".join(n for n in notes if n))  # fmt: skip
 
 
 def _value(f: FindingFile, cells: list[StudyCell], measured: bool) -> float | None:
