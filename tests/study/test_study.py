@@ -159,6 +159,17 @@ def test_findings(found):
     assert first.measured_verdict == "not known"
 
 
+def test_at_a_scale_only_plans_are_compared(file, found):
+    study = load_study(file)
+    plans = study.findings[0].model_copy(update={
+        "of": {"table": "train", "platform": "fast", "plan": "z3", "each": 1},
+        "over": {"table": "train", "platform": "fast", "plan": "naive", "each": 1},
+    })  # fmt: skip
+    scale = Scale("llama-tiny", 2)
+    verdicts = [study_run.check(f, found.cells, scale).verdict for f in (plans, *study.findings)]
+    assert verdicts == ["disagrees", "not known", "not known"]  # machines, and no ratio at all
+
+
 def test_a_finding_of_no_cell_or_of_many_is_a_mistake(file):
     study = load_study(file)
     cells = run_study(study, file.parent, workers=1).cells

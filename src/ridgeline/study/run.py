@@ -61,7 +61,7 @@ def run_study(
     return Study(
         id=key(study, scale), name=study.name, title=study.title, source=study.source,
         tables=[_layout(t) for t in study.tables], cells=cells,
-        findings=[check(f, cells) for f in study.findings], environment=fingerprint(), command=called,
+        findings=[check(f, cells, scale) for f in study.findings], environment=fingerprint(), command=called,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"), seconds=time.perf_counter() - start,
     )  # fmt: skip
 
@@ -223,16 +223,27 @@ def dissected(e: Experiment) -> Result:
 # ---- findings -------------------------------------------------------------------------------------------------------
 
 
-def check(f: FindingFile, cells: list[StudyCell]) -> StudyFinding:
-    """A finding's value, predicted and measured, and whether it agrees."""
+def check(f: FindingFile, cells: list[StudyCell], scale: Scale | None = None) -> StudyFinding:
+    """A finding's value, predicted and measured, and whether it agrees; not known where a ``scale`` has made the same
+    experiment of what it compares."""
     used = [_cell(place, cells, f.says) for place in (*places(f.of), *places(f.over))]
-    values = [_value(f, cells, measured) for measured in (False, True)]
+    lost = scale is not None and not _survives(f, scale)
+    values = [None if lost else _value(f, cells, measured) for measured in (False, True)]
     verdicts = [_verdict(f, v) for v in values]
     beyond = [c for c in used if c.status == "infeasible" and f.metric not in ("fits", "peak_bytes")]
-    notes = [f.note, "predicted as if memory sufficed, which it does not" if beyond else ""]
+    notes = ["it is about the paper's own machines and models"] if lost else [f.note]
+    notes += ["predicted as if memory sufficed, which it does not"] if beyond and not lost else []
     return StudyFinding(says=f.says, reported=f.reported, predicted=values[0], measured=values[1], low=f.low,
                         high=f.high, verdict=verdicts[0], measured_verdict=verdicts[1],
                         note="; ".join(n for n in notes if n))  # fmt: skip
+
+
+def _survives(f: FindingFile, scale: Scale) -> bool:
+    """Whether a finding still compares different experiments at a scale: not machines, models or engines."""
+    gone = ("model", "platform", "engine")
+    sides = [[{k: v for k, v in p.items() if k not in gone} for p in places(side)] for side in (f.of, f.over)]
+    devices = [int(p.get("devices", 1)) for side in sides for p in side]
+    return bool(sides[1]) and max(devices) <= scale.devices and all(p not in sides[1] for p in sides[0])
 
 
 def _value(f: FindingFile, cells: list[StudyCell], measured: bool) -> float | None:
