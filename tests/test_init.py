@@ -40,7 +40,7 @@ def test_a_wrong_answer_is_one_message(tmp_path):
 
 def test_completion():
     assert set(models("")) == set(catalog.models())
-    assert models("llama2-7") == ["llama2-7b"]
+    assert models("llama2-13") == ["llama2-13b"]
     assert "8xa100-80g-sxm" in clusters("8xa1")
     assert "4x8xrtx4090" in clusters("4x8xrt")
     assert set(registry()) < set(techniques(""))

