@@ -13,6 +13,7 @@ from ridgeline.jobs.live import announced
 from ridgeline.predict import predict
 from ridgeline.report.export import load_any
 from ridgeline.store import Store
+from ridgeline.study import load_study, run_study
 from ridgeline.web.app import create_app
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +157,17 @@ def test_runs(page, store):
     page.get_by_role("link", name="shown").click()
     page.wait_for_selector("[aria-label^='Time by phase'] canvas")
     assert run
+
+
+def test_a_study_shows_its_findings(page, store, tmp_path):
+    study = load_study(ROOT / "studies" / "dissecting.toml")
+    tables = [t for t in study.tables if t.name == "scaling"]
+    findings = [f for f in study.findings if "scale" in f.says.lower() or "scaling" in f.says.lower()]
+    few = study.model_copy(update={"tables": tables, "findings": findings})
+    key = store.add_study(run_study(few, tmp_path, workers=1))
+    page.goto(f"/#/runs?id={key}")
+    page.wait_for_selector("text=A800 scales nearly linearly to eight")
+    assert page.locator("tbody tr").count() == len(few.findings)
 
 
 def test_a_running_job_is_followed(page, tmp_path, monkeypatch):

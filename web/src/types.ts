@@ -173,6 +173,14 @@ export interface Found {
   seconds: number;
 }
 
+export interface Study {
+  name: string;
+  title: string;
+  source: string;
+  cells: { status: string }[];
+  findings: { says: string; reported: string; predicted: number | null; measured: number | null; verdict: string; note: string }[];
+}
+
 export interface RunLine {
   id: string;
   created: string;

@@ -73,10 +73,7 @@ def plan_routes() -> APIRouter:
 
     @routes.post("/search")
     async def find(request: SearchRequest) -> StreamingResponse:
-        question = question_of(request)
-        if not searching.acquire(blocking=False):
-            raise UserError("another search is running", "wait for it to end")
-        return event_stream(_search(question, searching))
+        return event_stream(_search(question_of(request), searching))
 
     return routes
 
@@ -97,6 +94,9 @@ def question_of(request: SearchRequest) -> Question:
 
 
 async def _search(question: Question, searching: threading.Semaphore) -> AsyncIterator[dict[str, Any]]:
+    if not searching.acquire(blocking=False):
+        yield {"error": {"what": "another search is running", "fix": "wait for it to end"}}
+        return
     loop = asyncio.get_running_loop()
     news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 

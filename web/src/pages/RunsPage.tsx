@@ -2,7 +2,7 @@ import { useEffect, useState } from "preact/hooks";
 import { get, post } from "../api";
 import { Chart } from "../Chart";
 import { address, settle } from "../route";
-import type { Ablation, LiveJob, Outcome, Part, Result, RunLine } from "../types";
+import type { Ablation, LiveJob, Outcome, Part, Result, RunLine, Study } from "../types";
 import { bytes, metric, number, seconds } from "../units";
 import { MemoryBar, Metrics, Tree } from "../views";
 
@@ -43,7 +43,7 @@ function List({ query }: { query: URLSearchParams }) {
     <>
       <div class="row" role="search">
         <label>Name, model or plan <input value={filters.name} onInput={(e) => set({ name: e.currentTarget.value })} /></label>
-        <Choice label="Kind" value={filters.kind} values={["", "result", "ablation"]} set={(kind) => set({ kind })} />
+        <Choice label="Kind" value={filters.kind} values={["", "result", "ablation", "study"]} set={(kind) => set({ kind })} />
         <Choice label="Source" value={filters.source} values={["", "predicted", "measured", "both"]} set={(source) => set({ source })} />
         <Choice label="Tag" value={filters.tag} values={["", ...(found?.tags ?? [])]} set={(t) => set({ tag: t })} />
       </div>
@@ -125,7 +125,8 @@ function LossChart({ losses }: { losses: [number, number][] }) {
   return <Chart option={option} height={140} label="Training loss by step" />;
 }
 
-type Document = { kind: "result"; document: Result; tree: Part | null } | { kind: "ablation"; document: Ablation };
+type Document = { kind: "result"; document: Result; tree: Part | null } | { kind: "ablation"; document: Ablation }
+  | { kind: "study"; document: Study };
 
 function Run({ id }: { id: string }) {
   const [found, setFound] = useState<Document | null>(null);
@@ -138,6 +139,7 @@ function Run({ id }: { id: string }) {
       <p><a href="#/runs">All runs</a></p>
       {mistake && <p class="mistake" role="alert">{mistake}</p>}
       {found?.kind === "ablation" && <AblationView a={found.document} />}
+      {found?.kind === "study" && <StudyView s={found.document} />}
       {found?.kind === "result" && <ResultView r={found.document} tree={found.tree} />}
       {found && <pre tabIndex={0}>ridgeline report {id} -o report.html</pre>}
     </>
@@ -166,6 +168,21 @@ function AblationView({ a }: { a: Ablation }) {
         </table>
       </div>
       {a.notes.map((n) => <p class="soft" key={n}>{n}</p>)}
+    </>
+  );
+}
+
+function StudyView({ s }: { s: Study }) {
+  return (
+    <>
+      <h1>{s.title || s.name}</h1>
+      <p class="soft">{s.source} {number(s.cells.length)} cells, {number(s.cells.filter((c) => c.status === "ok").length)} feasible; the tables are in its report:</p>
+      <div class="scroll">
+        <table>
+          <thead><tr><th scope="col">Finding</th><th scope="col" class="text">Reported</th><th scope="col">Predicted</th><th scope="col">Measured</th><th scope="col" class="text">Verdict</th></tr></thead>
+          <tbody>{s.findings.map((f) => <tr key={f.says}><td>{f.says}<div class="soft">{f.note}</div></td><td class="text">{f.reported}</td><td>{f.predicted == null ? "–" : number(f.predicted)}</td><td>{f.measured == null ? "–" : number(f.measured)}</td><td class="text">{f.verdict}</td></tr>)}</tbody>
+        </table>
+      </div>
     </>
   );
 }
