@@ -1,13 +1,17 @@
 """The command line: exit codes, messages, clean streams, a quick start."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from ridgeline import cli
+from ridgeline.cli.base import ctrl_c_between_steps
 
 
 @pytest.fixture
@@ -245,3 +249,17 @@ def test_measuring_needs_the_hardware(ridgeline, experiment, command):
     assert "8xa100-80g-sxm is not this machine" in err
     assert 'on = "local"' in err
     assert "ridgeline predict" in err
+
+
+def test_ctrl_c_is_taken_between_steps_and_the_second_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with ctrl_c_between_steps() as check:
+        check()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # a finalizer that runs now would have swallowed it
+        with pytest.raises(KeyboardInterrupt):
+            check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+    assert signal.getsignal(signal.SIGINT) is before

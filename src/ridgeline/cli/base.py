@@ -12,7 +12,7 @@ import typer
 from ridgeline.cli.completion import clusters, techniques
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ridgeline.experiments import AblationSpec
     from ridgeline.spec.experiment import Experiment
@@ -150,6 +150,32 @@ def command_line() -> str:
     import shlex
 
     return " ".join(shlex.quote(a) for a in ["ridgeline", *sys.argv[1:]])
+
+
+@contextlib.contextmanager
+def ctrl_c_between_steps() -> Iterator[Callable[[], None]]:
+    """Take the first Ctrl-C where the function that this yields is called, the second one anywhere: an interrupt that
+    arrives while Python runs a finalizer would be lost."""
+    import signal
+    from types import FrameType
+
+    asked = False
+
+    def note(_: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def require_package(package: str) -> None:

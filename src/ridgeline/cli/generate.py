@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import With, app, require_checkpoint, say
+from ridgeline.cli.base import With, app, ctrl_c_between_steps, require_checkpoint, say
 from ridgeline.cli.engine_options import (
     BatchedTokens,
     ChatTemplate,
@@ -21,6 +21,8 @@ from ridgeline.cli.engine_options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ridgeline.serve.engine import Engine
 
 
@@ -82,16 +84,19 @@ def generate(
 
     sampling(None).check(engine.spec.vocab_size)
     try:
-        if out is None:
-            _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()))
-        else:
-            results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()))
-            _write(results, out, len(prompts), len(prompts) - len(left))
+        with ctrl_c_between_steps() as check:
+            if out is None:
+                _print_one(engine, vocabulary, left[0], sampling, tuple(stop or ()), check)
+            else:
+                results = offline.generate(engine, vocabulary, left, sampling, tuple(stop or ()), before_step=check)
+                _write(results, out, len(prompts), len(prompts) - len(left))
     finally:
         engine.close()
 
 
-def _print_one(engine: Engine, vocabulary: Any, prompt: Any, sampling: Any, stops: tuple[str, ...]) -> None:
+def _print_one(
+    engine: Engine, vocabulary: Any, prompt: Any, sampling: Any, stops: tuple[str, ...], check: Callable[[], None]
+) -> None:
     """One prompt's outputs on standard output; a single one as it comes."""
     from ridgeline.serve import offline
     from ridgeline.spec.errors import UserError
@@ -101,7 +106,9 @@ def _print_one(engine: Engine, vocabulary: Any, prompt: Any, sampling: Any, stop
         sys.stdout.flush()
 
     alone = sampling(None).n == 1
-    for result in offline.generate(engine, vocabulary, [prompt], sampling, stops, fresh=show if alone else None):
+    for result in offline.generate(
+        engine, vocabulary, [prompt], sampling, stops, fresh=show if alone else None, before_step=check
+    ):
         if "error" in result:
             raise UserError(result["error"])
         print("" if alone else "\n".join(o["text"] for o in result["outputs"]))

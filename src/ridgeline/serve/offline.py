@@ -80,11 +80,12 @@ def done_ids(out: Path) -> set[str]:
 def generate(
     engine: Engine, vocabulary: Vocabulary, prompts: Iterable[Prompt], sampling: Callable[[int | None], Sampling],
     stops: tuple[str, ...] = (), ahead: int = 512, fresh: Callable[[str], None] | None = None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Results in the order in which they end; ``sampling`` makes the settings for a prompt's own ``max_tokens``.
 
     At most ``ahead`` prompts are with the engine at once. A prompt that cannot be served gets a result with ``error``.
-    ``fresh``: called with each piece of text as it comes.
+    ``fresh``: called with each piece of text as it comes; ``before_step`` before every step of the engine.
     """
     left = deque(prompts)
     jobs: dict[str, tuple[Prompt, ServeJob, dict[int, Delta]]] = {}
@@ -99,6 +100,7 @@ def generate(
                 yield {"id": prompt.id, "error": f"{e.what}: {e.fix}"}
                 continue
             jobs[prompt.id] = (prompt, job, {})
+        before_step()
         for event in engine.step():
             if event.request not in jobs:
                 continue
