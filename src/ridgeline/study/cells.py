@@ -73,7 +73,8 @@ def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], sc
     if each == "max":
         return largest(model, cluster, work, plan, scale.largest_batch if scale else LARGEST)
     if each is not None:
-        work["batch_size"] = int(each) * (cluster.size if work["kind"] in ("pretrain", "finetune") else 1)
+        each = int(each) if scale is None else min(int(each), scale.largest_batch)
+        work["batch_size"] = each * (cluster.size if work["kind"] in ("pretrain", "finetune") else 1)
     return experiments.make(model, cluster, work, _with_examples(plan))
 
 
