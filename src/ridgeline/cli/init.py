@@ -36,12 +36,6 @@ prompt_len = 512           # mean
 output_len = 128           # mean
 requests = 200""",
 }
-PLANS = {
-    "pretrain": ["mixed_precision", "flash_attention"],
-    "finetune": ["mixed_precision", "lora:rank=16"],
-    "generate": ["flash_attention"],
-    "serve": ["continuous_batching", "paged_kv"],
-}
 FILE = """\
 # {model} on {on}: {task}. Every field can be overridden on the command line: workload.batch_size=8
 #   ridgeline predict {file}        what it gives, without the hardware
@@ -92,10 +86,14 @@ def init(
 
 
 def _text(file: Path, model: str, on: str, task: str, seq_len: int, batch: int) -> str:
+    from ridgeline.techniques.registry import default_plan, registry
+
     training = task in ("pretrain", "finetune")
     runs = f"#   ridgeline train {file}          do it\n" if training else ""
-    calls = "\n".join(f'    "{call}",' for call in PLANS[task])
+    plan = [name for name, cls in registry().items() if task in cls.card.tasks and cls.card.standard]
+    plan = plan or list(default_plan(task))
+    calls = "\n".join(f'    "{call}",' for call in plan)
     return FILE.format(
-        model=model, on=on, task=task, file=file, name=file.stem, runs=runs, plan=calls, first=f'"{PLANS[task][0]}"',
-        workload=TASKS[task].format(seq_len=seq_len, batch=batch),
+        model=model, on=on, task=task, file=file, name=file.stem, runs=runs, plan=calls,
+        first=", ".join(f'"{call}"' for call in plan[:1]), workload=TASKS[task].format(seq_len=seq_len, batch=batch),
     )  # fmt: skip
