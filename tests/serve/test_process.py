@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,14 +21,22 @@ def process(folder, *options):
     return start(folder, "--kv-cache", "1MB", *options)
 
 
+def sequences(server):
+    """How many sequences the server holds."""
+    text = call(server, "/metrics")[2]
+    return sum(float(n) for n in re.findall(r"^ridgeline_(?:waiting|running|queued_requests) (\S+)", text, re.M))
+
+
 def test_sigterm_lets_requests_finish_and_takes_no_more(folder):
-    with process(folder, "--drain-timeout", "20") as server:
-        body = {**LONG, "prompt": "a", "n": 16}
+    with process(folder, "--drain-timeout", "120", "--max-num-batched-tokens", "8") as server:
+        body = {**LONG, "prompt": "a", "n": 32}
         answers: list[tuple[int, dict, str]] = []
         running = threading.Thread(target=lambda: answers.append(call(server, "/v1/completions", body)))
         stream = opened(server, {**body, "stream": True})
         running.start()
         assert stream.recv(100)
+        while sequences(server) < 64:  # both requests have been taken
+            assert running.is_alive()
         server.process.send_signal(signal.SIGTERM)
         refused = []
         while running.is_alive() and not refused:
@@ -39,9 +48,9 @@ def test_sigterm_lets_requests_finish_and_takes_no_more(folder):
                 break
             if refused[0][0] != 503:  # the signal has yet to arrive
                 refused = []
-        running.join(30)
+        running.join(120)
         assert answers[0][0] == 200
-        assert [c["finish_reason"] for c in json.loads(answers[0][2])["choices"]] == ["length"] * 16
+        assert [c["finish_reason"] for c in json.loads(answers[0][2])["choices"]] == ["length"] * 32
         assert [status for status, _, _ in refused] == [503, 503]
         assert "shutting down" in error(refused[0][2])["message"]
         rest = b""
