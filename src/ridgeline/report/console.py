@@ -99,7 +99,7 @@ class Status(_Live):
 
 
 class CountBar(_Live):
-    """So many things of a kind, one after the other."""
+    """Progress over a known number of items."""
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class CountBar(_Live):
         self.task = self.progress.add_task(title, total=total, completed=done, note="")
 
     def advance(self, note: str = "") -> None:
-        """One more is done."""
+        """Count one more item as done."""
         self.done += 1
         self.progress.update(self.task, note=note, completed=self.done)
         if self.done == self.total or self.done % max(1, self.total // 10) == 0:

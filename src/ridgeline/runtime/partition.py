@@ -1,4 +1,4 @@
-"""The cheapest way to cut a row of things into runs of neighbors."""
+"""The cheapest way to partition a sequence into contiguous runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 def cheapest_runs(count: int, cost: Callable[[int, int], float]) -> list[tuple[int, int]]:
-    """(start, stop) of consecutive runs of ``count`` things with the least sum of ``cost(start, stop)``.
+    """(start, stop) of consecutive runs of ``count`` items with the least sum of ``cost(start, stop)``.
 
-    Infinite: such a run is too large, and then so are all longer ones with its end; one thing by itself is always a
-    run. A dynamic program, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers, arXiv:2010.05680,
+    An infinite cost means that the run is too large, and so are all longer ones with the same end; a single item is
+    always a run. A dynamic program, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers, arXiv:2010.05680,
     algorithm 3), of O(count²) calls.
     """
     best, start = [0.0], [0]

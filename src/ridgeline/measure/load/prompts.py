@@ -133,7 +133,7 @@ def _enough(text: str) -> str:
 
 
 def _piece(units: Sequence[T], generator: np.random.Generator, length: int) -> list[T]:
-    """So many from a random place on, over again if there are too few."""
+    """``length`` consecutive units from a random position, repeated from the start if there are too few."""
     start = int(generator.integers(max(1, len(units) - length)))
     found = list(units[start : start + length])
     while len(found) < length:

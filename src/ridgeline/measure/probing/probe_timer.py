@@ -73,7 +73,7 @@ class Timer:
         self.sync()
         times: list[float] = []
         i = 0
-        while self._goes_on(len(times), 5, self.budget, time.perf_counter() - start):
+        while self._continues(len(times), 5, self.budget, time.perf_counter() - start):
             t = time.perf_counter()
             calls[i % len(calls)]()
             self.sync()
@@ -89,9 +89,9 @@ class Timer:
         passes = [self._pass(w, copies) for _ in range(3)]
         return statistics.median(f for f, _ in passes), statistics.median(b for _, b in passes)
 
-    def _goes_on(self, calls: int, least: int, seconds: float, passed: float) -> bool:
-        """Whether an operator is called again after so many calls in ``passed`` seconds."""
-        return calls == 0 or passed < seconds or (calls < least and passed < SLOW * self.budget)
+    def _continues(self, calls: int, least: int, seconds: float, elapsed: float) -> bool:
+        """Whether to call the operator once more, given ``calls`` done in ``elapsed`` seconds."""
+        return calls == 0 or elapsed < seconds or (calls < least and elapsed < SLOW * self.budget)
 
     def _pass(self, w: Work, copies: list[tuple[Tensor, ...]]) -> tuple[float, float]:
         self.together()
@@ -99,7 +99,7 @@ class Timer:
         backward: list[float] = []
         start = time.perf_counter()
         i = 0
-        while self._goes_on(len(forward), 6, self.budget / 3, time.perf_counter() - start):
+        while self._continues(len(forward), 6, self.budget / 3, time.perf_counter() - start):
             inputs = copies[i % len(copies)]
             t0 = time.perf_counter()
             y = w.fn(*inputs)

@@ -184,7 +184,7 @@ def _codes(out: int, width: int, bits: int, group: int) -> Packed:
 
 
 def _copies(layer: nn.Module) -> list[nn.Module]:
-    """So many of a layer that their weights come from memory rather than from a cache."""
+    """Enough copies of a layer that weights are read from memory rather than from a cache."""
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
     return [layer, *(copy.deepcopy(layer) for _ in range(int(2 * CACHE_BYTES / size)))]
 
