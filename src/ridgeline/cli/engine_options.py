@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import number_of_bytes, require_checkpoint
+from ridgeline.cli.base import number_of_bytes, require_checkpoint, say
 
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
@@ -21,14 +21,25 @@ Length = Annotated[int | None, typer.Option(min=2, help="Maximum sequence length
 Seqs = Annotated[int | None, typer.Option(min=1, help="Maximum sequences per step.")]
 BatchedTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per step.")]
 Pool = Annotated[str | None, typer.Option(help="Memory for the KV cache: 600MB, 1.5GiB, …")]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(help="Device memory to use: 8GiB, …; layers that do not fit rest in host memory or on --disk."),
+]
+HostMemory = Annotated[str | None, typer.Option(help="Host memory that layers may rest in: 32GiB, …")]
+DiskFolder = Annotated[Path | None, typer.Option("--disk", help="Folder on a disk that layers may rest on.")]
 
 
 def make_engine(
     checkpoint: Path, with_: list[str] | None, length: int | None, seqs: int | None, tokens: int | None,
     pool: str | None, more: tuple[str, ...] = (),
+    memory: tuple[str | None, str | None, Path | None] = (None, None, None),
 ) -> Engine:  # fmt: skip
     """The engine of the default plan and ``more``, where ``--with`` does not give their options itself; -NAME leaves a
-    technique of these out."""
+    technique of these out.
+
+    ``memory``: limits of device and host memory, and a folder on disk; where any is given, the fastest predicted
+    placement of the weights within them is added to the plan and told.
+    """
     from ridgeline.experiments import plan_of
     from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
     from ridgeline.spec.errors import unknown
@@ -45,5 +56,31 @@ def make_engine(
             raise unknown("technique", name, default, f"--with -{name}")
     named = {*off, *(Call.parse(item).name for item in wanted)}
     plan = [*(name for name in default if name not in named), *wanted]
-    return load_engine(checkpoint, plan, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens,
-                       kv_cache_bytes=number_of_bytes("--kv-cache", pool))  # fmt: skip
+    options: dict[str, Any] = {"max_model_len": length, "max_num_seqs": seqs, "max_num_batched_tokens": tokens,
+               "kv_cache_bytes": number_of_bytes("--kv-cache", pool)}  # fmt: skip
+    if any(memory):
+        return _placed(checkpoint, plan, memory, options)
+    return load_engine(checkpoint, plan, **options)
+
+
+def _placed(
+    checkpoint: Path, plan: list[str], memory: tuple[str | None, str | None, Path | None], options: dict[str, Any]
+) -> Engine:
+    """The engine within limits of memory."""
+    from ridgeline import catalog
+    from ridgeline.report.units import metric
+    from ridgeline.search.placement import MemoryLimits, place
+    from ridgeline.serve.build_engine import load_engine
+
+    catalog.allow_unprobed()
+    device, host, disk = memory
+    limits = MemoryLimits(number_of_bytes("--device-memory", device), number_of_bytes("--host-memory", host), disk)
+    found = place(checkpoint, plan, limits, sequences=options["max_num_seqs"] or 64, **options)
+    width = max(len(what) for what, _, _ in found.rows)
+    for what, where, size in found.rows:
+        say(f"{what:<{width}}  {where:<11}  {metric(size, 'bytes')}")
+    say(f"bound by {found.bound}; {found.rate:.3g} tokens/s predicted with {found.sequences} sequences at a time")
+    for size, times in found.more:
+        say(f"with {metric(size, 'bytes')} of device memory: {times:.2f}x")
+    options["kv_cache_bytes"] = found.cache
+    return load_engine(checkpoint, found.experiment.plan.strings(), cluster=found.experiment.cluster, **options)

@@ -13,6 +13,9 @@ from ridgeline.cli.engine_options import (
     BatchedTokens,
     ChatTemplate,
     Checkpoint,
+    DeviceMemory,
+    DiskFolder,
+    HostMemory,
     Length,
     Pool,
     Seqs,
@@ -52,6 +55,9 @@ def generate(
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
     kv_cache: Pool = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    disk: DiskFolder = None,
 ) -> None:
     """Generate for one prompt or a file of them. Ctrl-C keeps what is done, and the same command goes on."""
     from ridgeline.data.batches import load_tokenizer
@@ -75,7 +81,8 @@ def generate(
     if not left:
         say(f"{len(prompts)} of {len(prompts)} prompts done already")
         return
-    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache)
+    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache,
+                         memory=(device_memory, host_memory, disk))  # fmt: skip
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
 
     def sampling(own: int | None) -> Sampling:

@@ -12,6 +12,9 @@ from ridgeline.cli.engine_options import (
     BatchedTokens,
     ChatTemplate,
     Checkpoint,
+    DeviceMemory,
+    DiskFolder,
+    HostMemory,
     Length,
     Pool,
     Seqs,
@@ -43,6 +46,9 @@ def serve(
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
     kv_cache: Pool = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    disk: DiskFolder = None,
     max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Maximum number of queued outputs.")] = 512,
     max_num_queued_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of queued prompt tokens.")] = 1
     << 20,
@@ -73,7 +79,8 @@ def serve(
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
     body = number_of_bytes("--max-body", max_body)
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
-    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more)
+    engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
+                         (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)
     if adapters is not None:

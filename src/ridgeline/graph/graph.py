@@ -146,13 +146,15 @@ class Param:
     """Pieces that pass through the device one at a time."""
     state_bytes: float | None = None
     """Optimizer-state bytes per element, if not the graph's."""
+    resident: float = 1.0
+    """In inference: share of it that stays on the device."""
 
     def copy(self) -> Param:
         """One that may be changed without touching this one."""
         return Param(
             self.name, self.numel, self.dtype, self.trainable, self.bytes_per_element, self.shape, self.shards,
             self.state_shards, self.grad_shards, self.grad_bytes, self.working_bytes, self.spread,
-            self.tiles, self.state_bytes,
+            self.tiles, self.state_bytes, self.resident,
         )  # fmt: skip
 
     def held_states(self, each: float) -> float:
@@ -320,6 +322,8 @@ class Graph:
     """Whether the host's update runs beside the next step."""
     host_parameters: bool = False
     """Whether parameters rest in host memory or on disk between uses."""
+    weight_buffers: float = 0.0
+    """In inference: bytes of the device through which weights pass that rest elsewhere."""
     host_bytes: float = 0.0
     """Bytes of host memory that this rank's offloaded tensors take."""
     host_activations: bool = False
@@ -359,6 +363,11 @@ class Graph:
     def params(self) -> list[tuple[Param, int]]:
         """Every parameter with the repeat count of its block."""
         return [(p, b.repeat) for b in self.blocks for p in b.params]
+
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes of parameters on this rank's device in inference: those that stay, and the buffers of the others."""
+        return sum(p.stored_bytes * p.resident * n for p, n in self.params) + self.weight_buffers
 
     @property
     def stages(self) -> int:

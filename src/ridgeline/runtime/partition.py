@@ -10,8 +10,8 @@ def cheapest_runs(count: int, cost: Callable[[int, int], float]) -> list[tuple[i
     """(start, stop) of consecutive runs of ``count`` items with the least sum of ``cost(start, stop)``.
 
     An infinite cost means that the run is too large, and so are all longer ones with the same end; a single item is
-    always a run. A dynamic program, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers, arXiv:2010.05680,
-    algorithm 3), of O(count²) calls.
+    always a run. A dynamic program, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers,
+    arXiv:2010.05680, algorithm 3), of O(count²) calls.
     """
     best, start = [0.0], [0]
     for i in range(count):

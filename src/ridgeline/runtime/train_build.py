@@ -136,6 +136,8 @@ class Build:
     """Autocast dtype of the forward pass; None: none."""
     fused_attention: str | AttentionBackend = "flash"
     """The attention backend that has no score matrix."""
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """Memory of the device that techniques hold beside the model's parameters."""
     metrics: dict[str, Callable[[], float]] = field(default_factory=dict)
     """What techniques tell of a generation when it is over: shares, by the name of the metric."""
 

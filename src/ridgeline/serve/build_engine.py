@@ -28,6 +28,7 @@ from ridgeline.serve.ranks import RankedRunner
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as Row
+from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -53,7 +54,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     run.take_workload(w)
     width = next(run.model.parameters()).element_size()
     each = run.block_bytes(len(run.model.layers), run.kv_heads, e.model.head_dim, width)
-    blocks, longest = run.pool(e.model, w, each, _free(run.device)) if e.model.causal else (0, context(e.model, w))
+    blocks, longest = run.pool(e.model, w, each, _free(run)) if e.model.causal else (0, context(e.model, w))
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
@@ -95,9 +96,11 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         device = torch.device("cuda", 0) if dist.get_backend() == "nccl" else torch.device("cpu")
     if model is None:
         dtype = DTYPES[e.dtype]
-        model = (
-            load_packed(Path(w.checkpoint), dtype, device) if w.checkpoint else build(e.model, device, dtype, w.seed)
-        )
+        if w.checkpoint:
+            later = tuple(prefix for t in techniques for prefix in t.reads_itself(e))
+            model = load_packed(Path(w.checkpoint), dtype, device, later=later)
+        else:
+            model = build(e.model, device, dtype, w.seed)
     model.requires_grad_(False)
     run = ServeBuild(e, model, device, kv_heads=e.model.num_kv_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
@@ -125,20 +128,26 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     return ranked
 
 
-def load_engine(checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, **workload: object) -> Engine:
-    """An engine for a checkpoint on this machine, with fields of :class:`Serve` as ``workload``."""
+def load_engine(
+    checkpoint: Path, plan: Iterable[str] = DEFAULT_PLAN, cluster: Cluster | None = None, **workload: object
+) -> Engine:
+    """An engine for a checkpoint on this machine, with fields of :class:`Serve` as ``workload``. ``cluster``: this
+    machine with less memory."""
     catalog.allow_unprobed()
     w = Serve(**{"checkpoint": str(checkpoint), "prompt_len": 1, "output_len": 1, **workload})
     calls = Plan.parse(list(plan))
     world = math.prod(mesh_axes("serve", techniques_of(calls)).values())
-    e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=catalog.cluster(f"{world}xlocal"), workload=w,
-                   plan=calls)  # fmt: skip
+    cluster = cluster or catalog.cluster(f"{world}xlocal")
+    e = Experiment(model=ModelSpec.from_path(checkpoint), cluster=cluster, workload=w, plan=calls)
     return make_engine(e, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _free(device: torch.device) -> float:
-    """Bytes of the device's memory that nobody uses."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+def _free(run: ServeBuild) -> float:
+    """Bytes of the device's memory that nobody uses; what the experiment allows the device, if that is less."""
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*run.model.parameters(), *run.buffers)}
+    device, limit = run.device, run.experiment.cluster.device.memory_bytes - sum(held.values())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return min(free, limit)
 
 
 def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:

@@ -91,7 +91,8 @@ class Scheduling:
         if w.kv_cache_bytes is not None:
             found = int(w.kv_cache_bytes / each)
         else:
-            found = min(self.limits.max_num_seqs * -(-longest // self.block_size), int(CACHE_SHARE * free / each))
+            share = w.kv_cache_share or CACHE_SHARE
+            found = min(self.limits.max_num_seqs * -(-longest // self.block_size), int(share * free / each))
         if found < 2:
             raise UserError(
                 f"the key/value pool has room for {max(0, found)} blocks of {each:.0f} bytes",

@@ -164,6 +164,8 @@ class Serve(_Workload):
     """Longest prompt and output together; None: as long as the model's positions."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Memory of Ridgeline's key/value pool; None: what the engine finds."""
+    kv_cache_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the device's free memory that the pool takes at most; None: a quarter, as others may need the rest."""
     seed: int = 0
     checkpoint: str | None = None
 

@@ -9,7 +9,7 @@ Part = Literal[
     "divided_linears", "divided_tensors", "experts", "fused_attention", "fused_linears", "fused_norms",
     "loss_scale", "low_rank", "masters", "model_shape", "optimizer", "packed_rows", "pass_memory",
     "plain_attention", "products", "queue", "rank_groups", "recomputation", "recorded_step", "relative_updates",
-    "replicas", "sequence_parts", "shards", "trainable", "weights", "whole_gradients", "zeros",
+    "replicas", "resting_weights", "sequence_parts", "shards", "trainable", "weights", "whole_gradients", "zeros",
 ]  # fmt: skip
 
 PARTS: dict[Part, str] = {
@@ -40,6 +40,7 @@ PARTS: dict[Part, str] = {
     "recorded_step": "a recorded step, whose operators and shapes must stay",
     "relative_updates": "updates sized by the parameters",
     "replicas": "whole parameters on every data-parallel rank",
+    "resting_weights": "where weights rest between uses",
     "sequence_parts": "norms and residual additions divided along the sequence",
     "shards": "parameters as shards over data-parallel ranks",
     "trainable": "which parameters train",

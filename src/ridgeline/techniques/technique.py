@@ -165,6 +165,11 @@ class Technique(BaseModel):
         """
         return False
 
+    def reads_itself(self, e: Experiment) -> tuple[str, ...]:
+        """How the names of dense parameters begin that it reads from a checkpoint itself: :meth:`apply` finds them on
+        the meta device."""
+        return ()
+
     def stored(self) -> dict[str, Any]:
         """Options that shape what a checkpoint holds; a run may be resumed with any other ones changed."""
         return self.model_dump(mode="json") if self.phase == "adapt" else {}

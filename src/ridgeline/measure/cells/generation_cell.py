@@ -92,7 +92,8 @@ def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Te
     """The model with the plan's techniques."""
     dtype = DTYPES[e.dtype]
     if w.checkpoint:
-        model = load_packed(Path(w.checkpoint), dtype, device)
+        later = tuple(prefix for t in techniques for prefix in t.reads_itself(e))
+        model = load_packed(Path(w.checkpoint), dtype, device, later=later)
     else:
         model = build(e.model, device, dtype, w.seed)
     model.set_attention("naive")

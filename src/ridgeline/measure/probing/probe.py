@@ -16,7 +16,7 @@ from ridgeline.predict import predict
 from ridgeline.predict.calibrate import calibrate
 from ridgeline.predict.serving.engine_costs import own_engine
 from ridgeline.predict.serving.iteration_time import Iterations
-from ridgeline.spec.device import STEP_ROWS, Cluster, Device, Rate
+from ridgeline.spec.device import STEP_ROWS, Cluster, Device, Link, Rate
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -216,6 +216,7 @@ def gpu_device(one: dict[str, Any]) -> Device:
         device = known.model_copy(
             update={"name": "local", "title": what, "source": f"{source}; datasheet of {known.name}"}
         )
+    device = device.model_copy(update={"disk": Link(**one["disk"])})
     return calibrate(as_samples(one["rows"]), device).on(device)
 
 
@@ -254,6 +255,7 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
         memory_bandwidth=one["memory_bandwidth"],
         sm_count=one["units"],
         launch_latency=one["launch_latency"],
+        disk=Link(**one["disk"]),
         rates=rates[1],
         ranks={str(r): v for r, v in rates.items() if r > 1} | served,
         source=f"ridgeline probe of {what}, {cores()} cores, {date.today().isoformat()}, torch {one['torch']}; "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ridgeline import catalog
 from ridgeline.jobs.job import ProbeOptions, Progress, RankContext
 from ridgeline.measure.environment import spare_core
+from ridgeline.measure.probing.disk import folder_rate
 from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
 from ridgeline.measure.probing.probe_serving import serving_costs
@@ -35,6 +36,7 @@ from ridgeline.nn.quant import bcq, nf4
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.quantized import dequantize, quantize
+from ridgeline.paths import cache_dir
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 
@@ -66,9 +68,14 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     if ranks > 1:
         report({"stage": "collectives"})
         rates.update(_collectives(timer, device, ranks))
+    disk = None
+    if ranks == 1:
+        report({"stage": "disk"})
+        disk = folder_rate(cache_dir(), "disk of Ridgeline's cache").model_dump()
     return {
         "rates": rates,
         "rows": rows,
+        "disk": disk,
         "peak_flops": peaks,
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,12 +52,23 @@ def first_missing(file: Path) -> str | None:
     return cut[0][1] if cut else None
 
 
+class FileSpan(NamedTuple):
+    """Consecutive bytes of a file."""
+
+    file: Path
+    start: int
+    length: int
+    dtype: str
+    """As safetensors spells it."""
+
+
 class _Files:
     """The tensors of a checkpoint directory by name, and the file that each stands in."""
 
     def __init__(self, path: Path, files: list[Path] | None = None, form: Format | None = None) -> None:
         self.path = path
         self._open: dict[Path, Any] = {}
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         if not path.is_dir():
             raise UserError(f"no checkpoint directory at {path}", "give the directory that holds config.json")
         self.format = reader(_config(path).get("quantization_config")) if files is None else form
@@ -127,6 +138,17 @@ class _Files:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor ``name``."""
         return tuple(self._handle(self.where[name]).get_slice(name).get_shape())
+
+    def span(self, name: str) -> FileSpan:
+        """Where the tensor ``name`` stands."""
+        file = self.where[name]
+        if file not in self._headers:
+            with file.open("rb") as f:
+                length = int.from_bytes(f.read(8), "little")
+                self._headers[file] = length + 8, json.loads(f.read(length))
+        start, header = self._headers[file]
+        first, end = header[name]["data_offsets"]
+        return FileSpan(file, start + first, end - first, header[name]["dtype"])
 
     def read(self, name: str, link: NamePair) -> Tensor:
         """The piece of tensor ``name`` that ``link`` wants, as one of ours is laid out."""
@@ -224,6 +246,19 @@ class Reader:
     def input(self, ours: str, expert: int | None = None) -> InputCode | None:
         """How the input of a parameter's (or one expert's) layer is quantized; None: it is not."""
         return self._files.input(self._links[ours][expert or 0])
+
+    def span(self, ours: str, dtype: torch.dtype, expert: int | None = None) -> FileSpan | None:
+        """Where a parameter, or one expert's slice of it, stands in a file just as it is used in ``dtype``; None where
+        it must be converted or joined from several pieces."""
+        pieces = self._links[ours]
+        link = pieces[expert or 0]
+        name = self._files.find(link)
+        if name is None or (expert is None and len(pieces) > 1) or link.part or link.transpose:
+            return None
+        found = self._files.span(name)
+        expected = math.prod(self._shapes[ours][0 if expert is None else 1 :]) * dtype.itemsize
+        usable = found.dtype == _DTYPES.get(dtype) and found.length == expected and found.start % dtype.itemsize == 0
+        return found if usable else None
 
     def read(self, ours: str, expert: int | None = None) -> Tensor:
         """A parameter as it is stored (codes expanded to fp32), or one expert's slice of it.

@@ -32,7 +32,8 @@ from ridgeline.spec.errors import UserError
 
 Tier = Literal["cpu", "disk"]
 DIRECTIONS = ("d2h", "h2d", "disk_read", "disk_write")
-_PAGE = 4096
+PAGE = 4096
+"""Bytes to which offsets, lengths and addresses of O_DIRECT are aligned."""
 _ALIGN = 64
 _THREADS = 2
 
@@ -138,7 +139,7 @@ class TieredStore:
     def __post_init__(self) -> None:
         if self.folder is not None and self.device.type != "meta":
             check_folder(self.folder, self.capacity)
-            self._file, self.direct = _open(self.folder)
+            self._file, self.direct = scratch_file(self.folder)
             if self.capacity:
                 self._reserve(self.capacity)
             weakref.finalize(self, os.close, self._file)
@@ -158,7 +159,7 @@ class TieredStore:
         for t in tensors:
             offsets.append(at)
             at += -(-t.nbytes // _ALIGN) * _ALIGN
-        entry = _Entry(tier, host, offsets, -(-at // _PAGE) * _PAGE, sum(t.nbytes for t in tensors))
+        entry = _Entry(tier, host, offsets, -(-at // PAGE) * PAGE, sum(t.nbytes for t in tensors))
         self._entries[key] = entry
         if tier == "disk":
             if self._file < 0:
@@ -369,9 +370,9 @@ class TieredStore:
             free = self._free.get(length)
             if free:
                 return free.pop()
-        raw = torch.empty(length + _PAGE, dtype=torch.uint8, pin_memory=self._stream is not None)
+        raw = torch.empty(length + PAGE, dtype=torch.uint8, pin_memory=self._stream is not None)
         mark_host(raw)
-        start = -raw.data_ptr() % _PAGE
+        start = -raw.data_ptr() % PAGE
         return raw[start : start + length]
 
     def _give_back(self, staging: Tensor) -> None:
@@ -382,7 +383,7 @@ class TieredStore:
 
     def _reserve(self, size: int) -> None:
         try:
-            os.posix_fallocate(self._file, 0, -(-size // _PAGE) * _PAGE)
+            os.posix_fallocate(self._file, 0, -(-size // PAGE) * PAGE)
         except OSError as e:
             if e.errno == errno.ENOSPC:
                 assert self.folder is not None
@@ -408,7 +409,7 @@ def _whole(call: Any, file: int, staging: Tensor, place: int) -> None:
         done += n
 
 
-def _open(folder: Path) -> tuple[int, bool]:
+def scratch_file(folder: Path) -> tuple[int, bool]:
     """A new unlinked file, and whether it takes O_DIRECT."""
     fd, name = tempfile.mkstemp(prefix="store-", dir=folder)
     try:
@@ -427,7 +428,7 @@ def check_folder(folder: Path, need: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"\0" * _PAGE)
+            probe.write(b"\0" * PAGE)
     except OSError as e:
         raise UserError(
             f"offload path {folder} cannot be written ({e.strerror or e}); {_size(need)} must go there",

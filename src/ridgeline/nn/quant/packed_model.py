@@ -38,17 +38,23 @@ class PackedExperts(nn.Module):
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
-        outputs = [rows[:0]]
-        for e, part in enumerate(torch.split(rows, counts)):
-            if not counts[e]:
-                continue
-            inner = self.up_proj[e](part)
-            if self.gate_proj is None:
-                inner = ACTIVATIONS[self.activation](inner)
-            else:
-                inner = gated(self.activation, self.gate_proj[e](part), inner)
-            outputs.append(self.down_proj[e](inner))
-        return torch.cat(outputs)
+        parts = torch.split(rows, counts)
+        return torch.cat([rows[:0], *(self.one(e, part) for e, part in enumerate(parts) if counts[e])])
+
+    def one(self, e: int, rows: Tensor) -> Tensor:
+        """Expert ``e`` of ``rows`` [n, h] → [n, h]."""
+        inner = self.up_proj[e](rows)
+        if self.gate_proj is None:
+            inner = ACTIVATIONS[self.activation](inner)
+        else:
+            inner = gated(self.activation, self.gate_proj[e](rows), inner)
+        out: Tensor = self.down_proj[e](inner)
+        return out
+
+    def modules_of(self, e: int) -> dict[str, nn.Module]:
+        """Expert ``e``'s projections by name."""
+        kinds = {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
+        return {kind: linears[e] for kind, linears in kinds.items() if linears is not None}
 
 
 class Dense(nn.Module):
@@ -68,12 +74,14 @@ Code = Callable[[str, int | None], tuple[Packed | Ternary, InputCode | None] | N
 
 
 def load_packed(
-    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", fast: bool = True
-) -> Transformer:
+    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", fast: bool = True,
+    later: tuple[str, ...] = (),
+) -> Transformer:  # fmt: skip
     """The model in a checkpoint directory; layers that it has in integer codes hold these, and never were dense.
 
     ``dtype`` of everything else (default: as the config says). ``fast``: see :mod:`ridgeline.nn.quant.packed_linear`;
-    2:4 weights then run on sparse tensor cores. GGUF files are expanded. Raises :class:`UserError` for whatever is
+    2:4 weights then run on sparse tensor cores. ``later``: how the names of dense parameters begin that stay on
+    the meta device, for what reads them by itself. GGUF files are expanded. Raises :class:`UserError` for whatever is
     wrong with the directory.
     """
     path = Path(path)
@@ -92,12 +100,13 @@ def load_packed(
     fresh = {n for n, p in model.named_parameters() if p.is_meta}
     for name in fresh:
         owner, _, leaf = name.rpartition(".")
-        empty = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        place = "meta" if name.startswith(later) else device
+        empty = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=place)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
     model.tie()
     with torch.no_grad():
         for ours, _ in groupby(links(spec), key=lambda link: link.ours):
-            if ours in fresh:
+            if ours in fresh and not ours.startswith(later):
                 assign(model.get_parameter(ours), reader.read(ours))
     if fast:
         use_sparse_cores(model)

@@ -18,6 +18,7 @@ from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time
 from ridgeline.predict.operators.kernel import op_time
 from ridgeline.predict.serving.engine_costs import EngineCosts, fuse
+from ridgeline.predict.serving.weight_transfers import weight_transfers
 from ridgeline.spec.device import DTYPE_BYTES, Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
@@ -64,7 +65,8 @@ class Parts:
     """The operators' times of one model, plan and engine: what is the same whatever the requests' lengths.
 
     Attributes are tables over the tokens of an iteration: ``body`` (all layers but attention), ``head`` (over
-    sequences), ``links`` (collectives of the body), ``expanded`` (products of weights stored narrow), in seconds.
+    sequences), ``links`` (collectives of the body), ``expanded`` (products of weights stored narrow), in seconds; and
+    ``weights``, what those that rest outside the device take to arrive.
     """
 
     def __init__(self, e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
@@ -76,6 +78,7 @@ class Parts:
         self.head = Interpolated(lambda t: self.total(self.graph(t, 1, 1), attention=False, head=True))
         self.links = Interpolated(lambda t: self._links(self.graph(t, 1, 1)))
         self.expanded = Interpolated(lambda t: self._expanded(self.graph(t, 1, 1)))
+        self.weights = weight_transfers(self.graph(1, 1, 1), cluster)
         ops = [(len(b.forward), b.repeat) for b in self.graph(1, 1, 1).blocks]
         self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
 
@@ -212,8 +215,8 @@ class Iterations:
         return self._waits(n) / self._drafts(n)[2]
 
     def floor(self, n: int) -> float:
-        """Host seconds, for each token, of a decode iteration with ``n`` sequences that run beside the GPU: it takes at
-        least that long."""
+        """Seconds, for each token, of what runs beside the GPU in a decode iteration with ``n`` sequences (the host's
+        work, the arrival of weights): it takes at least that long."""
         return self._beside(n) / self._drafts(n)[2]
 
     def _one(self, n: int) -> tuple[float, float]:
@@ -255,13 +258,13 @@ class Iterations:
         return a, b, s.expected_tokens
 
     def _waits(self, n: int) -> float:
-        e = self.engine
-        return e.iteration_s if e.overlap else e.iteration_s + e.schedule_s + e.sequence_s * n
+        e, before = self.engine, self.parts.weights.before
+        return before + e.iteration_s if e.overlap else before + e.iteration_s + e.schedule_s + e.sequence_s * n
 
     def _beside(self, n: int, eager: bool = False) -> float:
         e = self.engine
         hidden = e.schedule_s + e.sequence_s * n if e.overlap else 0.0
-        return hidden + (self.dispatch_s if eager or not e.graphs else 0.0)
+        return max(hidden + (self.dispatch_s if eager or not e.graphs else 0.0), self.parts.weights.beside)
 
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
         """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which then

@@ -50,7 +50,7 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
     """What is left for the cache. ``largest``: tokens of the largest iteration."""
     device = surface.cluster.device
     g = surface.graph(1, 1, 1)
-    weights = sum(p.stored_bytes * n for p, n in g.params)
+    weights = g.resident_bytes
     work = workspace(surface.graph(min(largest, engine.max_num_batched_tokens), 1, 1))
     pool = GRAPH_POOL if engine.graphs else 0.0
     usable = device.memory_bytes * engine.memory_share - device.reserved_bytes
@@ -72,12 +72,12 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
 def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
     """The pool of Ridgeline's own engine, its blocks, and the longest prompt and output together."""
     e, device = surface.e, surface.cluster.device
-    weights = sum(p.stored_bytes * n for p, n in surface.graph(1, 1, 1).params)
+    weights = surface.graph(1, 1, 1).resident_bytes
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))
     m, heads = e.model, max(1.0, e.model.num_kv_heads / e.parallel.get("tp", 1))
     stages = s.stages or even(m.num_layers, e.parallel.get("pp", 1))
     each = s.block_bytes(stages[0], heads, m.head_dim, DTYPE_BYTES[e.dtype])
-    blocks, longest = s.pool(m, w, each, device.memory_bytes - weights)
+    blocks, longest = s.pool(m, w, each, device.memory_bytes - weights - (work if w.kv_cache_share else 0.0))
     peak = Peak({"parameters": weights, "kv_cache": blocks * each, "activations": work}, "the largest iteration")
     reason = f"the pool has {blocks} blocks of {s.block_size} tokens, a request has room for {longest} tokens"
     return Room(blocks * s.block_size, each / s.block_size, peak, reason), blocks, longest

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
-from ridgeline.predict.common import assemble, metric, rank_cluster, rewritten, source_of
+from ridgeline.predict.common import assemble, beyond_host, metric, rank_cluster, rewritten, source_of
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.predict.serving.discrete_events import SimulationOutcome
 from ridgeline.predict.serving.engine_costs import PLANNED, EngineCosts, find_engine
@@ -39,9 +39,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     cluster = rank_cluster(e)
     engine = find_engine(w.engine, cluster.device)
     if engine.name == OWN:
-        weights = sum(
-            p.stored_bytes * n for p, n in rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).params
-        )
+        weights = rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).resident_bytes
         cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
     arrivals = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in arrivals]
@@ -54,6 +52,8 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     metrics = serving_metrics(outcome, w, e, source_of(cluster))
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
     result = assemble(e, metrics, space.peak, cluster)
+    if short := beyond_host(surface.graph(1, 1, 1), cluster):
+        result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     if outcome.rejected:
         result.notes.append(
             f"{outcome.rejected} of {len(arrivals)} requests are longer than the cache or the context and were rejected"

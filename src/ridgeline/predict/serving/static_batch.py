@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ridgeline.graph import Graph, decode_graph, prefill_graph
-from ridgeline.predict.common import assemble, metric, peak_note, rank_cluster, rewritten, source_of
+from ridgeline.predict.common import assemble, beyond_host, metric, peak_note, rank_cluster, rewritten, source_of
 from ridgeline.predict.operators.kernel import peak_flops
 from ridgeline.predict.serving.engine_costs import EngineCosts, engine_of, fuse
 from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import BLOCK, room
+from ridgeline.predict.serving.weight_transfers import pass_seconds
 from ridgeline.predict.step.peak_memory import inference_peak
-from ridgeline.predict.step.streams import breakdown, simulate
+from ridgeline.predict.step.streams import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
@@ -50,6 +51,10 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
                        "", "higher", peak_note(cluster, prefill.dtype)),
     }  # fmt: skip
     result = assemble(e, metrics, peak, cluster)
+    if prefill.host_bytes:
+        metrics["host_bytes"] = metric(prefill.host_bytes, "bytes", "lower", "graph")
+    if short := beyond_host(prefill, cluster):
+        result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     rows = breakdown(prefill, cluster, times=waves)
     later = breakdown(decode, cluster, times=steps * waves)
     for row in rows:
@@ -66,11 +71,11 @@ def _plain(
     """(first token, mean further token) of the torch twin; Simpson's rule over the growing context."""
     w = e.workload
     assert isinstance(w, Generate)
-    first, middle = (simulate(g, cluster, []).seconds for g in (prefill, decode))
+    first, middle = (pass_seconds(g, cluster) for g in (prefill, decode))
     if w.output_len < 32:  # the context hardly grows
         return first, middle
     ends = [
-        simulate(rewritten(decode_graph(e, n), e, techniques), cluster, []).seconds
+        pass_seconds(rewritten(decode_graph(e, n), e, techniques), cluster)
         for n in (w.prompt_len + 1, w.prompt_len + w.output_len)
     ]
     return first, (ends[0] + 4 * middle + ends[1]) / 6

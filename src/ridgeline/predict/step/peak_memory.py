@@ -337,7 +337,7 @@ class _Sweep:
 
 def inference_peak(prefill: Graph, decode: Graph | None) -> Peak:
     """The peak of generation: weights, cache and the larger of the two phases' workspace."""
-    stored = sum(p.stored_bytes * n for p, n in prefill.params)
+    stored = prefill.resident_bytes
     work = max(b.workspace for b in prefill.blocks)
     residuals = [o.bytes / 3 for b in prefill.blocks for o in b.forward if o.kind == "residual"]
     stream = max(residuals, default=0.0)

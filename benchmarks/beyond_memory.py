@@ -1,0 +1,224 @@
+"""Generation from a checkpoint that is four times as large as the memory for it.
+
+    python benchmarks/beyond_memory.py [--rounds 3] [--json benchmarks/results/beyond_memory.json]
+
+Parts:
+    tiers   the same model with its weights on the device, in host memory and on disk, with and without prefetch, over
+            the batch: tokens/s measured and predicted (run ``ridgeline probe`` first), and the share of a step that the
+            slower of transfers and computation would take alone
+    peers   in a memory cgroup that leaves a quarter of the checkpoint beside the process: ours from disk, and
+            accelerate's disk offload (transformers); equal greedy tokens are asserted. Needs root and cgroup v1
+
+Threads are PyTorch's (set OMP_NUM_THREADS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import catalog, experiments
+from ridgeline.graph import decode_graph
+from ridgeline.measure.cells.generation_cell import _built, timed_generation
+from ridgeline.measure.environment import fingerprint
+from ridgeline.measure.probing.disk import file_rate
+from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.memory.meter import Meter, process_memory
+from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.nn.model.init import build
+from ridgeline.predict import predict
+from ridgeline.spec.device import Cluster
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
+from ridgeline.techniques.registry import resolve
+
+MODEL = ModelSpec(name="beyond", family="llama", vocab_size=2048, hidden_size=1024, num_layers=16, num_heads=8,
+                  num_kv_heads=8, head_dim=128, intermediate_size=2816, max_positions=256)  # fmt: skip
+PROMPT, OUTPUT = 16, 6
+LARGE = MODEL.changed(name="beyond-large", hidden_size=2048, num_layers=12, num_heads=16, num_kv_heads=16,
+                      intermediate_size=5632)  # fmt: skip
+BATCHES = (1, 8, 32, 128)
+PLANS = {
+    "device": [],
+    "host": ["zero_inference:prefetch=1"],
+    "host, no prefetch": ["zero_inference:prefetch=0"],
+    "disk": ["zero_inference:parameters=nvme,prefetch=1"],
+    "disk, prefetch 3": ["zero_inference:parameters=nvme,prefetch=3"],
+    "disk, no prefetch": ["zero_inference:parameters=nvme,prefetch=0"],
+}
+PROCESS = 500 << 20
+"""What Python, PyTorch and transformers take themselves."""
+GROUP = Path("/sys/fs/cgroup/memory/ridgeline-benchmark")
+
+
+def experiment(checkpoint: str, plan: list[str], batch: int, cluster: Cluster | None = None) -> Experiment:
+    """Generation from the checkpoint."""
+    w = {"kind": "generate", "checkpoint": checkpoint, "batch_size": batch, "prompt_len": PROMPT, "output_len": OUTPUT}
+    return experiments.make(checkpoint, cluster or "local", w, plan)
+
+
+def prompt(batch: int) -> torch.Tensor:
+    """Token ids [batch, PROMPT]."""
+    return torch.randint(MODEL.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(e: Experiment) -> Any:
+    """The model as measurements build it."""
+    e, techniques = resolve(e)
+    return _built(e, e.workload, torch.device("cpu"), techniques).model  # type: ignore[arg-type]
+
+
+def tiers(checkpoint: str, rounds: int) -> dict[str, Any]:
+    """Tokens/s by tier and batch, measured in turns and predicted."""
+    file = max(Path(checkpoint).glob("*.safetensors"), key=lambda f: f.stat().st_size)
+    disk = file_rate(file)
+    links = [disk]
+    steps: dict[tuple[int, str], list[float]] = {}
+    held: dict[str, int] = {}
+    for _ in range(rounds):
+        for name, plan in PLANS.items():
+            model = model_of(experiment(checkpoint, plan, 1))
+            for batch in BATCHES:
+                with torch.inference_mode():
+                    timed_generation(model, prompt(batch), 2)
+                    steps.setdefault((batch, name), []).extend(timed_generation(model, prompt(batch), OUTPUT)[1:])
+            meter = Meter(model)
+            meter.register(model.parameters(), "parameters")
+            with meter, torch.inference_mode():
+                timed_generation(model, prompt(1), 2)
+            held[name] = meter.peak.categories["parameters"]
+        links.append(file_rate(file))
+    disk = sorted(links, key=lambda link: link.bandwidth)[len(links) // 2]
+    local = catalog.cluster("local")
+    cluster = local.model_copy(update={"device": local.device.model_copy(update={"disk": disk})})
+    rows: list[dict[str, Any]] = []
+    for (batch, name), seconds in steps.items():
+        step = statistics.median(seconds)
+        found = predict(experiment(checkpoint, PLANS[name], batch, cluster))
+        rows.append({"batch": batch, "weights": name, "tokens_per_s": batch / step, "step_s": step,
+                     "spread": statistics.pstdev(seconds) / step,
+                     "predicted_tokens_per_s": batch / found.metrics["tpot_s"].value,
+                     "device_weights_bytes": held[name]})  # fmt: skip
+    layers = sum(p.stored_bytes * n for p, n in decode_graph(experiment(checkpoint, [], 1)).params)
+    layers -= 2 * MODEL.vocab_size * MODEL.hidden_size * 4
+    for row in rows:
+        alone = next(r["step_s"] for r in rows if r["batch"] == row["batch"] and r["weights"] == "device")
+        if row["weights"].startswith("disk"):
+            row["share_of_slower"] = max(alone, layers / disk.bandwidth) / row["step_s"]
+    return {"disk_bytes_per_s": disk.bandwidth, "layers_bytes": layers, "rows": rows}
+
+
+def generate(checkpoint: str, plan: list[str], batch: int) -> dict[str, Any]:
+    """Seconds of each token, and the tokens."""
+    model, ids = model_of(experiment(checkpoint, plan, batch)), prompt(batch)
+    times, tokens = [], []
+    with torch.inference_mode():
+        cache = make_cache(model, batch, PROMPT + OUTPUT)
+        for i in range(OUTPUT):
+            start = time.perf_counter()
+            logits = decode(model, last, cache) if i else prefill(model, ids, cache)  # noqa: F821
+            last = logits.argmax(-1)
+            times.append(time.perf_counter() - start)
+            tokens.append(last.tolist())
+    return {"seconds": times, "tokens": tokens, "rss_peak_bytes": process_memory()["rss_peak"]}
+
+
+def confined(command: list[str], job: dict[str, Any], limit: int) -> dict[str, Any]:
+    """The last line of a command's output, run with no more than ``limit`` bytes, page cache included."""
+    GROUP.mkdir(exist_ok=True)
+    (GROUP / "memory.limit_in_bytes").write_text(str(limit))
+    script = f'echo $$ > {GROUP}/cgroup.procs && exec "$@"'
+    p = subprocess.run(["bash", "-c", script, "worker", *command], input=json.dumps(job), text=True,
+                       capture_output=True, check=False)  # fmt: skip
+    if p.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {p.returncode}: {p.stderr[-800:]}")
+    found: dict[str, Any] = json.loads(p.stdout.strip().splitlines()[-1])
+    return found
+
+
+def forget(checkpoint: str) -> None:
+    """Drop the files from the page cache: what another process read there, a cgroup would not be charged for."""
+    for file in Path(checkpoint).glob("*.safetensors"):
+        with file.open("rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def peers(checkpoint: str, folder: str, rounds: int) -> dict[str, Any]:
+    """Ours and accelerate's in turns, each in a cgroup with a quarter of the checkpoint beside its process."""
+    size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
+    limit = size // 4 + PROCESS
+    here = Path(__file__)
+    job = {"checkpoint": checkpoint, "threads": torch.get_num_threads(), "layers": LARGE.num_layers, "folder": folder,
+           "output_len": OUTPUT}  # fmt: skip
+    contestants = {
+        "ridgeline": [sys.executable, str(here), "--worker", "zero_inference:parameters=nvme"],
+        "accelerate": [sys.executable, str(here.parent / "peers" / "accelerate_worker.py")],
+    }
+    rows = []
+    for batch in (1, 32):
+        steps: dict[str, list[float]] = {name: [] for name in contestants}
+        answers: dict[str, Any] = {}
+        version = ""
+        for _ in range(rounds):
+            for name, command in contestants.items():
+                forget(checkpoint)
+                found = confined(command, {**job, "prompt": prompt(batch).tolist(), "batch": batch}, limit)
+                steps[name] += found["seconds"][1:]
+                assert answers.setdefault("tokens", found["tokens"]) == found["tokens"], f"{name}: other tokens"
+                version = found.get("version", version)
+        medians = {name: statistics.median(v) for name, v in steps.items()}
+        rows.append({"batch": batch, "accelerate": version, "step_s": medians,
+                     "spread": {n: statistics.pstdev(v) / medians[n] for n, v in steps.items()},
+                     "ratio": medians["accelerate"] / medians["ridgeline"]})  # fmt: skip
+    return {"limit_bytes": limit, "checkpoint_bytes": size, "rows": rows}
+
+
+def main() -> None:
+    """Run both parts."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="tiers,peers")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        job = json.load(sys.stdin)
+        torch.set_num_threads(job["threads"])
+        catalog.allow_unprobed()
+        print(json.dumps(generate(job["checkpoint"], [args.worker], job["batch"])))
+        return
+    where = tempfile.mkdtemp(dir=os.environ.get("TMPDIR", "."))
+    try:
+        checkpoint = str(Path(where) / "model")
+        save_checkpoint(build(MODEL, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=2e8)
+        models = [m.model_dump(exclude_defaults=True) for m in (MODEL, LARGE)]
+        out: dict[str, Any] = {"environment": fingerprint(), "models": models,
+                               "prompt": PROMPT, "output": OUTPUT, "load_average": os.getloadavg()[0]}  # fmt: skip
+        if "tiers" in args.only:
+            out["tiers"] = tiers(checkpoint, args.rounds)
+        if "peers" in args.only:
+            shutil.rmtree(checkpoint)
+            save_checkpoint(build(LARGE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)
+            out["peers"] = peers(checkpoint, str(Path(where) / "offload"), args.rounds)
+    finally:
+        shutil.rmtree(where)
+    text = json.dumps(out, indent=1)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""How fast a disk is read past the page cache."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from ridgeline.nn.memory.layer_stream import FileRange, FileSource, OpenFile, Scratch, aligned
+from ridgeline.nn.memory.tiered_store import PAGE
+from ridgeline.spec.device import Link
+
+_BYTES = 64 << 20
+_TIMES = 3
+
+
+def folder_rate(folder: Path, title: str = "disk") -> Link:
+    """Latency and bandwidth of reading a file in ``folder``, which is written for that and never seen there.
+
+    Raises :class:`UserError` where the folder cannot be written.
+    """
+    source = Scratch(folder, _BYTES).write(torch.randint(256, (_BYTES,), dtype=torch.uint8))
+    return _rate(source.ranges[0].file, _BYTES, title)
+
+
+def file_rate(path: Path, title: str = "disk") -> Link:
+    """The same of a file that is there, of which the first 64 MiB are read; one page at least must be there.
+
+    Raises :class:`UserError` where it cannot be read.
+    """
+    return _rate(OpenFile.of(path), max(PAGE, min(_BYTES, path.stat().st_size // PAGE * PAGE)), title)
+
+
+def _rate(file: OpenFile, size: int, title: str) -> Link:
+    whole = FileSource([FileRange(file, 0, size, size, 0)])
+    page = FileSource([FileRange(file, 0, PAGE, PAGE, 0)])
+    into = aligned(size)
+    latency, seconds = (_median(source, into) for source in (page, whole))
+    bandwidth = size / max(seconds - latency, seconds / 2)
+    direct = "O_DIRECT" if file.direct else "through the page cache"
+    return Link(name=title, bandwidth=bandwidth, latency=latency,
+                source=f"measured: {size >> 20} MiB read {direct}, median of {_TIMES}")  # fmt: skip
+
+
+def _median(source: FileSource, into: torch.Tensor) -> float:
+    times = []
+    for _ in range(_TIMES):
+        if not source.ranges[0].file.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(source.ranges[0].file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        source.read(into)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,343 @@
+"""Layers whose weights rest in host memory or on disk and are on the device only while they are used (ZeRO-Inference,
+arXiv:2207.00032, section 6).
+
+A few buffers of the device take turns: while one layer computes, a thread fills the next ones. What rests on disk is
+read past the page cache (O_DIRECT): straight into the buffer where the device is the CPU, through pinned memory where
+it is a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.memory.tiered_store import PAGE, check_folder, mark_host, scratch_file
+from ridgeline.spec.errors import UserError
+
+_ALIGN = 64
+
+
+@dataclass
+class LayerTensor:
+    """One parameter or buffer of a layer, and where it lies in the layer's bytes."""
+
+    owner: nn.Module
+    name: str
+    """Within the layer, dotted."""
+    dtype: torch.dtype
+    shape: torch.Size
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor within its layer's bytes, uint8 [size]."""
+        flat = buffer[self.offset : self.offset + self.nbytes]
+        return flat.view(self.dtype).view(self.shape)
+
+    def bind(self, t: Tensor) -> None:
+        """Make the module compute with ``t``."""
+        leaf = self.name.rpartition(".")[2]
+        held = self.owner._parameters.get(leaf)
+        if held is not None:
+            held.data = t
+        else:
+            self.owner._buffers[leaf] = t
+
+    def unbind(self, device: torch.device) -> None:
+        """Keep the shape, free the memory. A layer that is used out of turn computes NaN."""
+        empty = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=device)
+        leaf = self.name.rpartition(".")[2]
+        held = self.owner._parameters.get(leaf)
+        if held is not None and held.is_meta:  # memory cannot be given to a parameter of the meta device
+            self.owner._parameters[leaf] = nn.Parameter(empty.expand(self.shape), requires_grad=False)
+        else:
+            self.bind(empty.expand(self.shape))
+
+
+def layer_tensors(layer: nn.Module) -> list[LayerTensor]:
+    """All parameters and buffers of a layer, packed one behind the other."""
+    found: list[LayerTensor] = []
+    seen: set[int] = set()
+    at = 0
+    for path, module in layer.named_modules():
+        for name, t in chain(module._parameters.items(), module._buffers.items()):
+            if t is None or id(t) in seen:
+                continue
+            seen.add(id(t))
+            found.append(LayerTensor(module, f"{path}.{name}" if path else name, t.dtype, t.shape, at))
+            at += -(-found[-1].nbytes // _ALIGN) * _ALIGN
+    return found
+
+
+def size_of(tensors: Sequence[LayerTensor]) -> int:
+    """Bytes of a layer whose tensors are packed one behind the other."""
+    last = tensors[-1]
+    return last.offset + -(-last.nbytes // _ALIGN) * _ALIGN
+
+
+class Source(Protocol):
+    """Where one layer's bytes rest."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a buffer that they fill."""
+
+    def read(self, into: Tensor) -> None:
+        """Fill ``into``, page-aligned host memory of at least ``size`` bytes; blocks. Raises :class:`UserError`."""
+
+
+@dataclass
+class HostSource:
+    """A layer in host memory."""
+
+    flat: Tensor
+    """uint8 [size]; pinned where the device is a GPU."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the layer."""
+        return self.flat.numel()
+
+    def read(self, into: Tensor) -> None:
+        """Copy the layer."""
+        into[: self.size].copy_(self.flat)
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Whole pages of a file and where they go in the buffer; of the last page the file may end early."""
+
+    file: OpenFile
+    start: int
+    length: int
+    needed: int
+    """Bytes that must be there."""
+    place: int
+
+
+@dataclass
+class FileSource:
+    """A layer on disk."""
+
+    ranges: list[FileRange]
+
+    @property
+    def size(self) -> int:
+        """Bytes of a buffer that holds all ranges."""
+        return max(r.place + r.length for r in self.ranges)
+
+    def read(self, into: Tensor) -> None:
+        """Read all ranges into place."""
+        view = memoryview(into.numpy())  # type: ignore[arg-type]
+        for r in self.ranges:
+            r.file.read(view[r.place : r.place + r.length], r.start, r.needed)
+
+
+class OpenFile:
+    """A file that is read past the page cache."""
+
+    def __init__(self, path: Path, descriptor: int, direct: bool) -> None:
+        self.path, self.descriptor, self.direct = path, descriptor, direct
+        weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def of(cls, path: Path) -> OpenFile:
+        """Open ``path``. Raises :class:`UserError` where that fails."""
+        try:
+            if hasattr(os, "O_DIRECT"):
+                with contextlib.suppress(OSError):
+                    return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECT), True)
+            return cls(path, os.open(path, os.O_RDONLY), False)
+        except OSError as e:
+            raise UserError(f"{path} cannot be opened: {e.strerror}", "check that the checkpoint is there") from None
+
+    def read(self, into: memoryview, start: int, needed: int) -> None:
+        """Fill ``into`` from offset ``start``, of which the file must have ``needed`` bytes."""
+        done = 0
+        try:
+            while done < len(into):
+                n = os.preadv(self.descriptor, [into[done:]], start + done)
+                done += n
+                if n == 0 or (n % PAGE and self.direct):  # the end of the file
+                    break
+        except OSError as e:
+            raise UserError(f"{self.path} cannot be read: {e.strerror}", "check the disk it is on") from None
+        if done < needed:
+            raise UserError(
+                f"{self.path} ends after byte {start + done}, {start + needed} are needed", "restore the file"
+            )
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, start, len(into), os.POSIX_FADV_DONTNEED)
+
+
+class Scratch:
+    """An unlinked file in ``folder`` that layers are written to, so that nothing is left behind.
+
+    Raises :class:`UserError` when the folder cannot be written or has too little space for ``need`` bytes.
+    """
+
+    def __init__(self, folder: Path, need: int) -> None:
+        check_folder(folder, need)
+        self.file = OpenFile(folder, *scratch_file(folder))
+        self.end = 0
+
+    def write(self, flat: Tensor) -> FileSource:
+        """Write one layer, uint8 [size] on the host."""
+        length = -(-flat.numel() // PAGE) * PAGE
+        pages = aligned(length)
+        pages[: flat.numel()].copy_(flat)
+        view, done = memoryview(pages.numpy()), 0  # type: ignore[arg-type]
+        try:
+            while done < length:
+                done += os.pwritev(self.file.descriptor, [view[done:]], self.end + done)
+        except OSError as e:
+            raise UserError(f"{self.file.path}: {e.strerror} while weights were written there",
+                            "give path=… a folder with more space") from None  # fmt: skip
+        found = FileSource([FileRange(self.file, self.end, length, flat.numel(), 0)])
+        self.end += length
+        return found
+
+
+def aligned(size: int, pinned: bool = False) -> Tensor:
+    """uint8 [size] of host memory that begins at a page."""
+    raw = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    start = -raw.data_ptr() % PAGE
+    return raw[start : start + size]
+
+
+@dataclass
+class DeviceBuffer:
+    """Memory of the device that takes what rests elsewhere."""
+
+    buffer: Tensor
+    staging: Tensor | None
+    """Pinned memory that reads from disk pass through on their way to a GPU."""
+    free: torch.cuda.Event | None = None
+    """When what was here last has been computed."""
+
+
+def device_buffers(sources: Sequence[Source], count: int, device: torch.device) -> list[DeviceBuffer]:
+    """``count`` buffers, each of which holds the largest of ``sources``."""
+    size, cuda = max(s.size for s in sources), device.type == "cuda"
+    staged = cuda and any(isinstance(s, FileSource) for s in sources)
+    return [
+        DeviceBuffer(torch.empty(size, dtype=torch.uint8, device=device) if cuda else aligned(size),
+                     mark_host(aligned(size, pinned=True)) if staged else None)
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def bring(
+    source: Source, to: DeviceBuffer, device: torch.device, stream: torch.cuda.Stream | None
+) -> torch.cuda.Event | None:
+    """Fill a buffer from where its bytes rest, on a GPU by a copy on ``stream``; returns when that is done there."""
+    if stream is None:
+        source.read(to.buffer)
+        return None
+    if isinstance(source, HostSource):
+        host = source.flat
+    else:
+        assert to.staging is not None
+        source.read(to.staging)
+        host = to.staging
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        if to.free is not None:
+            stream.wait_event(to.free)
+        to.buffer[: source.size].copy_(host[: source.size], non_blocking=True)
+        done: torch.cuda.Event = stream.record_event()
+    if to.staging is not None:
+        done.synchronize()  # the next read overwrites it
+    return done
+
+
+@dataclass
+class LayerStream:
+    """Brings the weights of some of a model's layers to the device in the order in which they are used.
+
+    The layers share ``ahead + 1`` buffers; with ``ahead`` 0 each is fetched when it is used.
+    """
+
+    layers: Sequence[Sequence[LayerTensor]]
+    sources: Sequence[Source]
+    device: torch.device
+    ahead: int
+    bytes: int = 0
+    """Bytes that were brought so far."""
+    waited: float = 0.0
+    """Seconds that computation waited for them."""
+    _pending: deque[tuple[int, DeviceBuffer, Future[torch.cuda.Event | None]]] = field(default_factory=deque)
+    _active: DeviceBuffer | None = None
+
+    def __post_init__(self) -> None:
+        self.slots = device_buffers(self.sources, min(self.ahead + 1, len(self.layers)), self.device)
+        self._free = list(self.slots)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+
+    def follow(self, modules: Sequence[nn.Module]) -> None:
+        """Fetch before, and drop after, the forward pass of each layer's module."""
+        for i, module in enumerate(modules):
+            module.register_forward_pre_hook(partial(self._before, i), prepend=True)
+            module.register_forward_hook(partial(self._after, i), always_call=True)
+
+    def _before(self, i: int, *_: Any) -> None:
+        if not self._pending or self._pending[0][0] != i:
+            self._restart(i)
+        slot, arriving = self._pending.popleft()[1:]
+        began = time.perf_counter()
+        arrived = arriving.result()
+        self.waited += time.perf_counter() - began
+        if arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+        for t in self.layers[i]:
+            t.bind(t.view(slot.buffer))
+        self.bytes += self.sources[i].size
+        self._active = slot
+
+    def _after(self, i: int, *_: Any) -> None:
+        for t in self.layers[i]:
+            t.unbind(self.device)
+        slot, self._active = self._active, None
+        if slot is None:  # its weights never came
+            return
+        if self._stream is not None:
+            slot.free = torch.cuda.current_stream(self.device).record_event()
+        self._free.append(slot)
+        if self.ahead:
+            last = self._pending[-1][0] if self._pending else i
+            self._fetch((last + 1) % len(self.layers))
+
+    def _restart(self, i: int) -> None:
+        """Forget what was fetched for another order, and begin at layer ``i``."""
+        for _, _, arriving in self._pending:
+            with contextlib.suppress(UserError):
+                arriving.result()
+        self._pending.clear()
+        self._free = list(self.slots)
+        for k in range(len(self.slots)):
+            self._fetch((i + k) % len(self.layers))
+
+    def _fetch(self, i: int) -> None:
+        slot = self._free.pop(0)
+        self._pending.append((i, slot, self._thread.submit(bring, self.sources[i], slot, self.device, self._stream)))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The device's buffers."""
+        return (s.buffer for s in self.slots)

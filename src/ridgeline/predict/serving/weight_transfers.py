@@ -1,0 +1,46 @@
+"""Weights that rest outside the device: what bringing them takes of a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ridgeline.graph import Graph
+from ridgeline.predict.step.streams import seconds_of, simulate
+from ridgeline.spec.device import Cluster
+
+
+class Transfers(NamedTuple):
+    """Seconds of one forward pass, in the steady state of one pass after the other."""
+
+    beside: float
+    """In which weights arrive while others compute: a pass takes at least as long."""
+    before: float
+    """In which computation stands still."""
+
+
+def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
+    """What the layers of ``g`` that rest outside the device take to arrive.
+
+    Of what is fetched ahead, disk, host link and computation work at the same time, and the slowest sets the pace. A
+    CPU copies host memory with the cores that compute, so its copies hide behind nothing.
+    """
+    beside, before = {"disk_read": 0.0, "h2d": 0.0}, 0.0
+    for b in g.blocks:
+        for op in b.gather_forward:
+            if op.axis == "host":
+                seconds = b.repeat * seconds_of(op, cluster)
+                if op.behind and not (op.kind == "h2d" and cluster.device.kind == "cpu"):
+                    beside[op.kind] += seconds
+                else:
+                    before += seconds
+    return Transfers(max(beside.values()), before)
+
+
+def pass_seconds(g: Graph, cluster: Cluster) -> float:
+    """Seconds of one forward pass of the torch twin, the weights' arrival included."""
+    found = weight_transfers(g, cluster)
+    if not any(found):
+        return simulate(g, cluster, []).seconds
+    bare = replace(g, blocks=[replace(b, gather_forward=[]) for b in g.blocks])
+    return max(simulate(bare, cluster, []).seconds, found.beside) + found.before

@@ -1,0 +1,101 @@
+"""Weights that leave the device in groups: to host memory, to the checkpoint's own files, or to a new file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn.checkpoint.checkpoint import FileSpan, Reader
+from ridgeline.nn.memory.layer_stream import (
+    FileRange,
+    FileSource,
+    HostSource,
+    LayerTensor,
+    OpenFile,
+    Scratch,
+    Source,
+    size_of,
+)
+from ridgeline.nn.memory.tiered_store import PAGE, mark_host
+from ridgeline.runtime.train_build import Build
+
+Name = tuple[str, int | None]
+"""A parameter by our name, and of stacked experts which one."""
+_GAP = 1 << 20
+"""Bytes between two tensors up to which they are read at once."""
+
+
+class RestingWeights:
+    """Where the weights of one model rest."""
+
+    def __init__(self, run: Build, folder: Path | None, need: int) -> None:
+        """``folder``: on the disk where weights rest; None: in host memory. ``need``: bytes of all that will be put
+        there, should the checkpoint's own files not do."""
+        self.device, self.folder, self._need = run.device, folder, need
+        source = getattr(run.experiment.workload, "checkpoint", None)
+        meta = any(p.is_meta for p in run.model.parameters())
+        self._reader = Reader(source, run.experiment.model) if meta and source else None
+        self._files: dict[Path, OpenFile] = {}
+        self._scratch: Scratch | None = None
+
+    def put(self, tensors: list[LayerTensor], names: Sequence[Name]) -> Source:
+        """Let a group of tensors rest, and free their memory; ``tensors`` are placed as the source has them.
+
+        Those on the meta device are read from the checkpoint by their ``names``, or stay in its files where these hold
+        all of them as they are used.
+        """
+        source: Source | None = None
+        if self.folder is not None and self._reader is not None and all(_held(t).is_meta for t in tensors):
+            spans = [self._reader.span(ours, t.dtype, e) for t, (ours, e) in zip(tensors, names, strict=True)]
+            source = self._in_place(tensors, spans)
+        if source is None:
+            flat = self._packed(tensors, names)
+            if self.folder is None:
+                source = HostSource(flat)
+            else:
+                self._scratch = self._scratch or Scratch(self.folder, self._need)
+                source = self._scratch.write(flat)
+        for t in tensors:
+            t.unbind(self.device)
+        return source
+
+    def _in_place(self, tensors: list[LayerTensor], spans: Sequence[FileSpan | None]) -> FileSource | None:
+        """The group as ranges of the checkpoint's files; None where these do not hold a tensor as it is used."""
+        found = [(span, i) for i, span in enumerate(spans) if span is not None]
+        if len(found) < len(tensors):
+            return None
+        ranges: list[FileRange] = []
+        for span, i in sorted(found, key=lambda pair: pair[0][:2]):
+            file = self._files.get(span.file) or self._files.setdefault(span.file, OpenFile.of(span.file))
+            first, end = span.start // PAGE * PAGE, span.start + span.length
+            last = ranges[-1] if ranges else None
+            if last is not None and last.file is file and first <= last.start + last.length + _GAP:
+                first, place = last.start, last.place
+                ranges.pop()
+            else:
+                place = 0 if last is None else last.place + last.length
+            ranges.append(FileRange(file, first, -(-(end - first) // PAGE) * PAGE, end - first, place))
+            tensors[i] = replace(tensors[i], offset=place + span.start - first)
+        return FileSource(ranges)
+
+    def _packed(self, tensors: Sequence[LayerTensor], names: Sequence[Name]) -> Tensor:
+        """A group's bytes in host memory, uint8 [size]."""
+        pinned = self.device.type == "cuda"
+        flat = mark_host(torch.empty(size_of(tensors), dtype=torch.uint8, pin_memory=pinned))
+        with torch.no_grad():
+            for t, (ours, expert) in zip(tensors, names, strict=True):
+                held = _held(t)
+                if held.is_meta:
+                    assert self._reader is not None
+                    held = self._reader.read(ours, expert)
+                t.view(flat).copy_(held)
+        return flat
+
+
+def _held(t: LayerTensor) -> Tensor:
+    tensor: Tensor = getattr(t.owner, t.name.rpartition(".")[2])
+    return tensor

@@ -1,0 +1,117 @@
+"""Expert offloading: a mixture's experts outside the device, the last used ones on it, the next ones guessed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.memory.zero_inference import arriving, weights_change
+from ridgeline.techniques.technique import Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import Build
+
+_EXPERTS = "mlp.experts."
+
+
+class MoEOffload(Technique):
+    """Keep a mixture's experts in host memory or on disk, and on the device in every layer those that it used last;
+    while a layer computes, fetch the experts that the next layer's router picks for this layer's input (Eliseev and
+    Mazur). Experts may be quantized otherwise than the rest; they move as they are stored."""
+
+    card: ClassVar[Card] = Card(
+        name="moe_offload",
+        title="Expert offloading",
+        paper="arXiv:2312.17238",
+        taxonomy="inference/offload/experts",
+        tasks=frozenset({"generate", "serve"}),
+        lossless=True,
+        claim="Mixtral-8x7B in mixed quantization at 2 to 3 tokens/s on desktop GPUs of 12 to 16 GB, 3 to 4 times the"
+        " naive offloading of experts",
+        owns=frozenset({"resting_weights"}),
+        conflicts={"divided_experts": "{other} divides the experts over ranks, and each keeps its own on the device"},
+        needs_model={"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
+    )
+    phase: ClassVar[Phase] = "offload"
+
+    parameters: Literal["cpu", "nvme"] = "cpu"
+    """Where experts rest: host memory or disk."""
+    experts: int = Field(default=2, ge=1)
+    """Experts that each layer keeps on the device."""
+    policy: Literal["lru", "lfu"] = "lru"
+    """Which of them is dropped for another: the one used longest ago, or least often."""
+    staging: int = Field(default=4, ge=1)
+    """Further buffers that fetched experts arrive in."""
+    guess: int = Field(default=2, ge=0)
+    """Experts per token that are guessed for the next layer; 0: none are fetched before they are needed."""
+    hit_rate: float | None = Field(default=None, ge=0, le=1)
+    """Share of the needed experts that a layer has kept, for the prediction; None: the share that it keeps of all, as
+    if routing had no locality."""
+    recall: float = Field(default=0.8, ge=0, le=1)
+    """Share of the missing experts that are guessed, for the prediction (the paper: 0.8 to 0.9 one layer ahead)."""
+    path: str | None = None
+    """Folder for experts on disk that no checkpoint holds as they are used; None: Ridgeline's cache."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Both tiers, keeping a quarter, half and three quarters of the experts."""
+        if not e.model.num_experts:
+            return []
+        kept = sorted({max(1, e.model.num_experts * k // 4) for k in range(1, 4)})
+        return [cls(parameters=tier, experts=n) for tier in ("cpu", "nvme") for n in kept]
+
+    def check(self, e: Experiment) -> None:
+        """Needs a mixture with more experts than a layer keeps."""
+        m = e.model
+        self.needs(m.num_experts > 0, f"{m.name} has no experts", "offload whole layers instead")
+        self.needs(self.experts <= m.num_experts, f"experts={self.experts} of {m.num_experts}",
+                   f"use experts={m.num_experts} or less")  # fmt: skip
+        self.needs(self.guess <= m.num_experts, f"guess={self.guess} of {m.num_experts} experts",
+                   f"use guess={m.num_experts} or less")  # fmt: skip
+
+    def reads_itself(self, e: Experiment) -> tuple[str, ...]:
+        """All experts, unless another technique changes them when the model is built."""
+        if weights_change(self, e):
+            return ()
+        return tuple(f"layers.{i}.{_EXPERTS}" for i in range(e.model.num_layers))
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Copies of the experts that a layer lacks, and the memory of those that it keeps."""
+        all_experts = e.model.num_experts
+        hits = self.experts / all_experts if self.hit_rate is None else self.hit_rate
+        buffer = 0.0
+
+        def layer(b: Block) -> None:
+            nonlocal buffer
+            held = [p for p in b.params if p.name.startswith(_EXPERTS)]
+            if not held:
+                return
+            each = sum(p.stored_bytes for p in held) / all_experts
+            needed = max(op.experts for op in b.forward if op.param.startswith(_EXPERTS))
+            missing = each * needed * (1 - hits)
+            found = self.recall if self.guess else 0.0
+            disk = self.parameters == "nvme"
+            b.gather_forward += arriving("experts.guessed", missing * found, disk, e, True) if found else []
+            b.gather_forward += arriving("experts.missing", missing * (1 - found), disk, e, False)
+            for p in held:
+                p.resident = self.experts / all_experts
+                g.host_bytes += 0.0 if disk else p.stored_bytes * b.repeat
+            buffer = max(buffer, each)
+
+        g.each_block(layer, layers_only=True)
+        g.weight_buffers += buffer * self.staging
+        return g
+
+    def apply(self, run: Build) -> None:
+        """Put the experts where they rest, after making sure that the disk will do."""
+        from pathlib import Path
+
+        from ridgeline.paths import cache_dir
+        from ridgeline.techniques.memory.moe_offload_torch import offload_experts
+
+        folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
+        offload_experts(run, folder if self.parameters == "nvme" else None, self.experts, self.staging, self.policy,
+                        self.guess)  # fmt: skip

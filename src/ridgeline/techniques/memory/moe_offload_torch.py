@@ -1,0 +1,77 @@
+"""A mixture's experts outside the device, a cache of them, and guesses at the next layer's (arXiv:2312.17238)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.memory.expert_cache import ExpertCache, Policy
+from ridgeline.nn.memory.layer_stream import layer_tensors, size_of
+from ridgeline.nn.memory.meter import return_freed_memory
+from ridgeline.nn.memory.tiered_store import PAGE
+from ridgeline.nn.model.moe import Experts, MoE
+from ridgeline.nn.quant.packed_model import Dense, PackedExperts
+from ridgeline.runtime.resting_weights import RestingWeights
+from ridgeline.runtime.train_build import Build
+
+
+def offload_experts(
+    run: Build, folder: Path | None, keep: int, staging: int, policy: Policy, guesses: int
+) -> ExpertCache:
+    """Move all experts to host memory, or to disk where there is a ``folder``; each layer keeps ``keep`` of them on the
+    device, and guesses as many as ``guesses`` per token for the next one."""
+    named = {name: block.mlp for name, block in run.model.layers.items() if isinstance(block.mlp, MoE)}
+    experts: list[PackedExperts] = []
+    for moe in named.values():
+        if isinstance(moe.experts, Experts):
+            moe.experts = _one_by_one(moe.experts)  # type: ignore[assignment]
+        experts.append(moe.experts)  # type: ignore[arg-type]
+    groups = [[layer_tensors(nn.ModuleDict(x.modules_of(e))) for e in range(len(x.up_proj))] for x in experts]
+    rest = RestingWeights(run, folder, sum(size_of(t) + PAGE for layer in groups for t in layer))
+    sources = [
+        [rest.put(tensors, [(f"layers.{name}.mlp.experts.{t.name.partition('.')[0]}", e) for t in tensors])
+         for e, tensors in enumerate(layer)]
+        for name, layer in zip(named, groups, strict=True)
+    ]  # fmt: skip
+    return_freed_memory()
+    cache = ExpertCache(groups, sources, run.device, keep, staging, policy)
+    run.buffers += [b.buffer for b in cache.buffers]
+    modules = list(named.values())
+    for i, moe in enumerate(modules):
+        moe.run = partial(_run, cache, i)
+        if guesses and i + 1 < len(modules):
+            moe.register_forward_pre_hook(partial(_guess, cache, i + 1, modules[i + 1], guesses))
+    run.metrics["expert_hit_share"] = lambda: cache.hits / max(1, cache.uses)
+    run.metrics["expert_guess_recall"] = lambda: cache.guessed / max(1, cache.uses - cache.hits)
+    return cache
+
+
+def _one_by_one(stacked: Experts) -> PackedExperts:
+    """The same experts, each projection a module of its own."""
+
+    def linears(weight: Tensor) -> list[nn.Module]:
+        return [Dense(w) for w in weight.detach().unbind()]
+
+    gate = None if stacked.gate_proj is None else linears(stacked.gate_proj)
+    return PackedExperts(stacked.activation, gate, linears(stacked.up_proj), linears(stacked.down_proj))
+
+
+def _run(cache: ExpertCache, layer: int, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
+    """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
+    parts, found = torch.split(rows, counts), dict[int, Tensor]()
+    for e in cache.use(layer, [e for e, n in enumerate(counts) if n]):
+        found[e] = experts.one(e, parts[e])
+    return torch.cat([rows[:0], *(found[e] for e in sorted(found))])
+
+
+def _guess(cache: ExpertCache, layer: int, following: MoE, most: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+    """What the next layer's router makes of this layer's input: the experts that most tokens would go to."""
+    tokens = args[0].reshape(-1, args[0].shape[-1])
+    chosen = following.router(tokens).topk(most, dim=-1).indices.flatten()
+    counts = chosen.bincount(minlength=following.num_experts)
+    order = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
+    cache.guess(layer, order.tolist())

@@ -1,0 +1,165 @@
+"""ZeRO-Inference: weights in host memory or on disk, brought to the device layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.errors import UserError
+from ridgeline.spec.experiment import Experiment
+from ridgeline.techniques.parallel.divide_operators import host_copy
+from ridgeline.techniques.parts import Part
+from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.technique import Ask, Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import Build
+
+_CHANGES_WEIGHTS: frozenset[Part] = frozenset({
+    "adapter_table", "divided_experts", "divided_linears", "divided_tensors", "experts", "fused_linears", "low_rank",
+    "model_shape", "products", "weights", "zeros",
+})  # fmt: skip
+"""What needs the weights of a layer when the model is built."""
+
+
+class ZeroInference(Technique):
+    """Keep the weights of transformer layers in host memory or on disk and bring each layer to the device when it
+    computes, the next ones meanwhile; the memory that this frees goes into larger batches (DeepSpeed ZeRO-Inference).
+
+    From a checkpoint, layers on disk are read from its own files where these hold them as they are used; otherwise they
+    are written once to an unlinked file in ``path``.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="zero_inference",
+        title="ZeRO-Inference",
+        paper="arXiv:2207.00032",
+        taxonomy="inference/offload/zero_inference",
+        tasks=frozenset({"generate", "serve"}),
+        lossless=True,
+        claim="25x larger models than the device's memory holds, at up to 84 TFLOP/s on an A6000 (over 50 % of peak)",
+        owns=frozenset({"resting_weights"}),
+    )
+    phase: ClassVar[Phase] = "offload"
+
+    parameters: Literal["cpu", "nvme"] = "cpu"
+    """Where the weights of layers rest: host memory or disk."""
+    prefetch: int = Field(default=1, ge=0)
+    """Layers that are brought ahead of the one that computes; 0: none, so that nothing overlaps."""
+    resident: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Layers that stay on the device, spread evenly over the model; auto: as many as are predicted to fit, in task
+    serve as many as give the highest predicted throughput."""
+    path: str | None = None
+    """Folder for layers on disk that no checkpoint holds as they are used; None: Ridgeline's cache."""
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """Both tiers, with none to seven eighths of the layers on the device. A CPU would copy host memory with the
+        cores that compute: nothing is gained by doing so ahead."""
+        ahead = {"cpu": int(e.cluster.device.kind == "gpu"), "nvme": 1}
+        counts = eighths(e.model.num_layers)[:-1]
+        return [cls(parameters=tier, resident=n, prefetch=k) for tier, k in ahead.items() for n in counts]
+
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """The number of layers that stay, where it was left to the predictor."""
+        if self.resident != "auto":
+            return self
+        layers = e.model.num_layers
+        if e.task == "serve":  # what weights leave goes into the cache: neither end need be the best
+            rates = {n: self._with(n)._rate(e, ask) for n in eighths(layers)}
+            return self._with(max(rates, key=lambda n: (rates[n], n)) if any(rates.values()) else 0)
+        low, high = 0, layers + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._with(middle)._rate(e, ask) else (low, middle)
+        return self._with(low)
+
+    def _rate(self, e: Experiment, ask: Ask) -> float:
+        """Predicted tokens/s; 0 where it does not fit."""
+        try:
+            found = ask(self.placed(e))
+        except UserError:  # a cache without room
+            return 0.0
+        return found.metrics["tokens_per_s"].value if found.status == "ok" else 0.0
+
+    def _with(self, resident: int) -> ZeroInference:
+        return self.model_copy(update={"resident": resident})
+
+    @property
+    def stays(self) -> int:
+        """Layers that stay on the device; before the predictor has settled that, none."""
+        return 0 if self.resident == "auto" else self.resident
+
+    def check(self, e: Experiment) -> None:
+        """Not more resident layers than there are."""
+        self.needs(self.stays <= e.model.num_layers, f"{self.resident} resident layers of {e.model.num_layers}",
+                   f"use resident={e.model.num_layers} or less")  # fmt: skip
+
+    def streamed(self, layers: int) -> frozenset[int]:
+        """The layers, of this many, that do not stay on the device: spread evenly."""
+        count = max(0, layers - self.stays)
+        return frozenset(i for i in range(layers) if (i + 1) * count // layers > i * count // layers)
+
+    def reads_itself(self, e: Experiment) -> tuple[str, ...]:
+        """All layers that do not stay, unless another technique changes their weights when the model is built."""
+        if weights_change(self, e):
+            return ()
+        return tuple(f"layers.{i}." for i in sorted(self.streamed(e.model.num_layers)))
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Copies in front of the layers that do not stay, and the memory of those that are on their way."""
+        stay, buffers, blocks = self.stays, 0.0, list[Block]()
+        for b in g.blocks:
+            here = min(stay, b.repeat) if b.is_layer else b.repeat
+            if b.is_layer:
+                stay -= here
+            if here:
+                blocks.append(b if here == b.repeat else replace(b.copy(), repeat=here))
+            if here < b.repeat:
+                b.repeat -= here
+                size = sum(p.stored_bytes for p in b.params)
+                if self.parameters == "cpu":
+                    g.host_bytes += size * b.repeat
+                b.gather_forward += arriving("weights", size, self.parameters == "nvme", e, self.prefetch > 0)
+                for p in b.params:
+                    p.resident = 0.0
+                buffers = max(buffers, size)
+                blocks.append(b)
+        g.blocks = blocks
+        g.weight_buffers += buffers * min(self.prefetch + 1, e.model.num_layers - self.stays)
+        return g
+
+    def apply(self, run: Build) -> None:
+        """Put the layers where they rest, after making sure that the disk will do."""
+        from pathlib import Path
+
+        from ridgeline.paths import cache_dir
+        from ridgeline.techniques.memory.zero_inference_torch import stream_layers
+
+        folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
+        streamed = self.streamed(run.experiment.model.num_layers)
+        stream_layers(run, streamed, folder if self.parameters == "nvme" else None, self.prefetch)
+
+
+def eighths(layers: int) -> list[int]:
+    """Numbers of layers from none to all, about an eighth of them apart."""
+    return sorted({layers * k // 8 for k in range(9)})
+
+
+def weights_change(technique: Technique, e: Experiment) -> bool:
+    """Whether another technique of the plan needs the layers' weights when the model is built."""
+    others = (t for t in techniques_of(e.plan) if t.card.name != technique.card.name)
+    return any(t.parts & _CHANGES_WEIGHTS for t in others)
+
+
+def arriving(name: str, size: float, disk: bool, e: Experiment, beside: bool) -> list[Op]:
+    """The copies that bring ``size`` bytes to the device, from host memory or from disk. ``beside``: while it computes.
+
+    A CPU reads from disk straight into place.
+    """
+    kinds = ["disk_read"] * disk + ["h2d"] * (not disk or e.cluster.device.kind == "gpu")
+    ops = [host_copy(f"{name}.{kind}", kind, size, "forward") for kind in kinds]
+    return [changed(op, behind="layers") for op in ops] if beside else ops

@@ -1,0 +1,324 @@
+"""ZeRO-Inference: the same tokens from weights that rest elsewhere, within the predicted memory, with what goes wrong
+told; its prediction; and the placement that `--device-memory` asks for."""
+
+import gc
+import os
+import resource
+import threading
+
+import pytest
+import torch
+from tests.compressing import LLAMA, MIXTRAL, checkpoint
+from torch import nn
+
+from ridgeline import catalog, experiments
+from ridgeline.cli import app
+from ridgeline.measure.cells.generation_cell import _built
+from ridgeline.nn.memory.layer_stream import FileSource, LayerStream, layer_tensors, size_of
+from ridgeline.nn.memory.meter import Meter, process_memory
+from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.predict import predict
+from ridgeline.search.placement import MemoryLimits, place
+from ridgeline.spec.device import Cluster, Host
+from ridgeline.spec.errors import Incompatible, UserError
+from ridgeline.techniques.matrix import CPU
+from ridgeline.techniques.registry import resolve
+
+HERE = Cluster(device=CPU)
+DEEP = {**LLAMA, "num_layers": 6}
+GPT2 = {**{k: v for k, v in LLAMA.items() if k != "num_kv_heads"}, "family": "gpt2", "num_layers": 3,
+        "num_kv_heads": 4, "position": "learned", "norm": "layernorm", "activation": "gelu_tanh", "gated": False,
+        "qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": True}  # fmt: skip
+
+
+def built(source, *plan, **work):
+    """An experiment of task generate on a checkpoint, and its model as measurements build it."""
+    w = {"kind": "generate", "checkpoint": str(source), "batch_size": 2, "prompt_len": 8, "output_len": 6, **work}
+    e, techniques = resolve(experiments.make(str(source), HERE, w, list(plan)))
+    return e, _built(e, e.workload, torch.device("cpu"), techniques).model
+
+
+@torch.inference_mode()
+def tokens(model, count=6):
+    """Greedy tokens [count, 2] after a fixed prompt, and the last logits."""
+    prompt = torch.randint(258, (2, 8), generator=torch.Generator().manual_seed(1))
+    cache = make_cache(model, 2, 8 + count)
+    found = [prefill(model, prompt, cache)]
+    for _ in range(count - 1):
+        found.append(decode(model, found[-1].argmax(-1), cache))
+    return torch.stack([logits.argmax(-1) for logits in found]), found[-1]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("deep") / "m", DEEP)
+
+
+@pytest.mark.parametrize("fields", [DEEP, GPT2, {**MIXTRAL, "num_layers": 3}], ids=["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("options", ["parameters=cpu", "parameters=nvme", "parameters=nvme,prefetch=0",
+                                     "parameters=cpu,prefetch=2,resident=1", "parameters=nvme,prefetch=9"])  # fmt: skip
+def test_the_same_tokens_and_logits(tmp_path, fields, options):
+    source = checkpoint(tmp_path / "m", fields)
+    want = tokens(built(source)[1])
+    got = tokens(built(source, f"zero_inference:{options},path={tmp_path / 'scratch'}")[1])
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    if "nvme" in options:  # Llama's files hold every tensor as it is used, GPT-2's and Mixtral's do not
+        assert (tmp_path / "scratch").exists() == (fields is not DEEP)
+        assert not (tmp_path / "scratch").exists() or not os.listdir(tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("resident", [0, 2, 6])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_no_more_weights_on_the_device_than_predicted(deep, resident, prefetch):
+    e, model = built(deep, f"zero_inference:parameters=cpu,prefetch={prefetch},resident={resident}")
+    meter = Meter(model)
+    meter.register(model.parameters(), "parameters")
+    with meter:
+        tokens(model)
+    predicted = next(m.bytes for m in predict(e).memory if m.category == "parameters")
+    tensors = [t for layer in model.layers.values() for t in layer_tensors(layer)]
+    assert meter.peak.categories["parameters"] == pytest.approx(predicted, abs=len(tensors) * 64 + 4 * 4096)
+
+
+def test_a_checkpoint_is_never_whole_in_memory(tmp_path):
+    """Weights of 67 MB; the process grows by less than half of that while it loads them and generates."""
+    wide = {**DEEP, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "intermediate_size": 1024,
+            "num_layers": 6}  # fmt: skip
+    source = checkpoint(tmp_path / "m", wide)
+    size = sum(f.stat().st_size for f in source.glob("*.safetensors"))
+    assert size > 6e7
+    gc.collect()
+    before = process_memory()["rss_anonymous"]
+    _, model = built(source, "zero_inference:parameters=nvme")
+    tokens(model)
+    assert process_memory()["rss_anonymous"] - before < size / 2
+
+
+def test_layers_on_the_device_are_spread_evenly():
+    e = experiments.make("llama2-7b", "a100", {"kind": "generate"}, ["zero_inference:resident=24"])
+    (t,) = resolve(e)[1]
+    assert sorted(t.streamed(32)) == list(range(3, 32, 4))
+
+
+def test_another_technique_changes_the_weights_first(deep):
+    want = tokens(built(deep, "rtn:bits=8")[1])
+    got = tokens(built(deep, "rtn:bits=8", "zero_inference:parameters=nvme")[1])
+    assert torch.equal(got[1], want[1])
+
+
+# ---- the stream ------------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A source that says when it is read."""
+
+    def __init__(self, layer, values):
+        self.values, self.started, self.reads = values, threading.Event(), 0
+        self.size = size_of(layer)
+
+    def read(self, into):
+        self.started.set()
+        self.reads += 1
+        into[: self.size].view(torch.float32)[: self.values.numel()] = self.values
+
+
+def stream(ahead, count=4):
+    """Linears [2, 2] whose weights are streamed."""
+    modules = [nn.Linear(2, 2, bias=False).requires_grad_(False) for _ in range(count)]
+    values = [torch.arange(4.0) + i for i in range(count)]
+    layers = [layer_tensors(m) for m in modules]
+    sources = [Slow(layer, v) for layer, v in zip(layers, values, strict=True)]
+    for layer in layers:
+        for t in layer:
+            t.unbind(torch.device("cpu"))
+    found = LayerStream(layers, sources, torch.device("cpu"), ahead)
+    found.follow(modules)
+    return found, modules, sources, values
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_reads_run_ahead_of_their_layers(ahead):
+    """While a layer computes, those of the next ``ahead`` are read and no others."""
+    _, modules, sources, values = stream(ahead)
+    x = torch.eye(2)
+    for i, m in enumerate(modules):
+        seen = []
+
+        def watch(*_, i=i, seen=seen):
+            for k in range(i + 1, min(i + 1 + ahead, len(sources))):
+                assert sources[k].started.wait(30)
+            seen += [s.started.is_set() for s in sources[i + 1 + ahead :]]
+
+        m.register_forward_pre_hook(watch)
+        assert torch.equal(m(x).T, values[i].view(2, 2))
+        assert not any(seen)
+        assert m.weight.isnan().all()  # gone, and of no use out of turn
+
+
+def test_a_pass_that_was_broken_off_starts_again():
+    found, modules, _, values = stream(1)
+    x = torch.eye(2)
+    modules[0](x)
+    modules[1](x)
+    for i in (0, 1, 2, 3, 0, 2):
+        assert torch.equal(modules[i](x).T, values[i].view(2, 2))
+    with pytest.raises(RuntimeError):
+        modules[3](torch.ones(3))
+    assert torch.equal(modules[0](x).T, values[0].view(2, 2))
+    assert len(found._free) + len(found._pending) == len(found.slots)
+
+
+def test_one_read_for_each_use():
+    _, modules, sources, _ = stream(1)
+    for _ in range(5):
+        for m in modules:
+            m(torch.eye(2))
+    assert [s.reads - 5 for s in sources[2:]] == [0, 0]  # the first two are on their way for the next pass
+    assert all(s.reads <= 6 for s in sources)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_shrinks_is_told(tmp_path):
+    source = checkpoint(tmp_path / "m", DEEP)
+    _, model = built(source, "zero_inference:parameters=nvme,prefetch=0")
+    file = source / "model.safetensors"
+    os.truncate(file, 4096)
+    with pytest.raises(UserError, match=r"model\.safetensors ends after byte \d+, \d+ are needed"):
+        tokens(model)
+
+
+def test_a_file_that_is_deleted_meanwhile_is_still_read(tmp_path):
+    source = checkpoint(tmp_path / "m", DEEP)
+    want = tokens(built(source)[1])
+    _, model = built(source, "zero_inference:parameters=nvme")
+    (source / "model.safetensors").unlink()
+    assert torch.equal(tokens(model)[1], want[1])
+
+
+def test_a_disk_that_fills_is_told_and_nothing_is_left(tmp_path):
+    source = checkpoint(tmp_path / "m", GPT2)
+    folder = tmp_path / "scratch"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="while weights were written there"):
+            built(source, f"zero_inference:parameters=nvme,path={folder}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(folder) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    source = checkpoint(tmp_path / "m", GPT2)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        built(source, f"zero_inference:parameters=nvme,path={tmp_path / 'file'}")
+
+
+def test_more_resident_layers_than_there_are():
+    with pytest.raises(Incompatible, match="33 resident layers of 32"):
+        experiments.make("llama2-7b", "a100", {"kind": "generate"}, ["zero_inference:resident=33"])
+
+
+# ---- prediction ------------------------------------------------------------------------------------------------------
+
+
+def predicted(*plan, batch=1, on="rtx4090", model="llama2-13b"):
+    w = {"kind": "generate", "batch_size": batch, "prompt_len": 128, "output_len": 16}
+    return predict(experiments.make(model, on, w, ["flash_attention", *plan]))
+
+
+def test_a_decode_step_takes_as_long_as_its_slowest_stream():
+    """13B in fp16 over PCIe 4.0 x16 at 80 % of its 32 GB/s, against the same step with all weights on the device."""
+    device, layers = catalog.device("rtx4090"), 40
+    bare = predicted().metrics["tpot_s"].value
+    weights = layers * (4 * 5120**2 + 3 * 5120 * 13824 + 2 * 5120) * 2
+    copies = weights / (0.8 * device.host_link.bandwidth) + layers * device.host_link.latency
+    assert predicted("zero_inference").metrics["tpot_s"].value == pytest.approx(copies, rel=1e-3)
+    serial = predicted("zero_inference:prefetch=0").metrics["tpot_s"].value
+    assert serial == pytest.approx(copies + bare, rel=1e-3)
+    half = predicted("zero_inference:resident=20").metrics["tpot_s"].value
+    assert half == pytest.approx(copies / 2, rel=1e-3)
+    disk = predicted("zero_inference:parameters=nvme").metrics["tpot_s"].value
+    assert disk == pytest.approx(weights / 6e9, rel=1e-3)
+
+
+def test_throughput_rises_with_the_batch_until_computation_is_the_slowest():
+    rates = [predicted("zero_inference", batch=b, model="llama2-70b", on="a100").metrics["tokens_per_s"].value
+             for b in (1, 8, 64, 4096)]  # fmt: skip
+    assert rates[1] / rates[0] > 7
+    assert rates[2] / rates[0] > 40
+    assert rates[3] / rates[2] < 64
+
+
+def test_what_rests_in_host_memory_must_fit_there():
+    device = catalog.device("rtx4090")
+    small = Host(name="small", cores=8, memory_bytes=16e9, memory_bandwidth=5e10)
+    on = Cluster(device=device.model_copy(update={"host": small}))
+    r = predicted("zero_inference", on=on)
+    assert r.status == "infeasible"
+    assert "GiB of host memory per node" in r.reason
+
+
+def test_auto_keeps_as_many_layers_as_fit():
+    w = {"kind": "generate", "batch_size": 1, "prompt_len": 128, "output_len": 16}
+    e = experiments.make("llama2-13b", "rtx4090", w, ["flash_attention", "zero_inference:resident=auto"])
+    chosen = next(c for c in e.plan.calls if c.name == "zero_inference").options["resident"]
+    assert predicted(f"zero_inference:resident={chosen}").status == "ok"
+    assert predicted(f"zero_inference:resident={chosen + 1}").status == "infeasible"
+
+
+# ---- --device-memory -------------------------------------------------------------------------------------------------
+
+
+def test_a_placement_within_its_limits(deep):
+    catalog.allow_unprobed()
+    size = sum(f.stat().st_size for f in deep.glob("*.safetensors"))
+    work = {"max_num_batched_tokens": 16, "max_model_len": 32}
+    roomy = place(deep, ["continuous_batching"], MemoryLimits(device=64 * size), sequences=2, **work)
+    assert roomy.graph.resident_bytes == sum(p.stored_bytes * n for p, n in roomy.graph.params)
+    tight = place(deep, ["continuous_batching"], MemoryLimits(device=int(size * 0.9)), sequences=2, **work)
+    assert any(p.resident < 1 for p, _ in tight.graph.params)
+    assert sum(m.bytes for m in tight.result.memory) <= size * 0.9
+    on_device = sum(n for _, where, n in tight.rows if where == "device")
+    assert tight.cache < on_device <= size * 0.9
+    assert sum(n for what, _, n in tight.rows if what.startswith("weights of")) == pytest.approx(
+        sum(p.stored_bytes * n for p, n in tight.graph.params)
+    )
+
+
+def test_nothing_fits(deep):
+    catalog.allow_unprobed()
+    with pytest.raises(UserError, match="does not fit into") as e:
+        place(deep, [], MemoryLimits(device=10_000, host=10_000))
+    assert "--disk PATH" in e.value.fix
+
+
+def test_generate_within_a_device_memory(deep, tmp_path, capfd):
+    args = ["generate", str(deep), "--prompt", "abc", "--max-tokens", "6", "--ignore-eos", "--max-num-seqs", "2",
+            "--max-model-len", "32", "--max-num-batched-tokens", "16"]  # fmt: skip
+    app(args, standalone_mode=False)
+    want = capfd.readouterr().out
+    size = sum(f.stat().st_size for f in deep.glob("*.safetensors"))
+    for more in (["--device-memory", str(size)], ["--device-memory", str(size), "--host-memory", "1kB",
+                                                "--disk", str(tmp_path / "scratch")]):  # fmt: skip
+        app([*args, *more], standalone_mode=False)
+        got = capfd.readouterr()
+        assert got.out == want
+        assert ("disk" if "--disk" in more else "host memory") in got.err
+        assert "bound by" in got.err
+
+
+def test_a_source_is_a_range_of_whole_pages(deep):
+    """Reads are aligned as O_DIRECT wants it, whatever the place of a tensor in its file."""
+    _, model = built(deep, "zero_inference:parameters=nvme")
+    hook = next(iter(next(iter(model.layers.values()))._forward_pre_hooks.values()))
+    found = hook.func.__self__
+    assert all(isinstance(s, FileSource) for s in found.sources)
+    for s in found.sources:
+        for r in s.ranges:
+            assert r.start % 4096 == r.length % 4096 == r.place % 4096 == 0
+            assert r.needed <= r.length
