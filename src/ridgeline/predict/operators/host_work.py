@@ -6,7 +6,8 @@ from ridgeline.graph.graph import Op
 from ridgeline.predict.operators.kernel import Timed
 from ridgeline.spec.device import Cluster
 
-COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "host_update": "host"}
+COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "host_update": "host",
+          "host_read": "host"}  # fmt: skip
 """Kinds of host operators, and the stream each runs on."""
 _LINK_SHARE = 0.80
 """Share of the host link's bandwidth that pinned copies reach."""
@@ -31,6 +32,10 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
         rate = _UPDATE_SHARE * (host.memory_bandwidth if host else _HOST_BANDWIDTH)
         rate = min(rate, host.cores * _CORE_BANDWIDTH) if host else rate
         return Timed(op.bytes * ranks / rate, "memory", "class default")
+    if op.kind == "host_read":
+        host = cluster.device.host
+        own = cluster.device.memory_bandwidth if cluster.device.kind == "cpu" else _HOST_BANDWIDTH
+        return Timed(op.bytes * ranks / (host.memory_bandwidth if host else own), "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk
         if disk is not None:
