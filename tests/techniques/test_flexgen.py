@@ -58,10 +58,10 @@ def answers(model, batch, count=6):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("batches", [1, 2, 4])
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_the_same_tokens(deep, want, tmp_path, where, batches, overlap):
+@pytest.mark.parametrize("how", ["overlap=true", "overlap=false", "activations=cpu"])
+def test_the_same_tokens(deep, want, tmp_path, where, batches, how):
     """Logits agree to rounding: a product of fewer rows may sum in another order."""
-    plan = f"flexgen:batches={batches},{PLACES[where]},overlap={overlap},path={tmp_path / 'scratch'}"
+    plan = f"flexgen:batches={batches},{PLACES[where]},{how},path={tmp_path / 'scratch'}"
     got = answers(built(deep, plan, batch_size=4)[1], 4)
     torch.testing.assert_close(got, want[4], rtol=1e-4, atol=1e-4)
     assert torch.equal(got.argmax(-1), want[4].argmax(-1))

@@ -18,6 +18,11 @@ _UPDATE_SHARE = 0.5
 4)."""
 _CORE_BANDWIDTH = 5e9
 """Bytes/s of it that one core updates at most (assumption)."""
+_CORE_ATTENTION = 0.77e9
+"""Bytes/s of a 16-bit cache that one core attends to: FlexGen's cost model (arXiv:2303.06865) has 12.3 GFLOP/s, which
+is as many bytes/s, on a server of 16 cores."""
+_HOST_CORES = 48
+"""Cores of an ordinary server: a DGX-2's."""
 _HOST_LINKS = 4.0
 """Devices of a node whose host links work at full rate at once; more share them (PCIe switches, host memory)."""
 _DISK_BANDWIDTH = 6e9
@@ -34,8 +39,8 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_read":
         host = cluster.device.host
-        own = cluster.device.memory_bandwidth if cluster.device.kind == "cpu" else _HOST_BANDWIDTH
-        return Timed(op.bytes * ranks / (host.memory_bandwidth if host else own), "memory", "class default")
+        rate = min(host.memory_bandwidth, host.cores * _CORE_ATTENTION) if host else _HOST_CORES * _CORE_ATTENTION
+        return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk
         if disk is not None:

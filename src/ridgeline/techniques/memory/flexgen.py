@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -55,6 +55,8 @@ class FlexGen(Technique):
     """Percent of the key/value cache on the device."""
     cache_host: int | None = Field(default=None, ge=0, le=100)
     """Percent of it in host memory; the rest is on disk."""
+    activations: Literal["device", "cpu"] = "device"
+    """Where hidden states of all batches are between two layers."""
     overlap: bool = True
     """Whether transfers run beside computation; false: one after the other, for comparison."""
     path: str | None = None
@@ -189,9 +191,13 @@ class FlexGen(Technique):
         g.kv_cache = cache * share["device"]
         g.host_bytes += cache * share["host"]
         residual = max((o.bytes / 3 for b in g.blocks for o in b.forward if o.kind == "residual"), default=0.0)
-        g.buffers += 2 * (n - 1) * residual
+        if self.activations == "device":
+            g.buffers += 2 * (n - 1) * residual
+        else:
+            g.host_bytes += 2 * n * residual
         self._weights(g, e)
         self._cache(g, e, cache, share)
+        self._hidden(g, e, n * residual)
         return g
 
     def _weights(self, g: Graph, e: Experiment) -> None:
@@ -242,6 +248,17 @@ class FlexGen(Technique):
             if b.is_layer:
                 b.gather_forward += ops
 
+    def _hidden(self, g: Graph, e: Experiment, size: float) -> None:
+        """Copies of all batches' hidden states, in and out of every layer."""
+        if self.activations == "cpu" and e.cluster.device.kind == "gpu":
+            behind = "layers" if self.overlap else ""
+            ops = [
+                changed(host_copy(f"hidden.{kind}", kind, size, "forward"), behind=behind) for kind in ("h2d", "d2h")
+            ]
+            for b in g.blocks:
+                if b.is_layer:
+                    b.gather_forward += ops
+
     def apply(self, run: Build) -> None:
         """Put weights and cache where they rest, after making sure that the disk will do."""
         from pathlib import Path
@@ -251,7 +268,8 @@ class FlexGen(Technique):
 
         layers = run.experiment.model.num_layers
         folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
-        spread_over_tiers(run, self.layer_tiers(layers), self.cache_tiers(layers), folder, int(self.overlap))
+        spread_over_tiers(run, self.layer_tiers(layers), self.cache_tiers(layers), folder, int(self.overlap),
+                          self.activations == "cpu")  # fmt: skip
 
 
 def spread(count: int, device: float, host: float) -> list[str]:

@@ -13,21 +13,30 @@ from torch import Tensor
 from ridgeline.nn.memory.cache_tiers import CacheDisk, HostCache
 from ridgeline.nn.memory.layer_stream import LayerStream, layer_tensors, size_of
 from ridgeline.nn.memory.meter import return_freed_memory
-from ridgeline.nn.memory.tiered_store import PAGE
+from ridgeline.nn.memory.tiered_store import PAGE, mark_host
 from ridgeline.nn.model.attention import CacheOf, LayerCache
 from ridgeline.runtime.resting_weights import RestingWeights
 from ridgeline.runtime.train_build import Build
 
 
 def spread_over_tiers(
-    run: Build, layers: Sequence[str], caches: Sequence[Sequence[str]], folder: Path, ahead: int
-) -> None:
+    run: Build, layers: Sequence[str], caches: Sequence[Sequence[str]], folder: Path, ahead: int,
+    hidden_on_host: bool = False,
+) -> None:  # fmt: skip
     """``layers``: the tier of each layer's weights; ``caches``: those of the cache of each layer and part of the
-    batch. Every layer takes the parts one after the other, while ``ahead`` layers and caches are fetched."""
+    batch. Every layer takes the parts one after the other, while ``ahead`` layers and caches are fetched;
+    ``hidden_on_host``: between layers, their hidden states rest in host memory."""
     _place_weights(run, layers, folder, ahead)
     run.model.cache_of = _Caches(run.model.cache_of, caches, folder, ahead)
-    for block in run.model.layers.values():
-        block.forward = partial(_by_parts, block.forward, len(caches[0]))
+    model, parts = run.model, len(caches[0])
+    for block in model.layers.values():
+        block.forward = partial(_by_parts, block.forward, parts, run.device, hidden_on_host)
+    if hidden_on_host:
+        for ends in (model.embed, model.norm):
+            if ends is not None:
+                ends.forward = partial(_by_parts, ends.forward, parts, run.device, hidden_on_host)
+        if model.head is not None:
+            model.head.register_forward_pre_hook(lambda _, args: (args[0].to(run.device), *args[1:]))
 
 
 def _place_weights(run: Build, tiers: Sequence[str], folder: Path, ahead: int) -> None:
@@ -86,16 +95,21 @@ class _Caches:
         return self._inner(shape, dtype, device)
 
 
-def _by_parts(
-    forward: Any, parts: int, x: Tensor, mask: Any, rope: Any = None, cache: PartedCache | None = None
-) -> Tensor:
-    """A block's pass over ``x`` [B, S, H], a part of the sequences at a time."""
-    if parts == 1:
-        out: Tensor = forward(x, mask, rope, None if cache is None else cache.parts[0])
-        return out
+def _by_parts(forward: Any, parts: int, device: torch.device, on_host: bool, x: Tensor, *args: Any) -> Tensor:
+    """A module's pass over ``x`` [B, …], a part of the sequences at a time; of its other arguments, a cache has parts
+    of its own. ``on_host``: the result rests in host memory."""
     size = x.shape[0] // parts
-    out = torch.empty_like(x)
+    out: Tensor | None = None
     for i in range(parts):
         rows = slice(i * size, (i + 1) * size)
-        out[rows] = forward(x[rows], mask, rope, None if cache is None else cache.parts[i])
+        own = (a.parts[i] if isinstance(a, PartedCache) else a for a in args)
+        y: Tensor = forward(x[rows].to(device), *own)
+        if parts == 1 and not on_host:
+            return y
+        if out is None:
+            out = y.new_empty((len(x), *y.shape[1:]), device="cpu" if on_host else device)
+            if on_host:
+                mark_host(out)
+        out[rows] = y
+    assert out is not None
     return out
