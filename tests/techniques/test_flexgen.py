@@ -137,11 +137,12 @@ def test_tiers_are_spread_evenly():
 
 @torch.inference_mode()
 def test_caches_on_disk_hold_what_others_hold(tmp_path):
-    """Two layers' caches, steps of several tokens, a generation that is broken off, and another after it."""
+    """Two layers' caches, steps of several tokens, a generation that is broken off, and a longer one after it."""
     draw = torch.Generator().manual_seed(3)
-    disk, shape = CacheDisk(tmp_path), (2, 2, 12, 8)
-    for steps in ([5, 1, 1, 2], [3], [4, 1, 1, 1, 1]):
+    disk = CacheDisk(tmp_path)
+    for steps, most in (([5, 1, 1, 2], 9), ([3], 12), ([4, 1, 1, 1, 1], 40)):
         disk.clear()
+        shape = (2, 2, most, 8)
         ours = [disk.cache(shape, torch.float32) for _ in range(2)]
         plain = [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(2)]
         for n in steps:

@@ -71,10 +71,9 @@ class CacheDisk:
     def clear(self) -> None:
         """Begin another generation: what was stored is forgotten."""
         self.settle()
-        for _, buffer, reading in self._coming.values():
+        for _, _, reading in self._coming.values():
             reading.result()
-            self._buffers.append(buffer)
-        self._coming, self._caches, self._end = {}, [], 0
+        self._coming, self._caches, self._buffers, self._end = {}, [], [], 0  # the next caches may be larger
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> DiskCache:
         """Another cache, used after those before it. Raises :class:`UserError` where the disk has no room."""
