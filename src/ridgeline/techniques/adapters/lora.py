@@ -124,7 +124,7 @@ class LoRA(Adapting):
         b.backward.append(changed(scale, name=f"{name}.bwd", direction="backward", bytes=4.0 * m * n * w))
         b.params.append(Param(name, n, "fp32", True, 4.0, shape=(n,), grad_bytes=4.0))
         b.saved[f"{name}.scaled"] = Saved(m * n * w, frozenset({f"{name}.bwd"}))
-        b.saved[f"{name}.stats"] = Saved(8.0 * n, frozenset({f"{name}.bwd"}))  # the norms, and the ratio of the learned ones to them
+        b.saved[f"{name}.stats"] = Saved(8.0 * n, frozenset({f"{name}.bwd"}))  # the norms; ratio to the learned
         b.workspace = max(b.workspace, 1.0 * n * k * w)
         return [sizes, scale]
 
