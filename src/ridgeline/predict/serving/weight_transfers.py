@@ -1,4 +1,4 @@
-"""Weights that rest outside the device: what bringing them takes of a forward pass."""
+"""Weights stored off the device: the cost of fetching them in a forward pass."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Transfers(NamedTuple):
     """Seconds of one forward pass, in the steady state of one pass after the other."""
 
     beside: float
-    """In which weights arrive while others compute: a pass takes at least as long."""
+    """Transfers that overlap with computation: a pass takes at least this long."""
     before: float
-    """In which computation stands still."""
+    """Transfers during which computation waits."""
 
 
 def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
-    """What the layers of ``g`` that rest outside the device take to arrive.
+    """Transfer times of the weights of ``g`` that are stored off the device.
 
-    Of what is fetched ahead, disk, host link and computation work at the same time, and the slowest sets the pace. A
-    CPU copies host memory with the cores that compute, so its copies hide behind nothing.
+    For prefetched weights, disk, host link and computation work in parallel, and the slowest is the bottleneck. A CPU
+    copies host memory with the cores that compute, so its copies cannot overlap.
     """
     beside, before = {"disk_read": 0.0, "h2d": 0.0}, 0.0
     for b in g.blocks:
@@ -38,7 +38,7 @@ def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
 
 
 def pass_seconds(g: Graph, cluster: Cluster) -> float:
-    """Seconds of one forward pass of the torch twin, the weights' arrival included."""
+    """Seconds of one forward pass with the torch model, including the transfer of weights."""
     found = weight_transfers(g, cluster)
     if not any(found):
         return simulate(g, cluster, []).seconds
