@@ -26,7 +26,7 @@ def _wide(t: Tensor) -> torch.dtype:
 
 
 def adjacent(parts: list[Tensor]) -> Tensor | None:
-    """Matrices [n_i, k] (or vectors) that lie behind each other in one storage, as one [Σ n_i, k]; None if not."""
+    """Matrices [n_i, k] (or vectors) that are consecutive in one storage, as one [Σ n_i, k]; None if they are not."""
     first = parts[0]
     place = first.storage_offset()
     storage = first.untyped_storage().data_ptr()
@@ -151,7 +151,7 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
 
 
 def _if_trained(x: Tensor, parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    """What the gradient of weights needs: nothing where they are frozen."""
+    """What the gradient of weights needs: nothing if they are frozen."""
     return x if parts[0] is not None and parts[0].requires_grad else None
 
 
@@ -174,9 +174,9 @@ def _product_gradients(
 
 
 class _GatedLinear(torch.autograd.Function):
-    """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is [Wg; Wu] to multiply by.
+    """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is the combined [Wg; Wu].
 
-    Saves x and the product; its backward pass turns the latter into its gradient, so that it can run once.
+    Saves x and the product; its backward pass overwrites the product with its gradient, so it can run only once.
     """
 
     @staticmethod
@@ -199,7 +199,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 class _QKV(torch.autograd.Function):
-    """Queries, keys and values of x [B, S, k] by one product, turned to their positions in place.
+    """Queries, keys and values of x [B, S, k] by one product, with rotary embedding applied in place.
 
     Returns three views [B, S, heads, D] of one tensor. ``rope``: (cos, signed sin), each [S, 1, D] or [B, S, 1, D].
     """
@@ -390,7 +390,8 @@ def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Ten
 
 def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,
         parts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Turned queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three biases."""
+    """Rotated queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three
+    biases."""
     q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, *parts)  # type: ignore[no-untyped-call]
     return q, k, v
 

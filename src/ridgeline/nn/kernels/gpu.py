@@ -1,7 +1,7 @@
 """The fused kernels in Triton, for CUDA devices: the same functions over the same arguments as ``cpu.cpp``.
 
-Arithmetic is float32 whatever the storage. Rows are walked by one program each; reductions over rows (gradients of norm
-weights and biases) go through one partial sum per program. Imported only where Triton is installed.
+Arithmetic is float32 regardless of the storage dtype. One program processes each row; reductions over rows (gradients
+of norm weights and biases) use one partial sum per program. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -341,7 +341,7 @@ def _size(n: int) -> int:
 
 
 def _tile(n: int, columns: int) -> tuple[bool, int]:
-    """Whether rows of ``n`` are walked in tiles of ``columns``, and how many of them a program holds."""
+    """Whether rows of ``n`` are processed in tiles of ``columns``, and how many tiles a program holds."""
     folded = 0 < columns < n
     return folded, columns if folded else _size(n)
 
