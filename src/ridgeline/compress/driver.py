@@ -67,7 +67,7 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
     for technique in techniques:
         technique.compress(run)
     if not (run.whole or run.at_site or run.before_block or run.after_block):
-        raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")
+        raise UserError("the plan compresses nothing", "add a technique: --with gptq:bits=4,group_size=128")
     windows = torch.empty(0, w.seq_len, dtype=torch.int64)  # weights only: nothing passes through the model
     reading = time.perf_counter()
     if run.wants or run.whole or run.before_block or run.after_block:

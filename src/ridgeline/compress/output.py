@@ -51,7 +51,7 @@ class Output:
         if journal and journal["identity"] != digest and resume:
             raise UserError(
                 f"{self.partial} holds another compression that was stopped (other plan, data or checkpoint)",
-                "run that command again to finish it, or start anew with --no-resume",
+                "run that command again to finish it, or start over with --no-resume",
             )
         if not resume or not journal:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -107,7 +107,7 @@ class Output:
             draft.unlink(missing_ok=True)
             why = getattr(e, "strerror", None) or str(e)
             raise UserError(
-                f"cannot write {file}: {why}", "make room and run the same command again: it goes on with this block"
+                f"cannot write {file}: {why}", "make room and run the same command again: it resumes with this block"
             ) from None
 
     @classmethod

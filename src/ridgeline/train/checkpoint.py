@@ -107,7 +107,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     if not found:
         return []
     newest = found[-1]
-    fix = f"remove {newest} to go on without it"
+    fix = f"remove {newest} to continue without it"
     try:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         other = _differences(state["experiment"], trainer)

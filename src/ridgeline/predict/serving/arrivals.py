@@ -139,7 +139,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
         ) from None
     except (KeyError, ValueError, TypeError) as e:
         raise UserError(
-            f"trace {path} has a line that is no request: {e}",
+            f"trace {path} has a line that is not a request: {e}",
             "CSV needs TIMESTAMP,ContextTokens,GeneratedTokens; JSON lines timestamp, input_length, output_length",
         ) from None
     if not found:

@@ -31,7 +31,7 @@ def unfoldable(block: TransformerBlock, site: str) -> str:
     """Why nothing in the block can absorb the site's scale; empty if something can."""
     mlp = block.mlp
     if site.startswith("mlp") and not isinstance(mlp, MLP):
-        return "the norm before a mixture is read by its router too, and its experts are not at hand"
+        return "the norm before a mixture is read by its router too, and its experts are not available here"
     if site in ("attention.qkv", "mlp.up"):
         return "no norm stands before it" if block.post_norm else ""
     if site == "attention.o":

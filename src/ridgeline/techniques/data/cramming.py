@@ -122,7 +122,7 @@ class Cramming(Technique):
             elif watts is not None:
                 count = lambda: watts * time.monotonic()  # noqa: E731
             else:
-                raise UserError("cramming: this machine does not show what energy it uses", "give watts, e.g. watts=65")
+                raise UserError("cramming: this machine does not report its energy use", "give watts, e.g. watts=65")
 
         def agree(share: float) -> float:
             if run.world == 1:

@@ -72,7 +72,7 @@ class DynamicBatchLoading(Technique):
             self.needs(not (given and self.domains) or len(given) == len(self.domains),
                        f"{len(self.domains)} domains, but {len(given)} {name}", "give one for each")  # fmt: skip
         self.needs(all(w > 0 for w in self.weights), f"weights {self.weights} are not all positive",
-                   "a domain without weight would never come: leave it out")  # fmt: skip
+                   "a domain with weight 0 is never sampled: leave it out")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """No change: a step costs the same whatever data it reads."""

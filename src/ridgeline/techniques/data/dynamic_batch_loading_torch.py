@@ -161,7 +161,7 @@ class DomainBatches:
         mine = [d.name for d in self.domains]
         if state["domains"] != mine:
             raise UserError(f"the checkpoint has the domains {state['domains']}, the data now {mine}",
-                            "give the same data, or begin anew")  # fmt: skip
+                            "use the same data, or start over")  # fmt: skip
         self.step, self.cursors = int(state["step"]), [int(n) for n in state["cursors"]]
         self._next = list(self.cursors)
         self.weights = [float(w) for w in state["weights"]]

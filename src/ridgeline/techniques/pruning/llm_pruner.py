@@ -65,7 +65,7 @@ class LLMPruner(Technique):
     def check(self, e: Experiment) -> None:
         """The configuration must be able to express the model's smaller shape."""
         m = e.model
-        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
+        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is not a decoder", "use a decoder")
         self.needs(self.mode == "block" or m.norm == "rmsnorm",
                    "a LayerNorm's mean changes without some hidden channels", "use mode=block")  # fmt: skip
         new = self.resized(m)

@@ -69,7 +69,7 @@ class ShearedLLaMA(Technique):
     def check(self, e: Experiment) -> None:
         """The shape must be smaller, consist of whole groups, and be expressible in the configuration."""
         m = e.model
-        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
+        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is not a decoder", "use a decoder")
         shape = {
             "layers": (self.layers, m.num_layers), "hidden": (self.hidden, m.hidden_size),
             "heads": (self.heads, m.num_heads), "intermediate": (self.intermediate, m.intermediate_size),

@@ -167,7 +167,7 @@ def packed(
         wrong = sorted({layer.bits for layer in layers} - {bits})
         if wrong:
             raise UserError(f"{w.checkpoint} holds codes of {wrong[0]} bits, {name} asks for {bits}",
-                            f"say {name}:bits={wrong[0]}, or compress it anew")  # fmt: skip
+                            f"use {name}:bits={wrong[0]}, or compress it again")  # fmt: skip
     elif w.checkpoint and not codes_dense:
         raise UserError(
             f"{w.checkpoint} is not compressed yet",

@@ -38,7 +38,7 @@ class GPTQFormat:
         """See the class. Symmetric weights in version 1, others in version 2."""
         out, width = packed.shape
         if packed.outliers is not None:
-            raise UserError(f"{module} keeps outliers aside, which the GPTQ format cannot say",
+            raise UserError(f"{module} has outliers, which the GPTQ format cannot store",
                             "use --format ridgeline, or quantease with outliers=0")  # fmt: skip
         if packed.bits not in (2, 3, 4, 8) or out % 32 or width % 32:
             raise UserError(
