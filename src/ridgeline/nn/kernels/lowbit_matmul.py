@@ -53,10 +53,10 @@ def _tile(words, scale, zero, rows, columns, n, k, row_words, groups, group, BIT
         known = inside
     s = tl.load(scale + which, known, other=0.0).to(tl.float32)
     if HAS_ZERO:
-        centerd = codes - tl.load(zero + which, known, other=0).to(tl.int32)
+        centered = codes - tl.load(zero + which, known, other=0).to(tl.int32)
     else:
-        centerd = codes - (1 << (BITS - 1))
-    return tl.where(inside, centerd.to(tl.float32) * s, 0.0)
+        centered = codes - (1 << (BITS - 1))
+    return tl.where(inside, centered.to(tl.float32) * s, 0.0)
 
 
 @triton.jit
