@@ -6,6 +6,8 @@ Parts:
     tiers   the same model with its weights on the device, in host memory and on disk, with and without prefetch, over
             the batch: tokens/s measured and predicted (run ``ridgeline probe`` first), and the share of a step that the
             slower of transfers and computation would take alone
+    flexgen the policy that is settled for a batch against others drawn at random and against ZeRO-Inference with the
+            largest batch that fits, all within the same device and host memory: measured and predicted
     peers   in a memory cgroup that leaves a quarter of the checkpoint beside the process: ours from disk, and
             accelerate's disk offload (transformers); equal greedy tokens are asserted. Needs root and cgroup v1
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -38,7 +41,7 @@ from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
-from ridgeline.spec.device import Cluster
+from ridgeline.spec.device import Cluster, Host
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import resolve
@@ -119,6 +122,45 @@ def tiers(checkpoint: str, rounds: int) -> dict[str, Any]:
     return {"disk_bytes_per_s": disk.bandwidth, "layers_bytes": layers, "rows": rows}
 
 
+def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
+    """Policies within a device of a quarter, and a host of half, of the weights."""
+    size = sum(f.stat().st_size for f in Path(checkpoint).glob("*.safetensors"))
+    local = catalog.cluster("local")
+    disk = file_rate(max(Path(checkpoint).glob("*.safetensors"), key=lambda f: f.stat().st_size))
+    host = Host(name="half", cores=os.cpu_count() or 1, memory_bytes=size / 2,
+                memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
+    device = local.device.model_copy(update={"memory_bytes": size / 4, "host": host, "disk": disk})
+    cluster = local.model_copy(update={"device": device})
+    batch = 256
+    draw = random.Random(0)
+    plans = {"flexgen": (["flash_attention", "flexgen"], batch)}
+    for i in range(8):
+        wd, cd = draw.choice((0, 10)), draw.choice((0, 10))
+        wh, ch = draw.randint(0, 50), draw.randint(0, 100 - cd)
+        shares = f"weights_device={wd},weights_host={wh},cache_device={cd},cache_host={ch}"
+        n = draw.choice((4, 8, 16, 32))
+        plans[f"random {i}"] = (["flash_attention", f"flexgen:batches={n},{shares}"], batch)
+    for b in (128, 64, 32, 16, 8, 4, 2, 1):
+        plan = ["flash_attention", "zero_inference:parameters=nvme"]
+        if predict(experiment(checkpoint, plan, b, cluster)).status == "ok":
+            plans["zero_inference"] = (plan, b)
+            break
+    rows = []
+    for name, (plan, b) in plans.items():
+        e = experiment(checkpoint, plan, b, cluster)
+        found = predict(e)
+        if found.status != "ok":
+            continue
+        model = model_of(e)
+        with torch.inference_mode():
+            timed_generation(model, prompt(b), 2)
+            times = [timed_generation(model, prompt(b), OUTPUT) for _ in range(rounds)]
+        seconds = statistics.median(sum(t) for t in times)
+        rows.append({"policy": name, "plan": e.plan.strings(), "batch": b, "tokens_per_s": b * OUTPUT / seconds,
+                     "predicted_tokens_per_s": found.metrics["tokens_per_s"].value})  # fmt: skip
+    return {"device_bytes": size / 4, "host_bytes": size / 2, "disk_bytes_per_s": disk.bandwidth, "rows": rows}
+
+
 def generate(checkpoint: str, plan: list[str], batch: int) -> dict[str, Any]:
     """Seconds of each token, and the tokens."""
     model, ids = model_of(experiment(checkpoint, plan, batch)), prompt(batch)
@@ -189,7 +231,7 @@ def main() -> None:
     """Run both parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="tiers,peers")
+    parser.add_argument("--only", default="tiers,flexgen,peers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -208,6 +250,8 @@ def main() -> None:
                                "prompt": PROMPT, "output": OUTPUT, "load_average": os.getloadavg()[0]}  # fmt: skip
         if "tiers" in args.only:
             out["tiers"] = tiers(checkpoint, args.rounds)
+        if "flexgen" in args.only:
+            out["flexgen"] = flexgen(checkpoint, args.rounds)
         if "peers" in args.only:
             shutil.rmtree(checkpoint)
             save_checkpoint(build(LARGE, "cpu", torch.float32, 0), checkpoint, max_shard_bytes=5e8)

@@ -39,10 +39,10 @@ def built(source, *plan, **work):
 
 
 @torch.inference_mode()
-def tokens(model, count=6):
-    """Greedy tokens [count, 2] after a fixed prompt, and the last logits."""
-    prompt = torch.randint(258, (2, 8), generator=torch.Generator().manual_seed(1))
-    cache = make_cache(model, 2, 8 + count)
+def tokens(model, count=6, batch=2):
+    """Greedy tokens [count, batch] after a fixed prompt, and the last logits."""
+    prompt = torch.randint(258, (batch, 8), generator=torch.Generator().manual_seed(1))
+    cache = make_cache(model, batch, 8 + count)
     found = [prefill(model, prompt, cache)]
     for _ in range(count - 1):
         found.append(decode(model, found[-1].argmax(-1), cache))
@@ -93,6 +93,23 @@ def test_a_checkpoint_is_never_whole_in_memory(tmp_path):
     _, model = built(source, "zero_inference:parameters=nvme")
     tokens(model)
     assert process_memory()["rss_anonymous"] - before < size / 2
+
+
+SYSTEMS = [n for n in catalog.systems() if catalog.system(n).reported.workload.get("kind") == "generate"]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_generating_system_runs_as_its_small_plan(name, tmp_path):
+    """On a small model of the family of its paper's; of weights that it quantizes first, against those."""
+    system = catalog.system(name)
+    mixture = catalog.model(system.reported.model).num_experts
+    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    source = checkpoint(tmp_path / "m", {**(MIXTRAL if mixture else GPT2), **wide, "num_layers": 4})
+    plan = [call.replace("experts=4", "experts=2") for call in system.shrunk.plan]
+    want = tokens(built(source, *plan[:-1], batch_size=24)[1], batch=24)
+    got = tokens(built(source, *plan, batch_size=24)[1], batch=24)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
 
 
 def test_layers_on_the_device_are_spread_evenly():

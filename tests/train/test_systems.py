@@ -9,7 +9,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Plan
 from ridgeline.techniques.registry import check, require_runnable, techniques_of
 
-TRAINING = [n for n in catalog.systems() if catalog.system(n).reported.workload.get("kind", "pretrain") != "serve"]
+TRAINING = [n for n in catalog.systems() if catalog.system(n).reported.workload.get("kind", "pretrain") == "pretrain"]
 DEEP = MODEL.model_copy(update={"num_layers": 4})
 """A layer for every stage."""
 

@@ -25,9 +25,10 @@ class Reported(_Data):
     """Fields of the workload; ``kind`` is pretrain unless given."""
     says: str
     """What the paper says, and where our model of it departs."""
-    quantity: Literal["", "hfu", "states_bytes", "speedup"] = ""
+    quantity: Literal["", "hfu", "states_bytes", "speedup", "tokens_per_s"] = ""
     """hfu: share of the device's peak, recomputation counted; states_bytes: parameters, gradients and optimizer states
-    of one rank, at rest; speedup: tokens/s over those of the plan ``against``. Empty: nothing that can be compared."""
+    of one rank, at rest; speedup: tokens/s over those of the plan ``against``; tokens_per_s. Empty: nothing
+    that can be compared."""
     value: float = Field(default=0.0, ge=0)
     """The paper's number, in SI units."""
     apart: float = Field(default=1.0, gt=0)

@@ -119,6 +119,7 @@ def _reported(s: System) -> str:
     if not r.quantity:
         return r.says
     value = {"hfu": f"{r.value:.1%} of peak", "states_bytes": f"{r.value / 1e9:.2f} GB of states per rank",
+             "tokens_per_s": f"{r.value:.3g} tokens/s",
              "speedup": f"{r.value:g}x against {' '.join(r.against)}"}[r.quantity]  # fmt: skip
     return f"{value} ({r.says})"
 

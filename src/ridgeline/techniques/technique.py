@@ -168,6 +168,10 @@ class Technique(BaseModel):
         """
         return False
 
+    def micro_batches(self, e: Experiment) -> int:
+        """In task generate: parts of the batch that pass through the model's layers one after the other."""
+        return 1
+
     def reads_itself(self, e: Experiment) -> tuple[str, ...]:
         """Name prefixes of the dense parameters that it reads from a checkpoint itself: :meth:`apply` finds them on the
         meta device."""

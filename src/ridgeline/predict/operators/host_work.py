@@ -6,8 +6,9 @@ from ridgeline.graph.graph import Op
 from ridgeline.predict.operators.kernel import Timed
 from ridgeline.spec.device import Cluster
 
-COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "host_update": "host"}
-"""Kinds of host operators, and the stream on which each runs."""
+COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "host_update": "host",
+          "host_read": "host"}  # fmt: skip
+"""Kinds of host operators, and the stream each runs on."""
 _LINK_SHARE = 0.80
 """Fraction of the host link's bandwidth that pinned copies reach."""
 _HOST_BANDWIDTH = 256e9
@@ -16,7 +17,12 @@ _UPDATE_SHARE = 0.5
 """Fraction of it reached by a vectorized AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters (arXiv:2101.06840,
 table 4)."""
 _CORE_BANDWIDTH = 5e9
-"""Maximum bytes/s of it that one core can update (assumption)."""
+"""Bytes/s of it that one core updates at most (assumption)."""
+_CORE_ATTENTION = 0.77e9
+"""Bytes/s of a 16-bit cache that one core attends to: FlexGen's cost model (arXiv:2303.06865) has 12.3 GFLOP/s, which
+is as many bytes/s, on a server of 16 cores."""
+_HOST_CORES = 48
+"""Cores of an ordinary server: a DGX-2's."""
 _HOST_LINKS = 4.0
 """Number of devices per node whose host links reach full rate simultaneously; more share them (PCIe switches, host
 memory)."""
@@ -31,6 +37,10 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
         host = cluster.device.host
         rate = _UPDATE_SHARE * (host.memory_bandwidth if host else _HOST_BANDWIDTH)
         rate = min(rate, host.cores * _CORE_BANDWIDTH) if host else rate
+        return Timed(op.bytes * ranks / rate, "memory", "class default")
+    if op.kind == "host_read":
+        host = cluster.device.host
+        rate = min(host.memory_bandwidth, host.cores * _CORE_ATTENTION) if host else _HOST_CORES * _CORE_ATTENTION
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind in ("disk_read", "disk_write"):
         disk = cluster.device.disk

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ridgeline.graph import Graph, decode_graph, prefill_graph
 from ridgeline.predict.common import assemble, beyond_host, metric, peak_note, rank_cluster, rewritten, source_of
 from ridgeline.predict.operators.kernel import peak_flops
@@ -28,11 +30,12 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
     engine = engine_of(e)
     if engine is not None:  # engines compute attention in one kernel whatever the plan says
         techniques = as_in_engines(techniques)
-    prefill = rewritten(prefill_graph(e), e, techniques)
-    decode = rewritten(decode_graph(e), e, techniques)
+    part = _micro_batch(e, techniques)
+    prefill = rewritten(prefill_graph(part), part, techniques)
+    decode = rewritten(decode_graph(part), part, techniques)
     steps = decode.decode_steps
     if engine is None:
-        first, each = _plain(prefill, decode, e, techniques, cluster)
+        first, each = _plain(prefill, decode, part, techniques, cluster)
         waves = 1
     else:
         prefill, decode = fuse(prefill, engine, e.model), fuse(decode, engine, e.model)
@@ -41,18 +44,19 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
     produced = e.batch_size * (steps + 1)
     peak = inference_peak(prefill, decode)
     source = source_of(cluster)
+    flops = prefill.accumulation * (prefill.flops + steps * decode.flops)
     metrics = {
         "ttft_s": metric(first, "s", "lower", source),
         "tpot_s": metric(each, "s", "lower", source),
         "e2e_s": metric(total, "s", "lower", source),
         "tokens_per_s": metric(produced / total, "tokens/s", "higher", source),
         "tokens_per_s_per_device": metric(produced / total / e.world, "tokens/s", "higher", source),
-        "mfu": metric((prefill.flops + steps * decode.flops) / total / peak_flops(cluster.device, prefill.dtype),
-                       "", "higher", peak_note(cluster, prefill.dtype)),
+        "mfu": metric(flops / total / peak_flops(cluster.device, prefill.dtype), "", "higher",
+                       peak_note(cluster, prefill.dtype)),
     }  # fmt: skip
-    result = assemble(e, metrics, peak, cluster)
     if prefill.host_bytes:
         metrics["host_bytes"] = metric(prefill.host_bytes, "bytes", "lower", "graph")
+    result = assemble(e, metrics, peak, cluster)
     if short := beyond_host(prefill, cluster):
         result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     rows = breakdown(prefill, cluster, times=waves)
@@ -63,6 +67,14 @@ def predict_generation(e: Experiment, techniques: list[Technique]) -> Result:
         row.phase = "decode" if row.phase == "forward" else row.phase
     result.breakdown = rows + later
     return result
+
+
+def _micro_batch(e: Experiment, techniques: list[Technique]) -> Experiment:
+    """The experiment with the part of the batch that passes through a layer at once."""
+    n = math.prod(t.micro_batches(e) for t in techniques)
+    if n == 1:
+        return e
+    return e.model_copy(update={"workload": e.workload.model_copy(update={"batch_size": e.batch_size // n})})
 
 
 def _plain(

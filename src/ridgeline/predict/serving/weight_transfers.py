@@ -14,9 +14,9 @@ class Transfers(NamedTuple):
     """Seconds of one forward pass, in the steady state of one pass after the other."""
 
     beside: float
-    """Transfers that overlap with computation: a pass takes at least this long."""
+    """In which weights still arrive beside computation: a pass takes at least as long, and ``before``."""
     before: float
-    """Transfers during which computation waits."""
+    """In which computation waits."""
 
 
 def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
@@ -25,16 +25,18 @@ def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
     For prefetched weights, disk, host link and computation work in parallel, and the slowest is the bottleneck. A CPU
     copies host memory with the cores that compute, so its copies cannot overlap.
     """
-    beside, before = {"disk_read": 0.0, "h2d": 0.0}, 0.0
+    busy, before = {"disk": 0.0, "h2d": 0.0, "d2h": 0.0}, 0.0
     for b in g.blocks:
         for op in b.gather_forward:
             if op.axis == "host":
                 seconds = b.repeat * seconds_of(op, cluster)
-                if op.behind and not (op.kind == "h2d" and cluster.device.kind == "cpu"):
-                    beside[op.kind] += seconds
-                else:
+                shared = op.kind == "h2d" and cluster.device.kind == "cpu"
+                if shared or not op.behind:
                     before += seconds
-    return Transfers(max(beside.values()), before)
+                stream = "disk" if op.kind.startswith("disk") else op.kind
+                if stream in busy and not shared:
+                    busy[stream] += seconds
+    return Transfers(max(0.0, max(busy.values()) - before), before)
 
 
 def pass_seconds(g: Graph, cluster: Cluster) -> float:

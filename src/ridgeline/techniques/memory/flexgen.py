@@ -1,0 +1,298 @@
+"""FlexGen: weights and cache over device, host memory and disk, several batches through every layer at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.spec.errors import Incompatible
+from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.result import Result
+from ridgeline.techniques.memory.flexgen_policy import Costs, PassCosts, place
+from ridgeline.techniques.memory.zero_inference import arriving, weights_change
+from ridgeline.techniques.parallel.divide_operators import host_copy
+from ridgeline.techniques.registry import techniques_of
+from ridgeline.techniques.technique import Ask, Card, Phase, Technique
+
+if TYPE_CHECKING:
+    from ridgeline.runtime.train_build import Build
+
+_SHARES = ("weights_device", "weights_host", "cache_device", "cache_host")
+_RESERVE = 0.05
+"""Share of a memory that the placement leaves free."""
+
+
+class FlexGen(Technique):
+    """Divide the batch into ``batches``, take all of them through a layer before the next layer's weights come
+    (the zig-zag schedule), and spread weights and key/value cache over device, host memory and disk. Attention to a
+    cache outside the device is computed on the host. What is left open is found by a linear program over the shares,
+    for each number of batches (FlexGen)."""
+
+    card: ClassVar[Card] = Card(
+        name="flexgen",
+        title="FlexGen",
+        paper="arXiv:2303.06865",
+        taxonomy="inference/offload/flexgen",
+        tasks=frozenset({"generate"}),
+        lossless=True,
+        claim="OPT-175B on one T4 at 1 token/s; OPT-30B at 7.32 tokens/s, 12 times the best baseline's 0.60",
+        owns=frozenset({"resting_weights"}),
+        example={"batches": 1, "weights_device": 50, "weights_host": 50, "cache_device": 50, "cache_host": 50},
+    )
+    phase: ClassVar[Phase] = "offload"
+
+    batches: int | None = Field(default=None, ge=1)
+    """Parts of the batch that pass through a layer one after the other; None: the best of the powers of two."""
+    weights_device: int | None = Field(default=None, ge=0, le=100)
+    """Percent of the layers that stay on the device; None (as all four): what the linear program finds."""
+    weights_host: int | None = Field(default=None, ge=0, le=100)
+    """Percent of the layers in host memory; the rest are on disk."""
+    cache_device: int | None = Field(default=None, ge=0, le=100)
+    """Percent of the key/value cache on the device."""
+    cache_host: int | None = Field(default=None, ge=0, le=100)
+    """Percent of it in host memory; the rest is on disk."""
+    activations: Literal["device", "cpu"] = "device"
+    """Where hidden states of all batches are between two layers."""
+    overlap: bool = True
+    """Whether transfers run beside computation; false: one after the other, for comparison."""
+    path: str | None = None
+    """Folder of what is on disk, beside a checkpoint's own files; None: Ridgeline's cache."""
+
+    @property
+    def open(self) -> bool:
+        """Whether something is left to the predictor."""
+        return self.batches is None or self.weights_device is None
+
+    def share(self, name: str) -> float:
+        """A share in 0 to 1; before it is settled, everything is on the device."""
+        value = getattr(self, name)
+        return (1.0 if name.endswith("device") else 0.0) if value is None else value / 100
+
+    def micro_batches(self, e: Experiment) -> int:
+        """Parts of the batch."""
+        return self.batches or 1
+
+    @classmethod
+    def choices(cls, e: Experiment) -> list[Technique]:
+        """None: what it would choose depends on the batch; ask for it."""
+        return []
+
+    def settled(self, e: Experiment, ask: Ask) -> Technique:
+        """The number of batches and the shares with the highest predicted throughput."""
+        if not self.open or e.task not in self.card.tasks:
+            return self
+        batch = e.micro_batch_size
+        if self.batches and batch % self.batches:
+            return self  # which check refuses
+        counts = [self.batches] if self.batches else [2**i for i in range(int(math.log2(batch)) + 1)]
+        best: tuple[bool, float, FlexGen] | None = None
+        for n in counts:
+            if batch % n:
+                continue
+            found = self._placed(e, n, ask)
+            if found is not None:
+                r = ask(found.placed(e))
+                one = (r.status == "ok", r.metrics["tokens_per_s"].value, found)
+                best = one if best is None or one[:2] > best[:2] else best
+        if best is None:
+            raise Incompatible(
+                f"flexgen: no placement of {e.model.name} is within the memories at a batch of {batch}",
+                "use a smaller batch_size, or more host memory",
+            )
+        return best[2]
+
+    def _placed(self, e: Experiment, n: int, ask: Ask) -> FlexGen | None:
+        """The shares for ``n`` batches, in whole percent; None where nothing fits."""
+        if self.weights_device is not None:
+            return self.model_copy(update={"batches": n})
+        found = place(self._costs(e, n, ask))
+        if found is None:
+            return None
+        # Whole percent, so that what was found can be written down; what is cut off goes one tier out.
+        percent = {name: math.floor(100 * share + 1e-6) for name, share in found.items()}
+        for kind in ("weights", "cache"):
+            if found[f"{kind}_disk"] < 1e-6:
+                percent[f"{kind}_host"] = 100 - percent[f"{kind}_device"]
+        return self.model_copy(update={"batches": n, **{name: percent[name] for name in _SHARES}})
+
+    def _costs(self, e: Experiment, n: int, ask: Ask) -> Costs:
+        """What each share costs: differences of predictions in which nothing overlaps."""
+
+        def asked(weights: str, cache: str) -> Result:
+            where = {"weights_device": weights == "device", "weights_host": weights == "host",
+                     "cache_device": cache == "device", "cache_host": cache == "host"}  # fmt: skip
+            shares = {name: 100 * int(here) for name, here in where.items()}
+            return ask(self.model_copy(update={"batches": n, "overlap": False, **shares}).placed(e))
+
+        device, host, disk = asked("device", "device"), asked("host", "device"), asked("disk", "device")
+        outside, on_disk = asked("device", "host"), not _coded(e)
+        far = asked("device", "disk") if on_disk else outside
+        serial = e.cluster.device.kind == "cpu"
+        passes: list[PassCosts] = []
+        for base, copied, read, hosted, moved in zip(*map(_seconds, (device, host, disk, outside, far)), strict=True):
+            copies = copied - base
+            passes.append(PassCosts(base, copies, read - base - (0.0 if serial else copies), hosted - base,
+                                    moved - hosted))  # fmt: skip
+        memory = {m.category: m.bytes for m in device.memory}
+        weights, cache = host.metrics["host_bytes"].value, memory["kv_cache"]
+        least = sum(m.bytes for m in asked("host", "host").memory)
+        d = e.cluster.device
+        room = math.inf if d.host is None else (1 - _RESERVE) * d.host.memory_bytes / e.cluster.devices_per_node
+        steps = e.workload.output_len - 1  # type: ignore[union-attr]
+        space = max(0.0, (1 - _RESERVE) * d.memory_bytes - least)
+        return Costs(passes[0], passes[1], steps, weights, cache, space, room, on_disk, serial)
+
+    def check(self, e: Experiment) -> None:
+        """Needs whole shares, a batch that divides, and a cache that it can place."""
+        given = [name for name in _SHARES if getattr(self, name) is not None]
+        self.needs(len(given) in (0, 4), f"{', '.join(given)} without the other shares", "give all four, or none")
+        for kind in ("weights", "cache"):
+            total = self.share(f"{kind}_device") + self.share(f"{kind}_host")
+            self.needs(total <= 1 + 1e-9, f"{kind}_device and {kind}_host are {100 * total:.0f} percent",
+                       "give shares that sum to 100 or less")  # fmt: skip
+        self.needs(e.micro_batch_size % (self.batches or 1) == 0,
+                   f"a batch of {e.micro_batch_size} is no multiple of batches={self.batches}",
+                   "use a divisor of the batch size")  # fmt: skip
+        self.needs(not getattr(e.workload, "engine", ""), "serving engines place the cache themselves",
+                   "leave the workload's engine empty")  # fmt: skip
+        disk = 1 - self.share("cache_device") - self.share("cache_host")
+        self.needs(
+            not _coded(e) or disk < 1e-9, "a quantized cache has no form on disk", "use cache_device and cache_host"
+        )
+
+    def reads_itself(self, e: Experiment) -> tuple[str, ...]:
+        """All layers that do not stay, unless another technique changes their weights when the model is built."""
+        if weights_change(self, e):
+            return ()
+        tiers = self.layer_tiers(e.model.num_layers)
+        return tuple(f"layers.{i}." for i, tier in enumerate(tiers) if tier != "device")
+
+    def layer_tiers(self, layers: int) -> list[str]:
+        """The tier of every layer, each tier's spread evenly."""
+        return spread(layers, self.share("weights_device"), self.share("weights_host"))
+
+    def cache_tiers(self, layers: int) -> list[list[str]]:
+        """The tier of the cache of every layer and part of the batch."""
+        n = self.batches or 1
+        flat = spread(layers * n, self.share("cache_device"), self.share("cache_host"))
+        return [flat[i * n : (i + 1) * n] for i in range(layers)]
+
+    def rewrite(self, g: Graph, e: Experiment) -> Graph:
+        """Weights come once for all batches; the cache's part outside the device is read where it is."""
+        n = self.micro_batches(e)
+        g.accumulation, g.layer_gathers = n, 1.0
+        tiers = [t for row in self.cache_tiers(e.model.num_layers) for t in row]
+        share = {tier: tiers.count(tier) / len(tiers) for tier in ("device", "host", "disk")}
+        cache = n * g.kv_cache
+        g.kv_cache = cache * share["device"]
+        g.host_bytes += cache * share["host"]
+        residual = max((o.bytes / 3 for b in g.blocks for o in b.forward if o.kind == "residual"), default=0.0)
+        if self.activations == "device":
+            g.buffers += 2 * (n - 1) * residual
+        else:
+            g.host_bytes += 2 * n * residual
+        self._weights(g, e)
+        self._cache(g, e, cache, share)
+        self._hidden(g, e, n * residual)
+        return g
+
+    def _weights(self, g: Graph, e: Experiment) -> None:
+        tiers = self.layer_tiers(sum(b.repeat for b in g.blocks if b.is_layer))
+        blocks: list[Block] = []
+        buffer, at = 0.0, 0
+        for b in g.blocks:
+            if not b.is_layer:
+                blocks.append(b)
+                continue
+            mine, at = tiers[at : at + b.repeat], at + b.repeat
+            size = sum(p.stored_bytes for p in b.params)
+            for tier in ("device", "host", "disk"):
+                if count := mine.count(tier):
+                    piece = replace(b.copy(), repeat=count)
+                    if tier != "device":
+                        piece.gather_forward += arriving("weights", size, tier == "disk", e, self.overlap)
+                        for p in piece.params:
+                            p.resident = 0.0
+                        buffer = max(buffer, size)
+                        g.host_bytes += size * count * (tier == "host")
+                    blocks.append(piece)
+        g.blocks = blocks
+        g.weight_buffers += buffer * min(1 + self.overlap, len(tiers) - tiers.count("device"))
+
+    def _cache(self, g: Graph, e: Experiment, cache: float, share: dict[str, float]) -> None:
+        """Copies of each layer's cache, for all batches at once."""
+        assert g.sizes is not None
+        layers = sum(b.repeat for b in g.blocks if b.is_layer)
+        w = e.workload
+        total = w.prompt_len + w.output_len  # type: ignore[union-attr]
+        per_token = cache / layers / total
+        gpu = e.cluster.device.kind == "gpu"
+        new, decoding = per_token * g.sizes.q_len, g.sizes.q_len < g.sizes.kv_len
+        behind = "layers" if self.overlap else ""
+        ops: list[Op] = []
+        outside = share["host"] + share["disk"]
+        if gpu and outside:
+            ops.append(changed(host_copy("cache.out", "d2h", new * outside, "forward"), behind=behind))
+            if decoding:
+                ops.append(host_copy("cache.attention", "host_read", per_token * g.sizes.kv_len * outside, "forward"))
+        if share["disk"]:
+            ops.append(changed(host_copy("cache.write", "disk_write", new * share["disk"], "forward"), behind=behind))
+            if decoding:
+                read = per_token * (g.sizes.kv_len - 1) * share["disk"]
+                ops.append(changed(host_copy("cache.read", "disk_read", read, "forward"), behind=behind))
+        for b in g.blocks:
+            if b.is_layer:
+                b.gather_forward += ops
+
+    def _hidden(self, g: Graph, e: Experiment, size: float) -> None:
+        """Copies of all batches' hidden states, in and out of every layer."""
+        if self.activations == "cpu" and e.cluster.device.kind == "gpu":
+            behind = "layers" if self.overlap else ""
+            ops = [
+                changed(host_copy(f"hidden.{kind}", kind, size, "forward"), behind=behind) for kind in ("h2d", "d2h")
+            ]
+            for b in g.blocks:
+                if b.is_layer:
+                    b.gather_forward += ops
+
+    def apply(self, run: Build) -> None:
+        """Put weights and cache where they rest, after making sure that the disk will do."""
+        from pathlib import Path
+
+        from ridgeline.paths import cache_dir
+        from ridgeline.techniques.memory.flexgen_torch import spread_over_tiers
+
+        layers = run.experiment.model.num_layers
+        folder = Path(self.path).expanduser() if self.path else cache_dir() / "offload"
+        spread_over_tiers(run, self.layer_tiers(layers), self.cache_tiers(layers), folder, int(self.overlap),
+                          self.activations == "cpu")  # fmt: skip
+
+
+def spread(count: int, device: float, host: float) -> list[str]:
+    """A tier for each of ``count`` items by their shares, every tier's spread evenly; what is rounded goes outwards."""
+    on_device = math.floor(count * device + 1e-9)
+    outside = count - on_device
+    in_host = outside if device + host > 1 - 1e-9 else min(outside, math.floor(count * host + 1e-9))
+    tiers, used = [], 0
+    for i in range(count):
+        if (i + 1) * outside // count > i * outside // count:
+            here = (used + 1) * in_host // max(1, outside) > used * in_host // max(1, outside)
+            tiers.append("host" if here else "disk")
+            used += 1
+        else:
+            tiers.append("device")
+    return tiers
+
+
+def _coded(e: Experiment) -> bool:
+    """Whether another technique quantizes the cache."""
+    return any(t.cache_dtype for t in techniques_of(e.plan))
+
+
+def _seconds(r: Result) -> tuple[float, float]:
+    """Of the prefill and of a decode step."""
+    return r.metrics["ttft_s"].value, r.metrics["tpot_s"].value

@@ -1,0 +1,97 @@
+"""FlexGen's placement as a linear program (arXiv:2303.06865, section 4.3): the shares of weights and cache on the
+device, in host memory and on disk that minimize the time of a block of batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NAMES = ("weights_device", "weights_host", "weights_disk", "cache_device", "cache_host", "cache_disk")
+Shares = dict[str, float]
+"""A share in 0 to 1 by name; the three of the weights sum to 1, those of the cache too."""
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of one pass over a block of batches, by what would take them."""
+
+    compute: float
+    """With everything on the device."""
+    copies: float = 0.0
+    """Over the host link, if no weights were on the device."""
+    weights_read: float = 0.0
+    """From disk, if all weights were there."""
+    attention: float = 0.0
+    """In which the device waits for attention on the host, if the whole cache were outside it."""
+    cache_moved: float = 0.0
+    """To and from disk, if the whole cache were there."""
+
+    def streams(self, x: Shares, serial: bool) -> tuple[float, float, float]:
+        """Seconds of computation, host link and disk, which work at the same time; ``serial``: but for copies, which
+        take the processor that computes (and what is read from disk is where it computes)."""
+        compute = self.compute + self.attention * (x["cache_host"] + x["cache_disk"])
+        disk = self.weights_read * x["weights_disk"] + self.cache_moved * x["cache_disk"]
+        if serial:
+            return compute + self.copies * x["weights_host"], 0.0, disk
+        return compute, self.copies * (x["weights_host"] + x["weights_disk"]), disk
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the linear program weighs. Every time is linear in the shares."""
+
+    prefill: PassCosts
+    decode: PassCosts
+    steps: int
+    """Decode steps."""
+    weights: float
+    """Bytes of all layers' weights."""
+    cache: float
+    """Bytes of keys and values at full length."""
+    device_bytes: float
+    """Device memory for them, after workspace and what is always there."""
+    host_bytes: float = math.inf
+    """Host memory for them."""
+    cache_on_disk: bool = True
+    """Whether the cache has a form on disk."""
+    serial: bool = False
+    """Whether copies take the processor that computes."""
+
+    def seconds(self, x: Shares) -> float:
+        """Seconds of the whole block: in each pass, the slowest stream."""
+        return max(self.prefill.streams(x, self.serial)) + self.steps * max(self.decode.streams(x, self.serial))
+
+    def fits(self, x: Shares) -> bool:
+        """Whether the shares are within the memories."""
+        held = {tier: x[f"weights_{tier}"] * self.weights + x[f"cache_{tier}"] * self.cache
+                for tier in ("device", "host")}  # fmt: skip
+        slack = 1 + 1e-9
+        return held["device"] <= self.device_bytes * slack and held["host"] <= self.host_bytes * slack
+
+
+def place(c: Costs) -> Shares | None:
+    """The shares that minimize :meth:`Costs.seconds` within the memories; None where none do."""
+    from scipy.optimize import linprog
+
+    zero = dict.fromkeys(NAMES, 0.0)
+    rows: list[list[float]] = []
+    bounds: list[float] = []
+    for i, costs in enumerate((c.prefill, c.decode)):
+        base = costs.streams(zero, c.serial)
+        slopes = [costs.streams({**zero, name: 1.0}, c.serial) for name in NAMES]
+        for k, constant in enumerate(base):  # the pass takes at least constant + Σ slope · share
+            rows.append([*(s[k] - constant for s in slopes), -1.0 if i == 0 else 0.0, -1.0 if i == 1 else 0.0])
+            bounds.append(-constant)
+    scale = max(c.weights + c.cache, 1.0)
+    for tier, room in (("device", c.device_bytes), ("host", c.host_bytes)):
+        if math.isfinite(room):
+            sizes = {f"weights_{tier}": c.weights / scale, f"cache_{tier}": c.cache / scale}
+            rows.append([*(sizes.get(name, 0.0) for name in NAMES), 0.0, 0.0])
+            bounds.append(room / scale)
+    sums = [[float(name.startswith(kind)) for name in NAMES] + [0.0, 0.0] for kind in ("weights", "cache")]
+    shares = [(0, 1)] * 5 + [(0, int(c.cache_on_disk))]
+    found = linprog([*[0.0] * 6, 1.0, float(c.steps)], A_ub=rows, b_ub=bounds, A_eq=sums, b_eq=[1.0, 1.0],
+                    bounds=[*shares, (0, None), (0, None)], method="highs")  # fmt: skip
+    if found.status != 0:
+        return None
+    return {name: min(1.0, max(0.0, float(v))) for name, v in zip(NAMES, found.x, strict=False)}
