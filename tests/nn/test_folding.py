@@ -19,31 +19,31 @@ def triton_everywhere(monkeypatch):
     monkeypatch.setattr(functions, "call", gpu.call)
 
 
-def formula(x, update, weight, bias, eps, centerd):
+def formula(x, update, weight, bias, eps, centered):
     total = (x + update).double()
-    r = total - total.mean(-1, keepdim=True) if centerd else total
+    r = total - total.mean(-1, keepdim=True) if centered else total
     y = r * (r.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
     return total, y if bias is None else y + bias.double()
 
 
-@pytest.mark.parametrize("centerd", [True, False])
+@pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("size", [12288, 12300, 1025])
-def test_norms_of_wide_rows_both_ways(size, centerd):
+def test_norms_of_wide_rows_both_ways(size, centered):
     torch.manual_seed(0)
     x, update = (torch.randn(3, size, requires_grad=True, device=DEVICE) for _ in range(2))
     weight = torch.randn(size, requires_grad=True, device=DEVICE)
-    bias = torch.randn(size, requires_grad=True, device=DEVICE) if centerd else None
+    bias = torch.randn(size, requires_grad=True, device=DEVICE) if centered else None
     leaves = [t for t in (x, update, weight, bias) if t is not None]
     d_total, d_y = torch.randn(3, size, device=DEVICE), torch.randn(3, size, device=DEVICE)
-    want = formula(x, update, weight, bias, 1e-5, centerd)
+    want = formula(x, update, weight, bias, 1e-5, centered)
     grads = torch.autograd.grad(want, leaves, (d_total.double(), d_y.double()))
-    got = functions.add_norm(x, update, weight, bias, 1e-5, centerd, torch.float32, COLUMNS)
+    got = functions.add_norm(x, update, weight, bias, 1e-5, centered, torch.float32, COLUMNS)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     for a, b in zip(torch.autograd.grad(got, leaves, (d_total, d_y)), grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
-    alone = functions.norm(x, weight, bias, 1e-5, centerd, torch.float32, COLUMNS)
-    want = formula(x, torch.zeros_like(x), weight, bias, 1e-5, centerd)[1]
+    alone = functions.norm(x, weight, bias, 1e-5, centered, torch.float32, COLUMNS)
+    want = formula(x, torch.zeros_like(x), weight, bias, 1e-5, centered)[1]
     torch.testing.assert_close(alone.double(), want, rtol=1e-5, atol=1e-5)
 
 

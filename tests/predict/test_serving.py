@@ -119,8 +119,8 @@ def test_traces(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.csv", "x,y\n1,2\n", "holds no request|no request"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "no request: .*yesterday"),
+        ("a.csv", "x,y\n1,2\n", "holds no request|not a request"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "not a request: .*yesterday"),
         ("a.jsonl", '{"timestamp": 1}\n', "input_length"),
         ("a.jsonl", "", "holds no request"),
     ],

@@ -1,1 +1,1 @@
-"""Compression: a checkpoint is streamed block by block through the techniques of a plan, and written smaller."""
+"""Compression: stream a checkpoint block by block through the techniques of a plan, and write a smaller one."""

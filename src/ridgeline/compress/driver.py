@@ -1,7 +1,7 @@
-"""The layer-wise driver: a checkpoint in, block by block through a plan's techniques, a smaller checkpoint out.
+"""The layer-wise driver: streams a checkpoint block by block through a plan's techniques into a smaller checkpoint.
 
-One decoder block (of a mixture: one expert, or those that a technique takes together) is in memory at a time, beside
-the calibration windows' hidden states.
+One decoder block (for a mixture: one expert, or those that a technique processes together) is in memory at a time, in
+addition to the calibration windows' hidden states.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ridgeline.techniques.registry import resolve
 DENSE = "dense"
 """Format in which codes are expanded before they are written."""
 GGUF = "gguf"
-"""Format that is one file beside the checkpoint, converted from it at the end."""
+"""Single-file format, which is converted from the checkpoint at the end."""
 
 
 def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict[str, Any]:
-    """Compress ``workload.checkpoint`` by the plan into the folder ``options.out``; returns the report.
+    """Compress ``workload.checkpoint`` by the plan into the directory ``options.out``; returns the report.
 
     Raises :class:`UserError`.
     """
@@ -67,8 +67,8 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
     for technique in techniques:
         technique.compress(run)
     if not (run.whole or run.at_site or run.before_block or run.after_block):
-        raise UserError("the plan compresses nothing", "switch a technique on: --with gptq:bits=4,group_size=128")
-    windows = torch.empty(0, w.seq_len, dtype=torch.int64)  # weights alone: nothing passes through the model
+        raise UserError("the plan compresses nothing", "add a technique: --with gptq:bits=4,group_size=128")
+    windows = torch.empty(0, w.seq_len, dtype=torch.int64)  # weights only: nothing passes through the model
     reading = time.perf_counter()
     if run.wants or run.whole or run.before_block or run.after_block:
         here.report({"stage": "calibration text"})
@@ -115,7 +115,7 @@ def _identity(e: Experiment, source: Path, windows: Tensor, options: CompressOpt
 
 
 def _whole(run: CompressBuild, output: Output, source: Path, windows: Tensor, report: Progress) -> Path:
-    """Techniques that need the whole model at once; what they made is a checkpoint of its own from then on."""
+    """Run techniques that need the whole model at once; their result is the checkpoint for the rest."""
     place = output.partial / "whole"
     if not (place / "config.json").is_file():
         job = ModelJob(load_checkpoint(source, dtype=torch.float32), windows, report)
@@ -134,9 +134,9 @@ def _linear_modules(spec: ModelSpec) -> list[str]:
 
 
 def peak_rss() -> int:
-    """Largest resident memory of this program so far, in bytes."""
+    """Peak resident memory of this program so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss would start from what the process that started this one had
+    if status.exists():  # ru_maxrss would include the peak of the parent process
         found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))
         if found:
             return int(found[1]) * 1024

@@ -1,4 +1,5 @@
-"""What a compression writes: one file per block, as the block is done, in a folder that takes its name at the end."""
+"""Output of a compression: one file per block, written when the block is done, in a directory that gets its final name
+at the end."""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec
 
 REPORT = "ridgeline.json"
-"""The report in the finished folder."""
+"""The report in the finished directory."""
 _JOURNAL = "journal.jsonl"
-"""The identity, then a line for every part that is done."""
+"""The identity, then one line for every finished part."""
 
 
 class Output:
     """The growing checkpoint in ``OUT.partial``; :meth:`finish` renames it to ``OUT``.
 
-    What is done is kept when the process dies; another start with the same ``identity`` goes on behind it.
+    Finished parts are kept if the process is killed; a new run with the same ``identity`` resumes after them.
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], resume: bool) -> None:
@@ -50,13 +51,13 @@ class Output:
         if journal and journal["identity"] != digest and resume:
             raise UserError(
                 f"{self.partial} holds another compression that was stopped (other plan, data or checkpoint)",
-                "run that command again to finish it, or start anew with --no-resume",
+                "run that command again to finish it, or start over with --no-resume",
             )
         if not resume or not journal:
             shutil.rmtree(self.partial, ignore_errors=True)
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            if journal and resume:  # a line that was cut off goes
+            if journal and resume:  # a truncated line is dropped
                 lines = [{"identity": digest}, *({"part": p, **entry} for p, entry in journal["parts"].items())]
                 self._replace(self.partial / _JOURNAL, "".join(json.dumps(line) + "\n" for line in lines))
         except OSError as e:
@@ -73,7 +74,7 @@ class Output:
         for line in rest:
             try:
                 entry = json.loads(line)
-            except ValueError:  # it was being written when the process died
+            except ValueError:  # it was being written when the process was killed
                 break
             found["parts"][entry.pop("part")] = entry
         return found
@@ -83,17 +84,17 @@ class Output:
         return part in self.journal["parts"]
 
     def file(self, part: str) -> Path:
-        """Where a part that is done was written."""
+        """File in which a finished part was written."""
         return self.partial / str(self.journal["parts"][part]["file"])
 
     def write(self, part: str, tensors: dict[str, Tensor], **entry: Any) -> None:
-        """Write one part's tensors as a file of its own, then note it as done. Raises :class:`UserError` when the disk
-        is full; what was done before stays."""
+        """Write one part's tensors to a file of its own, then record it as done. Raises :class:`UserError` when the
+        disk is full; finished parts are kept."""
         file = self.partial / f"part-{len(self.journal['parts']):05d}.safetensors"
         draft = file.with_suffix(".draft")
         try:
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, draft, metadata={"format": "pt"})
-            draft.chmod(0o666 & ~self._umask)  # the library writes files that only their owner can read
+            draft.chmod(0o666 & ~self._umask)  # the library creates files that only their owner can read
             os.replace(draft, file)
             size = sum(t.nbytes for t in tensors.values())
             self.journal["parts"][part] = {"file": file.name, "bytes": size, "tensors": sorted(tensors), **entry}
@@ -106,7 +107,7 @@ class Output:
             draft.unlink(missing_ok=True)
             why = getattr(e, "strerror", None) or str(e)
             raise UserError(
-                f"cannot write {file}: {why}", "make room and run the same command again: it goes on with this block"
+                f"cannot write {file}: {why}", "make room and run the same command again: it resumes with this block"
             ) from None
 
     @classmethod
@@ -126,9 +127,10 @@ class Output:
         beside: Path,
         convert: Callable[[Path], None] | None = None,
     ) -> None:
-        """Give files their final names, add index, config, report and the source's tokenizer, and move all to OUT.
+        """Give files their final names, add index, config, report and the source's tokenizer, and move everything to
+        OUT.
 
-        ``convert`` writes the folder's model in a format of one file, which then takes the place of the tensors.
+        ``convert`` writes the directory's model in a single-file format, which then replaces the tensors.
         """
         parts = list(self.journal["parts"].values())
         weight_map: dict[str, str] = {}
@@ -227,7 +229,7 @@ def config_of(
     dense: list[str],
     inputs: Mapping[str, InputCode],
 ) -> dict[str, Any]:
-    """``config.json``: the source's, with the new sizes and what the weights are stored as."""
+    """``config.json``: the source's, with the new sizes and the weights' storage format."""
     config = {k: v for k, v in source.items() if k not in ("quantization_config", "torch_dtype")}
     if new != old:
         config.update(to_hf_config(new))

@@ -1,4 +1,4 @@
-"""What a compression's journal keeps of stored weights: their schemes, without the numbers."""
+"""What a compression's journal stores about weights: their quantization schemes, without the data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Kind:
     name: str
     restore: Callable[[dict[str, Any]], Stored]
     describe: Callable[[Any], dict[str, Any]] = lambda stored: {}
-    """What the journal keeps beside the shape."""
+    """What the journal stores in addition to the shape."""
 
 
 _KINDS: dict[type, _Kind] = {
@@ -56,7 +56,7 @@ _BY_NAME = {kind.name: kind for kind in _KINDS.values()}
 
 
 def scheme_of(stored: Stored) -> dict[str, Any]:
-    """What the config says of a stored weight."""
+    """A stored weight's entry in the config."""
     kind = _KINDS[type(stored)]
     return {"kind": kind.name, "shape": list(stored.shape), **kind.describe(stored)}
 

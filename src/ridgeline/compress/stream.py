@@ -1,4 +1,4 @@
-"""All parts of a model through a plan's techniques, in order: embedding, blocks, head; what is written is skipped."""
+"""Streams all parts of a model through a plan's techniques, in order: embedding, blocks, head; skips finished parts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ridgeline.spec.model import ModelSpec
 class ModelStream:
     """Reads a checkpoint part by part, compresses each, and writes it to ``output``.
 
-    ``windows``: calibration text [windows, seq]; ``dtype``: what dense tensors are written in; ``form``: how quantized
-    weights are written, None: expanded.
+    ``windows``: calibration text [windows, seq]; ``dtype``: dtype of dense tensors; ``form``: format of quantized
+    weights, None: expanded.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ModelStream:
                              archives=isinstance(form, Ridgeline))  # fmt: skip
         self.hidden = self._states("hidden")
         self.teacher: Hidden | None = None
-        """What the original model gives, where a technique compares with it."""
+        """The original model's output, if a technique compares with it."""
 
     def compress(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """All parts → (records of layers, calibration rows of every expert)."""
+        """Compress all parts → (records of layers, calibration rows of every expert)."""
         self._embedding()
         for index in range(self.spec.num_layers):
             stage = f"block {index + 1} of {self.spec.num_layers}"
@@ -129,18 +129,18 @@ class ModelStream:
 
 
 def _experts(reader: Reader, part: str) -> ReadExpert:
-    """What reads a block's experts one by one."""
+    """Returns a function that reads a block's experts one by one."""
     return lambda name, e: reader.read(f"{part}.mlp.experts.{name}", e).float()
 
 
 def _load(module: nn.Module, prefix: str, reader: Reader) -> None:
-    """Give a module on the meta device its fp32 weights. A mixture's experts stay where they are."""
+    """Load fp32 weights into a module on the meta device. A mixture's experts are left out."""
     for name, parameter in list(module.named_parameters()):
         if ".experts." in name:
             continue
         owner, _, leaf = name.rpartition(".")
         full = reader.read(f"{prefix}.{name}").float()
-        # A sum of finite numbers may overflow, but no other is finite; and it is found in one pass.
+        # The sum of finite numbers may overflow, but is otherwise finite; and it takes one pass.
         if not math.isfinite(full.sum()) and (bad := int((~torch.isfinite(full)).sum())):
             raise UserError(f"{prefix}.{name} holds {bad} values that are NaN or infinite",
                             "the checkpoint is damaged: save or download it again")  # fmt: skip

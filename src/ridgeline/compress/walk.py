@@ -1,4 +1,5 @@
-"""One decoder block, stage by stage: each site's inputs are gathered once everything before it is compressed."""
+"""Processes one decoder block, stage by stage: each site's inputs are collected once everything before it is
+compressed."""
 
 from __future__ import annotations
 
@@ -38,15 +39,15 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 @dataclass
 class _Visit:
-    """A site that is to be shown."""
+    """A site to be visited."""
 
     name: str
     holder: nn.Module
     names: tuple[str, ...]
-    """The linear layers that read it, within ``holder``."""
+    """The linear layers that read it, inside ``holder``."""
     inputs: Iterator[Tensor]
     prefix: str
-    """Of the layers' names."""
+    """Prefix of the layers' names."""
     peak: Tensor | None = None
 
     @property
@@ -55,27 +56,27 @@ class _Visit:
 
 
 class Walker:
-    """Carries hidden states through the blocks of a model; ``skeleton`` holds what is not a block."""
+    """Carries hidden states through the blocks of a model; ``skeleton`` holds everything outside the blocks."""
 
     def __init__(
         self, run: CompressBuild, skeleton: Transformer, dtype: torch.dtype, report: Progress, folder: Path,
         expands: bool = False, archives: bool = False,
     ) -> None:  # fmt: skip
-        """``dtype``: what dense tensors are written in; ``folder``: where hidden states lie that are too large for
-        memory; ``expands``: codes are expanded as they are written; ``archives``: pruned weights are written as a
-        bitmask and what is left."""
+        """``dtype``: dtype of dense tensors; ``folder``: directory for hidden states that do not fit in memory;
+        ``expands``: codes are expanded as they are written; ``archives``: pruned weights are written as a bitmask and
+        the remaining values."""
         self.run, self.skeleton, self.dtype, self.report = run, skeleton, dtype, report
         self.folder, self.expands, self.archives = folder, expands, archives
         self.records: list[dict[str, Any]] = []
         self.kept: dict[str, LinearLayer] = {}
-        """Layers of the block under way, by name."""
+        """Layers of the current block, by name."""
         self.notes: dict[str, Any] = {}
-        """What steps told of that block."""
+        """What steps recorded about that block."""
         self.inputs: dict[str, InputCode] = {}
-        """How layers' inputs are quantized, where that was decided before."""
+        """How layers' inputs are quantized, where that has already been decided."""
 
     def plain(self, inputs: dict[str, InputCode]) -> Walker:
-        """One that compresses nothing: for blocks that are; ``inputs`` as they were decided."""
+        """A walker that compresses nothing, for blocks that are already compressed; ``inputs`` as decided then."""
         other = Walker(CompressBuild(self.run.experiment, self.run.spec, self.run.device), self.skeleton, self.dtype,
                        lambda message: None, self.folder)  # fmt: skip
         other.inputs = inputs
@@ -98,14 +99,14 @@ class Walker:
         return mask, None if rotary is None else rotary.tables(None, 0, length, x.device, x.dtype)
 
     def forward(self, block: TransformerBlock, x: Tensor) -> Tensor:
-        """A whole block on a chunk."""
+        """Run a whole block on a chunk."""
         mask, rope = self.mask_and_rope(x)
         out: Tensor = block(x, mask, rope)
         return out
 
     @torch.no_grad()
     def pass_through(self, block: TransformerBlock, hidden: Hidden, into: Hidden | None = None) -> None:
-        """Replace (or fill ``into`` with) what the block gives."""
+        """Replace the hidden states by the block's output (or write it to ``into``)."""
         for x, y in zip(hidden.chunks(), (into or hidden).chunks(), strict=True):
             y.copy_(self.forward(block, x))
 
@@ -114,9 +115,9 @@ class Walker:
     def block(
         self, index: int, block: TransformerBlock, hidden: Hidden, target: Hidden | None, expert: ReadExpert | None
     ) -> dict[str, LinearLayer]:
-        """Compress ``block`` in place and move ``hidden`` behind it; returns its layers by name.
+        """Compress ``block`` in place and pass ``hidden`` through it; returns its layers by name.
 
-        ``target``: what the original block gives on the original model's hidden states. ``expert`` reads experts of a
+        ``target``: the original block's output on the original model's hidden states. ``expert`` reads experts of a
         mixture one by one.
         """
         self.kept = {}
@@ -151,7 +152,7 @@ class Walker:
 
     @torch.no_grad()
     def _round(self, block: TransformerBlock) -> None:
-        """Norms, biases and routers as the file will have them."""
+        """Round norms, biases and routers to the stored dtype."""
         for name, p in block.named_parameters():
             if p.is_meta or name.endswith("_proj.weight"):
                 continue
@@ -159,7 +160,7 @@ class Walker:
 
     @torch.no_grad()
     def observe(self, block: TransformerBlock, hidden: Hidden, visit: Callable[[str, Tensor], None]) -> None:
-        """Show what each site of the block reads to ``visit``, chunk by chunk. A mixture's experts are not seen."""
+        """Pass what each site of the block reads to ``visit``, chunk by chunk. A mixture's experts are not included."""
         sites: dict[str, nn.Module] = {"attention.qkv": block.attention.q_proj, "attention.o": block.attention.o_proj}
         if isinstance(block.mlp, MLP):
             sites |= {"mlp.up": block.mlp.up_proj, "mlp.down": block.mlp.down_proj}
@@ -217,8 +218,8 @@ class Walker:
                 x.copy_(block.mlp_norm(x))
 
     def _experts(self, prefix: str, block: TransformerBlock, hidden: Hidden, expert: ReadExpert) -> None:
-        """Each expert sees only the tokens that the router sends it. In memory are the weights of one, or of as many as
-        the plan's steps take at once."""
+        """Each expert sees only the tokens that the router sends to it. In memory are the weights of one, or of as many
+        as the plan's steps process at once."""
         moe = block.mlp
         assert isinstance(moe, MoE)
         normed = [block.mlp_norm(x).reshape(-1, x.shape[-1]) for x in hidden.chunks()]
@@ -245,13 +246,13 @@ class Walker:
                 self._add(hidden, own["down_proj"](x), routed, place)
 
     def _at_once(self, hidden: int, inner: int, matrices: int) -> int:
-        """Experts that all steps can take together."""
+        """Number of experts that all steps can process together."""
         each = matrices * hidden * inner + hidden**2 + inner**2
         return max(1, min((s.at_once(each) for s in self.run.at_site if isinstance(s, Together)), default=1))
 
     @staticmethod
     def _add(hidden: Hidden, out: Tensor, routed: list[Any], places: list[Any]) -> None:
-        """Add what one expert gives, [rows, hidden], to the tokens that were sent to it, by the router's weights."""
+        """Add one expert's output, [rows, hidden], to the tokens routed to it, weighted by the router."""
         at = 0
         for x, (weights, _), (token, slot) in zip(hidden.chunks(), routed, places, strict=True):
             part = out[at : at + len(token)] * weights[token, slot].unsqueeze(1).to(out.dtype)
@@ -261,16 +262,16 @@ class Walker:
     def _site(
         self, name: str, holder: nn.Module, names: tuple[str, ...], peaks: dict[str, Tensor], inputs: Any
     ) -> None:
-        """Show one site of a block to the techniques."""
+        """Pass one site of a block to the techniques."""
         peak = peaks.get(name.removeprefix(f"{'.'.join(name.split('.')[:2])}."))
         self._sites([_Visit(name, holder, names, inputs, f"{name.rpartition('.')[0]}.", peak)])
 
     def _sites(self, visits: list[_Visit]) -> None:
-        """Show sites of one kind to the techniques and take over what they made of their weights."""
+        """Pass sites of one kind to the techniques and store the resulting weights."""
         sites = [self._gathered(visit) for visit in visits]
         start = time.perf_counter()
         for step in self.run.at_site:
-            # What has its final code is not coded again.
+            # Layers with final codes are not quantized again.
             waiting = [site for site in sites if any(layer.stored is None for layer in site.layers)]
             if isinstance(step, Together) and waiting:
                 step.together(waiting)
@@ -282,7 +283,7 @@ class Walker:
             self._take(visit, site, seconds)
 
     def _gathered(self, visit: _Visit) -> Site:
-        """A site with the statistics of what it reads."""
+        """A site with the statistics of its inputs."""
         weights = [linear.weight.detach() for linear in visit.linears]
         gram, tokens = None, 0
         if "gram" in self.run.wants:

@@ -1,4 +1,4 @@
-"""The analytic twin: operators and tensors of a step, as numbers."""
+"""The analytic model: operators and tensors of a step, as numbers."""
 
 from ridgeline.graph.build_graph import (
     decode_graph,

@@ -11,7 +11,7 @@ from ridgeline.spec.workload import Generate, Serve
 
 
 def training_graph(e: Experiment) -> Graph:
-    """One micro-batch of a training step on one rank, without techniques: fp32, unfused attention, nothing sharded."""
+    """One micro-batch of a training step on one rank, without techniques: fp32, unfused attention, no sharding."""
     batch, length = e.micro_batch_size, e.training.seq_len
     g = _graph(e.model, batch, length, length, e.dtype, training=True)
     g.accumulation = e.accumulation
@@ -37,7 +37,7 @@ def prefill_graph(e: Experiment) -> Graph:
 def decode_graph(e: Experiment, context: int | None = None) -> Graph:
     """One decode step at ``context`` cached tokens (default: the mean over the output).
 
-    A sliding window masks scores but saves none: every one of the cached tokens is multiplied.
+    A sliding window masks scores but saves no computation: all cached tokens are multiplied.
     """
     w = e.workload
     assert isinstance(w, (Generate, Serve))
@@ -50,16 +50,17 @@ def decode_graph(e: Experiment, context: int | None = None) -> Graph:
 
 
 def tokens_graph(m: ModelSpec, batch: int, q_len: int, kv_len: int, dtype: str) -> Graph:
-    """A forward pass of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens, one row of logits each.
+    """A forward pass of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens, with one row of logits
+    each.
 
-    What a serving engine's iteration is made of: prefill chunks (q_len > 1) and decode steps (q_len = 1). Layers with a
-    sliding window attend to at most the window.
+    A serving engine's iteration consists of these: prefill chunks (q_len > 1) and decode steps (q_len = 1). Layers with
+    a sliding window attend to at most the window.
     """
     return _graph(m, batch, q_len, kv_len, dtype, training=False, last_only=True, windows=True)
 
 
 def resized(g: Graph, old: ModelSpec, new: ModelSpec) -> Graph:
-    """A forward graph of ``old`` that no technique has touched yet, as it would have been built for ``new``."""
+    """A forward graph of ``old`` that no technique has rewritten, as it would have been built for ``new``."""
     assert g.sizes is not None
     b = g.sizes
     out = _graph(new, b.batch, b.q_len, b.kv_len, b.dtype, training=False, last_only=b.last_only, windows=b.windows)
@@ -185,12 +186,12 @@ def _head(b: Builder, last_only: bool) -> Block:
     if s.head == "mlm":
         b.param("head.out.bias", (s.vocab_size,))
     if b.training:
-        # The gradient, softmax - onehot, replaces the logits in place: one [rows, V] tensor in all.
+        # The gradient, softmax - onehot, replaces the logits in place: one [rows, V] tensor in total.
         logits = float(rows * s.vocab_size)
         b.block.forward.append(Op("loss", "head", "loss", bytes=8 * logits * 4, dtype="fp32"))
         b.block.backward.append(Op("loss.bwd", "head", "loss", "backward", 0, 2 * logits * 4, "fp32"))
         b.save("logits", logits, ["loss.bwd"], 4.0)
-        b.block.backward_workspace = float(rows * h * b.width)  # the gradient of what the head read
+        b.block.backward_workspace = float(rows * h * b.width)  # the gradient of the head's input
     return b.block
 
 

@@ -1,4 +1,4 @@
-"""The analytic twin's data: operators and tensors of one rank's step. Numbers only.
+"""The analytic model's data: operators and tensors of one rank's step. Numbers only.
 
 A :class:`Graph` is a list of :class:`Block`, each standing for ``repeat`` identical parts of the model (one embedding,
 L transformer layers, one head), plus the optimizer's operators. Techniques rewrite it; ``predict`` times it. All counts
@@ -21,7 +21,7 @@ Direction = str  # "forward" | "backward" | "update"
 BIASED = "biased"
 """Kernel of fused attention that adds a bias or a mask to its scores, or of FlashAttention's first generation."""
 PORTABLE = "portable"
-"""Kernel of fused attention that uses nothing that came after Ampere, on a device that did."""
+"""Kernel of fused attention that uses only Ampere's features, on a newer device."""
 Role = Literal["", "weight_gradient", "bias_gradient", "regather"]
 
 
@@ -29,7 +29,7 @@ Role = Literal["", "weight_gradient", "bias_gradient", "regather"]
 class Op:
     """One operator (one eager kernel, or one collective).
 
-    ``kind`` picks its cost model: gemm, bmm, attention, softmax, norm, activation, rope, residual, embedding, loss,
+    ``kind`` selects its cost model: gemm, bmm, attention, softmax, norm, activation, rope, residual, embedding, loss,
     optimizer, clip, cast, copy, all_reduce, all_gather, reduce_scatter, …
     """
 
@@ -45,42 +45,46 @@ class Op:
     shape: tuple[int, ...] = ()
     """gemm: (m, n, k); bmm: (batch, m, n, k); attention: (batch, heads, kv_heads, q_len, kv_len, head_dim)."""
     param: str = ""
-    """The parameter whose gradient this operator computes (weight-gradient GEMMs), or that it multiplies by."""
+    """The parameter whose gradient this operator computes (weight-gradient GEMMs), or by which it multiplies."""
     link_bytes: float = 0.0
     """Payload of a collective or copy: bytes of the full buffer on one rank."""
     ranks: int = 1
-    """Participants of a collective."""
+    """Number of ranks in a collective."""
     axis: str = ""
     """Mesh axis of a collective: dp, tp, pp, cp, ep."""
     stride: int = 1
-    """Distance, in ranks, between neighbors of a collective's group (the product of the axes placed inside it)."""
+    """Distance, in ranks, between neighbors of a collective's group (the product of the inner axes)."""
     causal: bool = False
-    """attention: whether a fused kernel may skip the masked half (``flops`` count all of it, as PyTorch does)."""
+    """attention: whether a fused kernel may skip the masked half (``flops`` counts all of it, as PyTorch does)."""
     recompute: bool = False
     """Whether it repeats forward work in the backward pass."""
     behind: str = ""
-    """A collective inside a block: the operator of the block that it runs beside; empty: nothing runs meanwhile."""
+    """For a collective inside a block: the operator of the block with which it overlaps; empty: no overlap."""
     pieces: int = 1
-    """Pieces that a collective beside an operator goes in; of more than one the first (or last) has no work beside."""
+    """Number of pieces of an overlapping collective; with more than one, the first (or last) piece has nothing to
+    overlap with."""
     experts: float = 1
-    """gemm: weight matrices that the rows are spread over in one grouped kernel (expected number, for routed rows)."""
+    """gemm: number of weight matrices over which the rows are spread in one grouped kernel (expected number, for routed
+    rows)."""
     weight_dtype: str = ""
-    """gemm: storage of weights that the kernel expands on the fly; empty: they are of ``dtype``."""
+    """gemm: storage dtype of weights that the kernel dequantizes on the fly; empty: they are of ``dtype``."""
     sparse: bool = False
-    """gemm: whether two of every four weights are zero, and sparse tensor cores skip them."""
+    """gemm: whether two of every four weights are zero, and skipped by sparse tensor cores."""
     weight_bytes: float = 0.0
-    """gemm: the part of ``bytes`` that is weights stored in another width than rows and results; 0: all are as wide."""
+    """gemm: the part of ``bytes`` that is weights stored in a dtype other than that of rows and results; 0: all are the
+    same."""
     reuse: float = 0.0
-    """gemm: bytes of weights that pass between two uses of one, attention: of keys and values, where the operator runs
-    again and again alone; 0: more than a cache holds."""
+    """gemm: bytes of weights, attention: of keys and values, accessed between two uses of the same one, where the
+    operator runs repeatedly in isolation; 0: more than a cache holds."""
     kv_dtype: str = ""
-    """attention: storage of keys and values; empty: they are of ``dtype``."""
+    """attention: storage dtype of keys and values; empty: they are of ``dtype``."""
     kernel: str = ""
     """attention: library of the fused kernel, flash (default), biased, portable or trtllm."""
     role: Role = ""
-    """What it computes in backward, where that matters: gradients of parameters, or a divided input made whole."""
+    """What it computes in backward, where that matters: gradients of parameters, or the gathering of a divided
+    input."""
     timed: Any = field(default=None, init=False, compare=False, repr=False)
-    """What the time model last found for it; no part of what it is, so a changed copy starts without."""
+    """Cached result of the time model; not part of the operator's value, so a changed copy starts without it."""
 
     @property
     def phase(self) -> str:
@@ -94,13 +98,12 @@ _fields_of_op = attrgetter(*(f.name for f in fields(Op) if f.init))
 _set_of_op = {f.name: getattr(Op, f.name).__set__ for f in fields(Op) if f.init}
 _setters_of_op = tuple(_set_of_op.values())
 keep_time: Callable[[Op, Any], None] = vars(Op)["timed"].__set__
-"""Fills in :attr:`Op.timed`, which is frozen like the rest."""
+"""Sets :attr:`Op.timed`, although the class is frozen."""
 
 
 def changed(op: Op, **values: Any) -> Op:
     """A copy of ``op`` with other values in some fields: ``dataclasses.replace`` in a third of the time, as techniques
-    copy thousands of operators per prediction. Raises :class:`KeyError` for a field that is none.
-    """
+    copy thousands of operators per prediction. Raises :class:`KeyError` for an unknown field."""
     new = object.__new__(Op)
     for put, value in zip(_setters_of_op, _fields_of_op(op), strict=True):
         put(new, value)
@@ -127,7 +130,7 @@ class Param:
     dtype: str = "fp32"
     trainable: bool = True
     bytes_per_element: float = 4.0
-    """Storage at rest, quantization scales included."""
+    """Storage dtype, including quantization scales."""
     shape: tuple[int, ...] = ()
     shards: int = 1
     """How many ranks share the stored copy (ZeRO-3)."""
@@ -140,17 +143,17 @@ class Param:
     working_bytes: float = 0.0
     """Bytes per element of a temporary working copy while the block runs (cast or gathered); 0: none."""
     spread: int = 1
-    """Data-parallel ranks over which the tensor is already divided (experts): fewer are left to share or reduce it."""
+    """Data-parallel ranks over which the tensor is already divided (experts): fewer remain to share or reduce it."""
 
     tiles: int = 1
-    """Pieces that pass through the device one at a time."""
+    """Number of pieces that are moved to the device one at a time."""
     state_bytes: float | None = None
     """Optimizer-state bytes per element, if not the graph's."""
     resident: float = 1.0
-    """In inference: share of it that stays on the device."""
+    """In inference: fraction of it that stays on the device."""
 
     def copy(self) -> Param:
-        """One that may be changed without touching this one."""
+        """A copy that can be changed independently."""
         return Param(
             self.name, self.numel, self.dtype, self.trainable, self.bytes_per_element, self.shape, self.shards,
             self.state_shards, self.grad_shards, self.grad_bytes, self.working_bytes, self.spread,
@@ -158,12 +161,12 @@ class Param:
         )  # fmt: skip
 
     def held_states(self, each: float) -> float:
-        """Bytes of its optimizer states on this rank, at ``each`` byte per element unless it has its own."""
+        """Bytes of its optimizer states on this rank, at ``each`` bytes per element unless it has its own."""
         return self.numel / self.state_shards * (each if self.state_bytes is None else self.state_bytes)
 
     @property
     def stored_bytes(self) -> float:
-        """Bytes this rank stores at rest."""
+        """Bytes that this rank stores."""
         return self.numel * self.bytes_per_element / self.shards
 
 
@@ -183,7 +186,7 @@ class Block:
     backward_workspace: float = 0.0
     """Largest temporary bytes inside its backward (gradients of activations)."""
     recomputed: float = 0.0
-    """Activation bytes that are rebuilt and alive during its own backward only."""
+    """Bytes of recomputed activations that are alive only during the block's own backward."""
     gather_forward: list[Op] = field(default_factory=list)
     """Collectives that must finish before the block's forward (parameter gathering)."""
     gather_backward: list[Op] = field(default_factory=list)
@@ -194,7 +197,7 @@ class Block:
     hosted: float = 0.0
     """Bytes of ``saved`` that are in host memory between the block's forward and its backward."""
     after_update: list[Op] = field(default_factory=list)
-    """Collectives after the update of its parameters (new weights handed round)."""
+    """Collectives after the update of its parameters (to distribute new weights)."""
 
     @property
     def is_layer(self) -> bool:
@@ -213,11 +216,11 @@ class Block:
 
     @property
     def saved_by_mlp(self) -> float:
-        """Those of them that only the MLP's backward reads."""
+        """The part of it that only the MLP's backward reads."""
         return sum(s.bytes for s in self.saved.values() if all(user.startswith("mlp") for user in s.users))
 
     def copy(self) -> Block:
-        """A block of its own lists and parameters; operators are immutable and shared."""
+        """A block with its own lists and parameters; operators are immutable and shared."""
         return Block(
             self.name, self.repeat, [p.copy() for p in self.params], [*self.forward], [*self.backward],
             {**self.saved}, self.workspace, self.backward_workspace, self.recomputed, [*self.gather_forward],
@@ -225,7 +228,7 @@ class Block:
         )  # fmt: skip
 
     def drop_users(self, gone: Iterable[str]) -> None:
-        """Remove backward operators and free the activations that nobody needs any more."""
+        """Remove backward operators and free the activations that are no longer needed."""
         names = frozenset(gone)
         self.backward = [op for op in self.backward if op.name not in names]
         kept = {k: replace(s, users=s.users - names) for k, s in self.saved.items()}
@@ -234,20 +237,20 @@ class Block:
 
 @dataclass(slots=True, frozen=True)
 class Pipeline:
-    """How the blocks are cut into stages: ``degree`` ranks hold ``chunks`` stages each and follow ``schedule``."""
+    """How the blocks are divided into stages: ``degree`` ranks hold ``chunks`` stages each and follow ``schedule``."""
 
     degree: int
     schedule: str
     chunks: int = 1
     layers: tuple[int, ...] = ()
-    """Layers of every stage; empty: an even cut."""
+    """Number of layers of every stage; empty: divided evenly."""
     send: Op | None = None
-    """What passes between neighboring stages for every micro-batch and direction."""
+    """Bytes sent between neighboring stages for every micro-batch and direction."""
 
 
 @dataclass(slots=True, frozen=True)
 class GraphSizes:
-    """What a graph was built with beside the model."""
+    """The sizes for which a graph was built, in addition to the model."""
 
     batch: int
     q_len: int
@@ -255,9 +258,9 @@ class GraphSizes:
     dtype: str
     training: bool
     last_only: bool = False
-    """Whether logits are computed of each sequence's last token only."""
+    """Whether logits are computed only for each sequence's last token."""
     windows: bool = False
-    """Whether layers with a sliding window are counted as seeing no more than that."""
+    """Whether layers with a sliding window are counted as attending to no more than the window."""
 
 
 @dataclass(slots=True)
@@ -272,7 +275,7 @@ class Graph:
     tokens: int = 0
     """Tokens of one micro-batch on one rank."""
     length: int = 1
-    """Tokens of one sequence that are computed at once."""
+    """Number of tokens of one sequence that are computed at once."""
     dtype: str = "fp32"
     """Compute dtype of matrix multiplications."""
     optimizer_bytes: float = 8.0
@@ -280,11 +283,11 @@ class Graph:
     optimizer: tuple[str, float] | None = None
     """An optimizer other than the workload's: its name, and the bytes that its update moves per trained element."""
     clips: bool = True
-    """Whether gradients are scaled in a pass of their own before the update."""
+    """Whether gradients are scaled in a separate pass before the update."""
     fused_update: bool = False
-    """Whether the update happens in backward, so that a gradient is gone as soon as it is complete."""
+    """Whether the update happens in backward, so that a gradient is freed as soon as it is complete."""
     passes: int = 1
-    """How often a step runs all forward and backward passes (twice, where the first only measures gradients)."""
+    """How often a step runs all forward and backward passes (twice, if the first only computes the gradient norm)."""
     buffers: float = 0.0
     """Bytes of communication buffers and constant tables."""
     kv_cache: float = 0.0
@@ -296,49 +299,49 @@ class Graph:
     bucket_bytes: float = 0.0
     """Gradients are reduced in buckets of this size; 0: by block."""
     byte_sums: bool = False
-    """Whether buckets travel as codes of one byte, with a scale for each tensor."""
+    """Whether buckets are sent as one-byte codes, with a scale for each tensor."""
     layer_gathers: float | None = None
-    """Times that a layer is gathered in a step of a pipeline, where what lies outside the layers is gathered once;
-    None: once for every forward and every backward pass that has gathers."""
+    """How often a layer is gathered in a pipeline's step, where everything outside the layers is gathered once; None:
+    once for every forward and every backward pass that has gathers."""
     keep_gathered: bool = False
     """Whether gathered parameters stay until the block's backward."""
     residual: float = 0.0
-    """Bytes of the residual stream of one micro-batch on this rank: what a layer receives, and a stage sends on."""
+    """Bytes of the residual stream of one micro-batch on this rank: a layer's input, and what a stage sends."""
     overlap_reduce: bool = True
-    """Whether gradients are reduced while backward still runs."""
+    """Whether gradient reduction overlaps with backward."""
     fused: bool = False
     """Whether chains of elementwise operators run as one kernel each, as their bytes are counted."""
     weights_16bit: bool = False
-    """Whether weights rest in 16 bits, with fp32 masters among the optimizer's states (as in Megatron-LM)."""
+    """Whether weights are stored in 16 bits, with fp32 masters among the optimizer's states (as in Megatron-LM)."""
     pipeline: Pipeline | None = None
     """None: every rank runs all blocks."""
     before_update: list[Op] = field(default_factory=list)
     """Collectives between the last backward pass and the optimizer's operators."""
     after_update: list[Op] = field(default_factory=list)
-    """Copies after the optimizer's operators, before what the blocks hand round."""
+    """Copies after the optimizer's operators, before the blocks' collectives."""
     host_states: bool = False
-    """Whether the optimizer's states, master weights included, live and are updated in host memory or on disk."""
+    """Whether the optimizer's states, including master weights, are stored and updated in host memory or on disk."""
     delayed_update: bool = False
-    """Whether the host's update runs beside the next step."""
+    """Whether the host's update overlaps with the next step."""
     host_parameters: bool = False
-    """Whether parameters rest in host memory or on disk between uses."""
+    """Whether parameters are stored in host memory or on disk between uses."""
     weight_buffers: float = 0.0
-    """In inference: bytes of the device through which weights pass that rest elsewhere."""
+    """In inference: bytes of the device's buffers for weights that are stored elsewhere."""
     host_bytes: float = 0.0
-    """Bytes of host memory that this rank's offloaded tensors take."""
+    """Bytes of host memory used by this rank's offloaded tensors."""
     host_activations: bool = False
-    """Whether saved activations leave the device until their backward."""
+    """Whether saved activations are offloaded until their backward."""
     static: bool = False
-    """Whether activations and temporaries lie in one arena that stays from step to step."""
+    """Whether activations and temporaries are in one arena that persists from step to step."""
     decode_steps: int = 0
-    """Times the graph is run, for a decode graph."""
+    """How often the graph is run, for a decode graph."""
     sizes: GraphSizes | None = None
-    """The sizes that the graph was built with."""
+    """The sizes for which the graph was built."""
     closing: list[Callable[[Graph], None]] = field(default_factory=list)
-    """Passes to run after every technique's own: they copy operators that later phases still reprice."""
+    """Passes to run after those of all techniques: they copy operators that later phases still modify."""
 
     def copy(self) -> Graph:
-        """A graph that techniques may rewrite without touching this one."""
+        """A copy that techniques can rewrite independently."""
         return replace(
             self, blocks=[b.copy() for b in self.blocks], update=[*self.update],
             before_update=[*self.before_update], after_update=[*self.after_update],
@@ -366,16 +369,17 @@ class Graph:
 
     @property
     def resident_bytes(self) -> float:
-        """Bytes of parameters on this rank's device in inference: those that stay, and the buffers of the others."""
+        """Bytes of parameters on this rank's device in inference: those that stay, and the buffers for the others."""
         return sum(p.stored_bytes * p.resident * n for p, n in self.params) + self.weight_buffers
 
     @property
     def stages(self) -> int:
-        """Ranks that a micro-batch passes through one after the other."""
+        """Number of ranks that a micro-batch passes through one after another."""
         return self.pipeline.degree if self.pipeline else 1
 
     def cut(self, parts: int) -> list[list[Block]]:
-        """The blocks of each of ``parts`` stages: embedding first, head last, layers evenly or as the pipeline says.
+        """The blocks of each of ``parts`` stages: embedding first, head last, layers divided evenly or as the pipeline
+        specifies.
 
         Blocks of one name (dense and expert layers, layers with and without recomputation) alternate evenly.
         """
@@ -394,7 +398,7 @@ class Graph:
 
     @property
     def flops(self) -> float:
-        """Matrix-multiply FLOPs of one micro-batch, recomputation included, over all stages."""
+        """Matrix-multiply FLOPs of one micro-batch, including recomputation, over all stages."""
         return sum(b.repeat * (sum(o.flops for o in b.forward) + sum(o.flops for o in b.backward)) for b in self.blocks)
 
     @property
@@ -407,12 +411,12 @@ class Graph:
 
 
 def even(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as even as they come."""
+    """Number of layers of each stage, as even as possible."""
     return [layers * (s + 1) // stages - layers * s // stages for s in range(stages)]
 
 
 def alternate(blocks: list[Block]) -> list[tuple[int, int]]:
-    """The order in which blocks run, as (index, how many in a row): those of one name alternate evenly."""
+    """The order in which blocks run, as (index, number in a row): those of one name alternate evenly."""
     names = [b.name for b in blocks]
     if len(set(names)) == len(names):
         return [(i, b.repeat) for i, b in enumerate(blocks)]

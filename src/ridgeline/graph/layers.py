@@ -1,6 +1,6 @@
 """Forward operators of a transformer, module by module, with the backward operators and saved activations they imply.
 
-The rules for what autograd keeps are those of the torch twin (:mod:`ridgeline.nn`): a matrix multiplication keeps its
+The rules for what autograd saves are those of the torch model (:mod:`ridgeline.nn`): a matrix multiplication saves its
 input, a normalization its input and its statistics, softmax its output, a gated activation its gate and up.
 """
 
@@ -16,8 +16,9 @@ from ridgeline.spec.model import ModelSpec
 def distinct_experts(experts: int, rows: int) -> float:
     """Expected number of experts that ``rows`` routed rows reach when their popularity is uneven.
 
-    Popularities are taken as exponentially distributed, which gives e · (1 - 1 / (1 + r/e)) of e experts: small batches
-    hardly repeat one, middling ones reach a fifth fewer than under even routing (as measured decoding times show).
+    Popularities are assumed to be exponentially distributed, which gives e · (1 - 1 / (1 + r/e)) of e experts: small
+    batches rarely reach one twice, medium ones reach a fifth fewer than under even routing (as measured decoding times
+    show).
     """
     return experts * (1 - 1 / (1 + rows / experts))
 
@@ -36,7 +37,7 @@ class Builder:
 
     @property
     def tokens(self) -> int:
-        """Rows of every linear layer."""
+        """Number of rows of every linear layer."""
         return self.batch * self.q_len
 
     @property
@@ -56,7 +57,7 @@ class Builder:
         )  # fmt: skip
 
     def save(self, name: str, elements: float, users: list[str], width: float | None = None) -> None:
-        """Keep an activation for backward, on behalf of the backward operators ``users``."""
+        """Save an activation for backward, for the backward operators ``users``."""
         if not self.training:
             return
         old = self.block.saved.get(name)
@@ -83,7 +84,7 @@ class Builder:
         self.block.forward.append(product("", "forward", (m, n, k)))
         if not self.training:
             return
-        # The weight gradients of several experts are as many products, each as deep as its expert has rows.
+        # The weight gradients of several experts are separate products, each with its expert's number of rows as k.
         deep = (round(n * touched), k, max(1, round(m / touched))) if experts > 1 else (n, k, m)
         grads = [product(".dx", "backward", (m, k, n)), product(".dw", "backward", deep, "weight_gradient")]
         earlier = self.block.saved.get(source)
@@ -108,7 +109,7 @@ class Builder:
             self.block.backward.append(Op(f"{name}.bwd", module, kind, "backward", 0, moved, self.dtype))
 
     def norm(self, name: str, source: str, size: int, rows: int | None = None, module: str = "norm") -> None:
-        """RMSNorm or LayerNorm over ``size``: keeps its input and one (two) statistics per row."""
+        """RMSNorm or LayerNorm over ``size``: saves its input and one (two) statistics per row."""
         rows = self.tokens if rows is None else rows
         self.param(f"{name}.weight", (size,))
         if self.spec.norm == "layernorm" and self.spec.norm_bias and module == "norm":
@@ -128,7 +129,7 @@ class Builder:
     # ---- modules ------------------------------------------------------------------------------------------------
 
     def attention(self, prefix: str, source: str, *, cross: bool = False) -> None:
-        """Projections, rotary embedding, scores, softmax, values, output projection (unfused: the "off" state)."""
+        """Projections, rotary embedding, scores, softmax, values, output projection (unfused)."""
         s, t, m = self.spec, self.tokens, "attention"
         h, q, kv, d = s.hidden_size, s.q_size, s.kv_size, s.head_dim
         kv_rows = self.batch * self.kv_len if cross else t
@@ -171,7 +172,7 @@ class Builder:
             self.save(f"{prefix}.k", kv_elements, [f"{prefix}.scores.dq"])
             self.save(f"{prefix}.v", kv_elements, [f"{prefix}.values.dprobs"])
             self.save(f"{prefix}.probs", scores, [f"{prefix}.values.dv", f"{prefix}.softmax.bwd"])
-            if s.dropout:  # its mask, and the probabilities that are left (arXiv:2205.05198, section 4.1)
+            if s.dropout:  # its mask, and the probabilities that remain (arXiv:2205.05198, section 4.1)
                 self.save(f"{prefix}.probs.mask", scores, [f"{prefix}.softmax.bwd"], 1.0)
                 self.save(f"{prefix}.probs.dropped", scores, [f"{prefix}.values.dv"])
         self.linear(f"{prefix}.o_proj", m, t, h, q, f"{prefix}.context", bias=s.out_bias)
@@ -213,7 +214,7 @@ class Builder:
         self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
 
     def _activation(self, prefix: str, n: float) -> None:
-        """silu(gate)·up, or one activation; keeps its inputs (a plain ReLU its output, as the next linear does)."""
+        """silu(gate)·up, or one activation; saves its inputs (a plain ReLU its output, as the next linear does)."""
         inputs = 2 if self.spec.gated else 1
         self.pointwise(f"{prefix}.act", "mlp", "activation", inputs * n, n, (inputs + 1) * n, inputs * n)
         kept = "inner" if self.spec.activation == "relu" and not self.spec.gated else "up"

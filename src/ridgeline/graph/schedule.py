@@ -1,8 +1,8 @@
 """Pipeline schedules as lists of actions, and their timing.
 
 A *virtual stage* is one consecutive part of the model; with c chunks on each of p ranks there are c·p of them, and rank
-r holds r, r + p, r + 2p, … Every rank works off its list in order; a forward waits for the virtual stage before it, a
-backward for the one after it.
+r holds r, r + p, r + 2p, … Every rank processes its list in order; a forward waits for the previous virtual stage, a
+backward for the next one.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Action(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class ScheduleTimes:
-    """What a schedule takes."""
+    """The timing of a schedule."""
 
     seconds: float
-    """Until the last action ends."""
+    """When the last action ends."""
     ends: tuple[float, ...]
     """When each rank's last action ends."""
     busy: tuple[float, ...]
-    """Seconds in which each rank works."""
+    """Seconds in which each rank is busy."""
     starts: tuple[tuple[tuple[Action, float], ...], ...] = ()
     """Per rank, every action with its start; empty where the steady state was extrapolated."""
 
 
 def idle_share(schedule: str, ranks: int, micros: int, chunks: int = 1) -> float:
-    """Idle time of a rank over its work where all stages take equally long and sends nothing (arXiv:2104.04473, section
-    2.2); for zero_bubble a lower bound."""
+    """Idle time of a rank relative to its work if all stages take equally long and communication is free
+    (arXiv:2104.04473, section 2.2); for zero_bubble a lower bound."""
     return 0.0 if schedule == "zero_bubble" else (ranks - 1) / (micros * chunks)
 
 
@@ -49,7 +49,7 @@ def actions(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1) 
     """The actions of one rank, in order.
 
     gpipe: arXiv:1811.06965; 1f1b and interleaved: arXiv:2104.04473, figure 4; zero_bubble: ZB-H1 of arXiv:2401.10241,
-    where rank r runs r weight gradients late, so that all ranks hold as much as the first one does under 1f1b.
+    where rank r delays r weight gradients, so that all ranks hold as much as the first one does under 1f1b.
     """
     if schedule == "interleaved":
         return _interleaved(rank, ranks, micros, chunks)
@@ -91,7 +91,7 @@ def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> tuple[Actio
 
 
 def in_flight(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1) -> float:
-    """Micro-batches whose activations a rank holds at most, in units of all its chunks."""
+    """Maximum number of micro-batches whose activations a rank holds, in units of all its chunks."""
     if schedule != "gpipe":  # what is in flight no longer grows once the pipeline is full
         micros = min(micros, 2 * ranks)
     held = most = 0
@@ -105,9 +105,9 @@ def in_flight(schedule: str, rank: int, ranks: int, micros: int, chunks: int = 1
 
 @lru_cache(maxsize=1024)
 def gathers(schedule: str, ranks: int, micros: int, chunks: int = 1) -> float:
-    """Times that a sharded layer is gathered in a step if every forward pass frees it again; the mean over ranks.
+    """How often a sharded layer is gathered in a step if every forward pass frees it again; the mean over ranks.
 
-    It is there when the step begins, and stays after a backward pass until the next forward.
+    It is gathered when the step begins, and stays after a backward pass until the next forward.
     """
     total = 0
     for rank in range(ranks):
@@ -133,14 +133,14 @@ def run(
 ) -> ScheduleTimes:
     """Time a schedule from each virtual stage's seconds of forward, backward and (zero_bubble) weight gradients.
 
-    ``send`` seconds pass between neighboring ranks. Many micro-batches are not played one by one: once the pipeline is
-    full, each costs the same, which two shorter runs tell (``exact`` plays all).
+    A transfer between neighboring ranks takes ``send`` seconds. Many micro-batches are not simulated one by one: once
+    the pipeline is full, each costs the same, which is derived from two shorter runs (``exact`` simulates all).
     """
     first = 2 * ranks + micros % ranks
     if exact or micros <= first + ranks:
         return _play(schedule, ranks, micros, forward, backward, weight, send, chunks, exact)
     a = _play(schedule, ranks, first, forward, backward, weight, send, chunks, False)
-    if schedule == "gpipe":  # each direction flows at the pace of its own slowest stage
+    if schedule == "gpipe":  # each direction is limited by its own slowest stage
         each = max(forward) + max(backward)
     else:
         b = _play(schedule, ranks, first + ranks, forward, backward, weight, send, chunks, False)
@@ -150,13 +150,13 @@ def run(
 
 
 class _Step(NamedTuple):
-    """One action of a whole pipeline, in an order in which all that it waits for comes before it."""
+    """One action of a whole pipeline, in an order in which everything that it waits for comes before it."""
 
     rank: int
     duration: int
-    """Place in the list of durations: forward, backward and weight gradients of every stage, one after the other."""
+    """Index in the list of durations: forward, backward and weight gradients of every stage, one after another."""
     need: int
-    """Place, in this order, of the action it waits for; -1: none."""
+    """Index, in this order, of the action it waits for; -1: none."""
     sent: bool
     """Whether what it waits for comes from another rank."""
     action: Action
@@ -164,7 +164,7 @@ class _Step(NamedTuple):
 
 @lru_cache(maxsize=128)
 def _order(schedule: str, ranks: int, micros: int, chunks: int) -> tuple[_Step, ...]:
-    """The actions of all ranks so that one pass over them times the schedule, whatever each takes."""
+    """The actions of all ranks in an order in which one pass times the schedule, for any durations."""
     stages = ranks * chunks
     last = stages - 1
     plans = [actions(schedule, r, ranks, micros, chunks) for r in range(ranks)]

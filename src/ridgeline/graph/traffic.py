@@ -1,4 +1,4 @@
-"""What a step sends: calls and bytes of every kind of collective, as the graph says; measured counts must equal it."""
+"""Communication of a step: calls and bytes of every kind of collective in the graph; measured counts must be equal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p")
 
 
 def buckets(sizes: list[tuple[int, float]], limit: float) -> list[list[int]]:
-    """Which of consecutive gradients, each (kind, bytes), travel together: in order, by kind, up to ``limit`` bytes.
+    """Which of consecutive gradients, each (kind, bytes), share a bucket: in order, by kind, up to ``limit`` bytes.
 
-    A bucket is closed by what would make it too large; one gradient alone may be larger.
+    A bucket is closed before it would become too large; a single gradient may be larger.
     """
     open_: dict[int, tuple[list[int], float]] = {}
     out: list[list[int]] = []
@@ -28,7 +28,7 @@ def buckets(sizes: list[tuple[int, float]], limit: float) -> list[list[int]]:
 
 
 def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
-    """Every operator of one step with how often it runs on a rank (with a pipeline: on the mean rank)."""
+    """Every operator of one step with the number of times it runs on a rank (with a pipeline: on the mean rank)."""
     for b in g.blocks:
         n = b.repeat * g.accumulation * g.passes / g.stages
         once = b.repeat * g.passes / g.stages
@@ -50,8 +50,8 @@ def step_ops(g: Graph) -> Iterator[tuple[Op, float]]:
 def traffic(g: Graph) -> dict[tuple[str, int], tuple[float, float]]:
     """(kind, ranks) → (calls, bytes) of one step on one rank; with a pipeline the mean over its ranks.
 
-    Bytes are those of the full buffer on one rank: what an all-gather yields, what a reduce-scatter reads, what a rank
-    sends to its experts. A pass round a ring of c ranks is c - 1 messages of its part.
+    Bytes are those of the full buffer on one rank: the output of an all-gather, the input of a reduce-scatter, what a
+    rank sends to its experts. A pass around a ring of c ranks is c - 1 messages of its part.
     """
     sums: dict[tuple[str, int], tuple[float, float]] = {}
 
@@ -74,7 +74,7 @@ def traffic(g: Graph) -> dict[tuple[str, int], tuple[float, float]]:
 
 
 def _bucketed(g: Graph) -> Iterator[tuple[str, int, float, float]]:
-    """(kind, ranks, calls, bytes) of gradients that travel in buckets, once per step; the mean over stages."""
+    """(kind, ranks, calls, bytes) of bucketed gradients, once per step; the mean over stages."""
     if not g.bucket_bytes:
         return
     ranks = max((op.ranks for b in g.blocks for op in b.reduce if op.axis == "dp"), default=1)

@@ -1,4 +1,4 @@
-"""The torch twin: one real transformer for every family, its loss, its generation and its checkpoints."""
+"""The torch model: one transformer for every family, its loss, generation and checkpoints."""
 
 from ridgeline.nn.checkpoint.checkpoint import load_checkpoint, load_into, save_checkpoint
 from ridgeline.nn.model.attention import BACKENDS, AttentionBackend, LayerCache, Mask

@@ -1,4 +1,4 @@
-"""The analytic engine: times the graph, sizes its memory, returns a Result."""
+"""The analytic predictor: times the graph, computes its memory, returns a Result."""
 
 from ridgeline.predict.predict import predict, predict_trace
 

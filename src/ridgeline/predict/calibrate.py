@@ -1,8 +1,9 @@
-"""Calibration: fits the constants of a device to rows of measured operators and collectives.
+"""Calibration: fits the constants of a device to measured times of operators and collectives.
 
-Each family of constants (GEMM by width, attention by kernel, collectives) is fitted apart, by least squares on the
-logarithm of predicted ÷ measured with a soft bound on outliers and a weak pull towards the starting constants, so that
-what the rows do not determine stays where it was. NumPy and SciPy are imported when it runs.
+Each family of constants (GEMM by operand width, attention by kernel, collectives) is fitted separately, by least
+squares on the logarithm of predicted ÷ measured with a soft bound on outliers and a weak regularization towards the
+starting constants, so that constants that the samples do not determine stay where they were. NumPy and SciPy are
+imported when it runs.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from ridgeline.spec.efficiency import Efficiency, PrefillConstants
 
 C = TypeVar("C", bound=BaseModel)
 _PULL = 0.01
-"""Weight of the starting constants: a factor of e away costs as much as a 1 % error of every row."""
+"""Weight of the regularization: a factor of e away costs as much as a 1 % error of every sample."""
 _SOFT = 0.1
-"""Relative error beyond which a row counts linearly and no longer by its square."""
+"""Relative error beyond which a sample's loss is linear instead of quadratic."""
 _MOST_ROWS = 800
 
 
 @dataclass(frozen=True)
 class TimedSample:
-    """One measured row: the operators that ran, in order, and their seconds together."""
+    """One measured sample: the operators that ran, in order, and their total seconds."""
 
     ops: tuple[Op, ...]
     seconds: float
@@ -51,7 +52,7 @@ class Fit:
 
 @dataclass
 class Calibrated:
-    """The fitted constants and the account of each family."""
+    """The fitted constants and the result for each family."""
 
     efficiency: Efficiency
     fits: list[Fit] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Calibrated:
 def calibrate(
     samples: Iterable[TimedSample], device: Device, start: Efficiency | None = None, source: str = "measured profile"
 ) -> Calibrated:
-    """Fit the constants of ``device`` to ``samples``; families without enough rows keep those of ``start``.
+    """Fit the constants of ``device`` to ``samples``; families without enough samples keep those of ``start``.
 
     ``start`` defaults to the device's own constants or its architecture's.
     """
@@ -84,7 +85,7 @@ def calibrate(
         table, wide = update.get(kind, getattr(base, kind)), _wide(key)
         old = (table.get(key) or table.get(wide) or next(iter(table.values()))) if key else table
         names = _free(old)
-        if key != wide and (kind, wide) in fitted:  # the processor is the same: only what the width changes is free
+        if key != wide and (kind, wide) in fitted:  # the same processor: only constants of the width are free
             names = [n for n in names if n in _OF_WIDTH[kind]]
             old = table[wide].model_copy(update={n: getattr(old, n) for n in (*names, *_KERNELS[kind])})
         if len(rows) < 2 * len(names):
@@ -107,7 +108,7 @@ def calibrate(
 
 
 def _referred(c: Any, m: Machine, dtype: str) -> Any:
-    """``c`` with the figures of this device that its constants will be relative to."""
+    """``c`` with the datasheet figures of this device that its constants will be relative to."""
     if isinstance(c, PrefillConstants):
         peak = m.peak("fp8" if c.narrow else "bf16")
         return c.model_copy(update={"tensor_rate": float(f"{peak / m.units / m.clock:.4g}")})
@@ -115,7 +116,7 @@ def _referred(c: Any, m: Machine, dtype: str) -> Any:
 
 
 def family_of(op: Op) -> tuple[str, str]:
-    """(field of :class:`Efficiency`, key in it) of the constants that time an operator."""
+    """(field of :class:`Efficiency`, key in it) for the constants that time an operator."""
     if op.kind == "gemm":
         return "gemm", "fp8" if DTYPE_BYTES[op.dtype] < 2 else "fp32" if DTYPE_BYTES[op.dtype] > 2 else "bf16"
     if op.kind != "attention":
@@ -171,19 +172,19 @@ _STILL = {
     "dequantize_share", "backward_share", "network_share", "network_hop", "power", "share_limit", "tensor_share",
     "tensor_rate",
 }  # fmt: skip
-"""Constants that single kernels on one node of one device say nothing of."""
+"""Constants that single kernels on one node of one device cannot determine."""
 _OF_WIDTH = {
     "gemm": {"latency", "share", "vector_clocks", "quantize_latency", "quantize_share"},
     "prefill": {"latency", "softmax_clocks", "block", "query_passes", "kv_passes"},
     "decode": {"latency", "memory_share", "tile", "slots", "block", "draw_bytes_per_clock"},
 }
-"""Constants that 8-bit kernels have for themselves."""
+"""Constants that 8-bit kernels have separately."""
 _KERNELS: dict[str, tuple[str, ...]] = {"gemm": ("vector_rows",), "prefill": ("narrow",), "decode": ("splits",)}
-"""What is known of a library's kernels, and not fitted."""
+"""Properties of a library's kernels that are known and not fitted."""
 
 
 def _free(c: BaseModel) -> list[str]:
-    """The constants that can move: numbers above zero (a zero means that the machine lacks it)."""
+    """The constants that can change: numbers above zero (a zero means that the machine lacks the feature)."""
     return [k for k, v in c if isinstance(v, float) and v > 0 and k not in _STILL]
 
 
@@ -214,9 +215,9 @@ def _fit(
 
 
 def _bounds(name: str, x: float) -> tuple[float, float]:
-    """Logarithmic bounds of a constant: e^2.5 either way of where it starts, and what physics allows.
+    """Logarithmic bounds of a constant: e^2.5 in either direction from the start, within physical limits.
 
-    No share exceeds one.
+    No efficiency exceeds one.
     """
     low, high = x - 2.5, x + 2.5
     if name.endswith("_share") or name == "share":
@@ -235,7 +236,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _at_clock(e: Efficiency, clock: float) -> Efficiency:
-    """The same constants with their seconds counted at another clock."""
+    """The same constants with their seconds converted to another clock rate."""
     if not e.clock or e.clock == clock:
         return e.model_copy(update={"clock": clock})
     ratio = e.clock / clock

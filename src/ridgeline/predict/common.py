@@ -1,4 +1,4 @@
-"""What every prediction shares: the rewritten graph, the rank's view of the cluster, and the assembly of a Result."""
+"""Shared code of all predictions: the rewritten graph, the rank's view of the cluster, and the assembly of a Result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rewritten(g: Graph, e: Experiment, techniques: list[Technique]) -> Graph:
 
 
 def beyond_host(g: Graph, cluster: Cluster) -> str:
-    """Why the offloaded tensors of one node's ranks do not fit in its host's memory; empty if they do."""
+    """Why the offloaded tensors of one node's ranks do not fit in its host's memory; empty if they fit."""
     host, need = cluster.device.host, g.host_bytes * cluster.devices_per_node
     if host is None or need <= host.memory_bytes:
         return ""
@@ -40,7 +40,7 @@ def rank_cluster(e: Experiment) -> Cluster:
 
 
 def assemble(e: Experiment, metrics: dict[str, Metric], peak: Peak, cluster: Cluster) -> Result:
-    """A Result from metrics and the peak: adds memory, the verdict whether it fits, cost and energy."""
+    """Assemble a Result from metrics and the peak: adds memory, whether it fits, cost and energy."""
     categories = dict(peak.categories)
     if cluster.device.reserved_bytes:
         categories["framework"] = cluster.device.reserved_bytes
@@ -93,21 +93,21 @@ def cost_of(device: Device, world: int, rate: float) -> dict[str, float]:
 
 
 def metric(value: float, unit: str, better: Literal["lower", "higher", ""], source: str) -> Metric:
-    """One metric without an interval."""
+    """One metric without a confidence interval."""
     return Metric(value=value, unit=unit, better=better, source=source)
 
 
 def trained(g: Graph) -> float:
-    """Elements that train, on one rank."""
+    """Number of trained elements on one rank."""
     return sum(p.numel * n for p, n in g.params if p.trainable)
 
 
 def source_of(cluster: Cluster) -> str:
-    """Where the rates of this cluster come from."""
+    """Source of this cluster's rates."""
     return "measured profile" if cluster.device.rates else machine(cluster.device).source
 
 
 def peak_note(cluster: Cluster, dtype: str) -> str:
-    """The named formula of MFU and HFU."""
+    """The formula of MFU and HFU in words."""
     peak = peak_flops(cluster.device, dtype)
     return f"matrix-multiply FLOPs over the dense {dtype} peak of {peak / 1e12:.3g} TFLOP/s"

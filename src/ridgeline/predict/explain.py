@@ -1,7 +1,7 @@
-"""Why this number: the predicted time as a tree with the bound of each node, and what would have to change to gain.
+"""Explains a prediction: the time as a tree with the bottleneck of each node, and the changes that would speed it up.
 
-Levers are answered by predicting again on a changed device, so that overlap and bubbles count: doubling the link of a
-step whose communication is hidden gains nothing, and this says so.
+The effect of each resource is found by predicting again on a modified device, so that overlap and bubbles count:
+doubling the link of a step whose communication is hidden gains nothing, and the result shows that.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ RESOURCE_NAMES = {
     "latency": "launch and message latency",
 }
 GAIN = 0.10
-"""The gain in speed that the levers are asked for."""
+"""The speedup that the levers are solved for."""
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "p2p", "broadcast")
 _LARGEST = 64.0
-"""A factor beyond which a resource is called unable."""
+"""A factor beyond which improving a resource is reported as insufficient."""
 
 
 @dataclass(slots=True)
 class TimePart:
-    """A part of the time: its seconds, its share of the whole, and what bounds it, by share of its seconds."""
+    """A part of the time: its seconds, its fraction of the whole, and what bounds it, as fractions of its seconds."""
 
     name: str
     seconds: float
@@ -48,7 +48,7 @@ class TimePart:
 
     @property
     def bound(self) -> str:
-        """The largest bound, or "mixed" when none has half of the seconds."""
+        """The largest bound, or "mixed" when none accounts for half of the seconds."""
         if not self.bounds:
             return ""
         top = max(self.bounds, key=self.bounds.__getitem__)
@@ -57,18 +57,18 @@ class TimePart:
 
 @dataclass(slots=True)
 class Lever:
-    """How much better one resource would have to be for the asked gain."""
+    """How much better one resource would have to be for the requested speedup."""
 
     resource: str
     factor: float | None
-    """Times better; None when even without limit it is not enough."""
+    """Improvement factor; None if no factor is enough."""
     limit: float
-    """Gain in speed if this resource were 64 times better."""
+    """Speedup if this resource were 64 times better."""
 
 
 @dataclass(slots=True)
 class Move:
-    """A change of the plan or the batch, and the predicted gain in speed (0.2: 20 % faster)."""
+    """A change of the plan or the batch, and the predicted speedup (0.2: 20 % faster)."""
 
     change: str
     gain: float
@@ -107,7 +107,7 @@ def headline(r: Result) -> str:
 
 
 def tree(r: Result, name: str) -> TimePart:
-    """Whole → phase → module → operator. What no row accounts for is shown as such."""
+    """Whole → phase → module → operator. Time that no row accounts for is shown separately."""
     total = r.metrics[name].value
     phases: dict[str, list[Row]] = defaultdict(list)
     for row in r.breakdown:
@@ -172,7 +172,7 @@ def _merge(nodes: Iterable[TimePart]) -> dict[str, float]:
 
 
 def _lever(e: Experiment, name: str, now: float, resource: Resource) -> Lever:
-    """Bisection on predictions: the least factor that shortens the time to ``now / (1 + GAIN)``."""
+    """Bisection on predictions: the smallest factor that shortens the time to ``now / (1 + GAIN)``."""
 
     def at(factor: float) -> float:
         device = improved(e.cluster.device, resource, factor)
@@ -191,7 +191,7 @@ def _lever(e: Experiment, name: str, now: float, resource: Resource) -> Lever:
 
 
 def improved(d: Device, resource: Resource, factor: float) -> Device:
-    """The device with one resource ``factor`` times better, in its datasheet and in its measured rates alike."""
+    """The device with one resource ``factor`` times better, in both its datasheet and its measured rates."""
 
     def rate(kind: str, r: Rate) -> Rate:
         sends = kind.split(".")[0] in _COLLECTIVES
@@ -216,7 +216,7 @@ def improved(d: Device, resource: Resource, factor: float) -> Device:
         "network": link(d.network),
     }
     constants = machine(d).efficiency
-    if resource == "compute":  # with the power that it needs
+    if resource == "compute":  # including the power that it needs
         update["peak_flops"] = {k: v * factor for k, v in d.peak_flops.items()}
         update["watts"] = d.watts * factor
     elif resource == "memory":
@@ -232,7 +232,7 @@ def improved(d: Device, resource: Resource, factor: float) -> Device:
 
 
 def _moves(e: Experiment, name: str, now: float) -> list[Move]:
-    """Every registered technique that is off, and twice the micro-batch: those that gain, best first."""
+    """Every registered technique that is not in the plan, and doubling the micro-batch: those that help, best first."""
     out: list[Move] = []
 
     def attempt(change: str, changed: Experiment) -> None:

@@ -1,4 +1,4 @@
-"""An explanation on the terminal: the time as a tree, the levers, and what else the plan could do."""
+"""Text output of an explanation: the time as a tree, the levers, and what the plan could change."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ridgeline.predict.explain import GAIN, Explanation, TimePart
 from ridgeline.report.units import percent, seconds
 
 SMALLEST = 0.004
-"""Nodes below this share of the whole are summed up in one line."""
+"""Nodes below this fraction of the whole are combined into one line."""
 
 
 def print_explanation(x: Explanation) -> None:
-    """The tree first, then what would have to change."""
+    """Print the tree, then what would have to change."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)

@@ -1,8 +1,8 @@
-"""Intervals of predictions: the known errors of the parts, put together.
+"""Confidence intervals of predictions, combined from the known errors of the parts.
 
-Errors of one kind of operator go together (one constant is behind all of them), so their seconds add up; errors of
-different kinds are independent, so their squares do. What a model of whole steps misses beyond its parts is a
-constant per task, from cross-validation on open data (``benchmarks/results``).
+Errors of one kind of operator are correlated (they share constants), so their seconds add up; errors of different kinds
+are independent, so their squares do. The error of whole steps beyond their parts is a constant per task, from
+cross-validation on open data (``benchmarks/results``).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterable
 from ridgeline.spec.result import Metric, Row
 
 STEP = {"pretrain": 0.05, "finetune": 0.05, "generate": 0.08, "compress": 0.08, "serve": 0.12}
-"""Relative 68 % error of a whole step, batch or simulation beyond the errors of its operators."""
+"""Relative 68 % error of a whole step, batch or simulation in addition to the errors of its operators."""
 QUEUE = 0.20
-"""The same of a time to first token under load, which waits in queues."""
+"""The same for the time to first token under load, which includes queueing."""
 MEMORY = 0.04
-"""The same of peak memory."""
+"""The same for peak memory."""
 UNVALIDATED = 0.15
-"""The same of a plan with a technique whose predictions were never compared with published measurements (assumed)."""
+"""The same for a plan with a technique whose predictions were never compared with published measurements (assumed)."""
 _UNKNOWN = 0.3
 _EXACT = ("tokens_per_step", "trained_parameters", "kv_cache_tokens")
 _95 = 1.96
 
 
 def spread_of(rows: Iterable[Row], task: str) -> float:
-    """Relative 68 % error of a prediction whose time is broken down in ``rows``."""
+    """Relative 68 % error of a prediction whose time breakdown is ``rows``."""
     kinds: dict[str, float] = defaultdict(float)
     total = 0.0
     for row in rows:

@@ -1,4 +1,4 @@
-"""A device as the time models see it: its datasheet beside the constants that apply to it, looked up once."""
+"""A device as used by the time models: its datasheet and the constants that apply to it, looked up once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ridgeline.spec.efficiency import Efficiency
 
 _FALLBACK_CLOCK = 1.5e9
 _EDGE = 0.15
-"""Part of a cache's size by which a cyclic working set may exceed it until nothing of it is found again."""
+"""Fraction of a cache's size by which a cyclic working set may exceed it before hits drop to zero."""
 
 
 class Machine:
@@ -36,29 +36,30 @@ class Machine:
         self.bandwidth = device.memory_bandwidth
         self.units = max(1, device.sm_count)
         self.l2 = device.l2_bytes * self.efficiency.l2_share
-        """Bytes that stay in the last-level cache from one kernel to the next."""
+        """Bytes that stay in the last-level cache between kernels."""
         self.l2_bandwidth = self.bandwidth * self.efficiency.l2_gain
         self.clock = device.clock or _FALLBACK_CLOCK
         self.slow = self.efficiency.clock / self.clock if self.efficiency.clock else 1.0
-        """Factor on the seconds of ``efficiency``: latencies are cycles, so they shrink as the clock rises."""
+        """Factor on the seconds in ``efficiency``: latencies are measured in cycles, so they shrink as the clock
+        rises."""
         self.fitted = device.efficiency is not None or device.name in self.efficiency.fitted_on
         self.source = self.efficiency.source if self.fitted else "class default"
 
     def peak(self, dtype: str) -> float:
-        """Dense peak FLOP/s of ``dtype``; one without units of its own runs at the rate of the next wider."""
+        """Dense peak FLOP/s of ``dtype``; without dedicated units it runs at the rate of the next wider dtype."""
         for name in _WIDER.get(dtype, (dtype, "fp32")):
             if name in self.peaks:
                 return self.peaks[name]
         return max(self.peaks.values())
 
     def resident(self, size: float) -> float:
-        """Share of ``size`` bytes, used again and again, that the last-level cache still holds."""
+        """Fraction of ``size`` bytes, used repeatedly, that the last-level cache still holds."""
         if not self.l2:
             return 0.0
         return min(1.0, max(0.0, 1.0 - (size / self.l2 - 1.0) / _EDGE))
 
     def spread(self, kind: str) -> float:
-        """Relative error that 68 % of the estimates of this kind stay within."""
+        """Relative 68 % error of estimates of this kind."""
         e = self.efficiency
         return e.spread.get(kind, 0.15) if self.fitted else e.class_spread.get(kind, 0.3)
 
@@ -80,7 +81,7 @@ _recent: list[Machine] = []
 
 
 def machine(device: Device) -> Machine:
-    """The :class:`Machine` of ``device``, made once for the devices in use."""
+    """The :class:`Machine` of ``device``, cached for the devices in use."""
     for known in _recent:
         if known.device is device:
             return known

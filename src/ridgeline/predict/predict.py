@@ -1,4 +1,4 @@
-"""predict(Experiment) → Result: what a plan will give on hardware that need not be there."""
+"""predict(Experiment) → Result: the performance of a plan on hardware that need not be available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ridgeline.techniques.registry import resolve
 
 
 def predict(e: Experiment) -> Result:
-    """The predicted Result of an experiment. Raises :class:`Incompatible` for a plan that cannot work."""
+    """The predicted Result of an experiment. Raises :class:`Incompatible` for an infeasible combination."""
     e, techniques = resolve(e, ask)
     if not e.is_training and e.cluster.device.training_only:
         raise NoProfile(f"the profile of {e.cluster.device.name} has no rates for inference", "run `ridgeline probe`")
@@ -37,7 +37,7 @@ def predict(e: Experiment) -> Result:
 
 
 def predict_trace(e: Experiment) -> list[StreamEvent]:
-    """The events of one predicted training step, for a Chrome trace beside the measured one."""
+    """The events of one predicted training step, for a Chrome trace to compare with the measured one."""
     e, techniques = resolve(e, ask)
     g = rewritten(training_graph(e), e, techniques)
     return timed(g, update_ops(g, e), rank_cluster(e), record=True)[0].events
@@ -57,7 +57,6 @@ def training_flops(e: Experiment) -> tuple[float, float, str]:
 
 
 def resting_bytes(e: Experiment, place: int | None = None) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer states of a training rank: on a place of the pipeline, or the
-    mean."""
+    """Bytes of parameters, gradients and optimizer states of a training rank: at one pipeline stage, or the mean."""
     e, techniques = resolve(e, ask)
     return resting(rewritten(training_graph(e), e, techniques), place)

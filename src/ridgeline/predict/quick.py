@@ -1,4 +1,4 @@
-"""The numbers that a search compares: the same model as :func:`predict`, without the breakdown of a Result."""
+"""The numbers that a search compares: the same model as :func:`predict`, without a Result's breakdown."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from ridgeline.techniques.technique import PHASES, Technique
 
 @dataclass(slots=True)
 class Quick:
-    """A prediction in brief."""
+    """A prediction without the breakdown."""
 
     metrics: dict[str, float]
-    """As in a Result; of a plan that does not fit, only ``peak_bytes``."""
+    """As in a Result; for a plan that does not fit, only ``peak_bytes``."""
     peak: dict[str, float]
-    """Bytes per category at the instant of peak."""
+    """Bytes per category at the time of the peak."""
     limit: float
-    """Bytes that one rank has."""
+    """Memory bytes available to one rank."""
     blocked: str = ""
     """Why it cannot run although its tensors fit (no room for one request's cache, or in host memory)."""
     complete: bool = True
-    """Whether the peak is that of the step; False: a lower bound of it exceeds the device already."""
+    """Whether the peak is the step's actual peak; False: already a lower bound of it exceeds the device's memory."""
     states_fit: bool = True
-    """Whether the states alone are within the device's memory."""
+    """Whether the states alone fit in the device's memory."""
     floor: float = 0.0
-    """Seconds that no other placement of the same states goes below: computation without communication and update."""
+    """Lower bound in seconds for every other placement of the same states: computation without communication and
+    update."""
 
     @property
     def fits(self) -> bool:
@@ -42,7 +43,7 @@ class Quick:
 
 
 def prepare(e: Experiment, techniques: list[Technique]) -> Graph:
-    """The training graph after the techniques of all phases before ``shard``: what placements have in common."""
+    """The training graph after the techniques of all phases before ``shard``: shared by all placements."""
     g = training_graph(e)
     for t in techniques:
         if not _places(t):
@@ -51,9 +52,10 @@ def prepare(e: Experiment, techniques: list[Technique]) -> Graph:
 
 
 def split(core: Graph, e: Experiment, techniques: list[Technique]) -> Graph:
-    """What :func:`prepare` gives for an experiment that differs from ``core``'s only by techniques of phase ``split``.
+    """:func:`prepare` for an experiment that differs from ``core``'s only by techniques of phase ``split``.
 
-    They do not touch operators, so they may come last; but for a tied head, which takes a copy of the embedding.
+    They do not affect operators, so they may be applied last, except for a tied head, which gets a copy of the
+    embedding.
     """
     if e.model.tie_embeddings and any(t.phase == "split" for t in techniques):
         return prepare(e, techniques)
@@ -76,10 +78,10 @@ def quick(
     prepared: Graph | None = None,
     activations: float = 0.0,
 ) -> Quick:
-    """Predict a normalized, checked experiment. Times are left out when it does not fit, unless ``always``.
+    """Predict a normalized, checked experiment. Times are omitted when it does not fit, unless ``always``.
 
-    ``prepared`` is the graph that :func:`prepare` made for it; it is not changed. ``activations``: bytes of them and of
-    temporaries that are known to be there at one instant.
+    ``prepared`` is the graph that :func:`prepare` created for it; it is not changed. ``activations``: bytes of
+    activations and temporaries that are known to exist at one time.
     """
     if not e.is_training:
         r = predict(e)
@@ -93,7 +95,7 @@ def quick(
 
 
 def _mean(found: list[tuple[float, Quick]]) -> Quick:
-    """Over the segments of a run: mean times, rates as means over time, the largest peak."""
+    """Aggregate over the segments of a run: mean times, time-weighted mean rates, the largest peak."""
     out = max((one for _, one in found), key=lambda one: one.metrics["peak_bytes"])
     if any("step_time_s" not in one.metrics for _, one in found):
         return out
@@ -148,7 +150,7 @@ def _quick(
 
 
 def computation(e: Experiment, techniques: list[Technique]) -> float:
-    """Least seconds of a training step: its computation alone, spread over all ranks without bubbles.
+    """Lower bound in seconds of a training step: its computation alone, spread over all ranks without bubbles.
 
     ``techniques`` may leave out what splits and places; the experiment need not be feasible.
     """

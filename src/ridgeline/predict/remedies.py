@@ -1,4 +1,4 @@
-"""What would make a plan fit that does not: one change at a time, predicted."""
+"""Changes that would make a plan fit in memory: one at a time, predicted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 8
 
 
 class Remedy(NamedTuple):
-    """A change of a plan that does not fit, and what it leaves."""
+    """A change of a plan that does not fit, and the predicted result."""
 
     change: str
     call: str
@@ -27,9 +27,9 @@ class Remedy(NamedTuple):
 
 
 def remedies(e: Experiment) -> list[Remedy]:
-    """Changes after which the plan needs less memory: those that make it fit first, faster ones before slower ones.
+    """Changes after which the plan needs less memory: those that make it fit first, faster ones first.
 
-    Techniques that are off, half the micro-batch, and twice as many devices.
+    Techniques not in the plan, half the micro-batch, and twice as many devices.
     """
     before = predict(e).metrics["peak_bytes"].value
     found = []

@@ -1,4 +1,5 @@
-"""Runs whose workload changes on the way (sequences that grow, batches that grow): a prediction for each part."""
+"""Runs whose workload changes during training (sequences that grow, batches that grow): a prediction for each
+segment."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from ridgeline.techniques.technique import Technique
 
 
 def segments(e: Experiment, techniques: list[Technique]) -> list[tuple[float, Experiment]]:
-    """(share of the steps, their experiment), the last as ``e`` is written."""
+    """(fraction of the steps, their experiment); the last is ``e`` as written."""
     parts = [(1.0, e)]
     for t in techniques:
         parts = [(share * s, later) for share, part in parts for s, later in t.segments(part)]
@@ -16,8 +17,8 @@ def segments(e: Experiment, techniques: list[Technique]) -> list[tuple[float, Ex
 
 
 def over_segments(parts: list[tuple[float, Result]]) -> Result:
-    """One Result of the whole run: seconds and counts are means over its steps, rates and shares means over its time,
-    memory is that of the part that needs most."""
+    """One Result for the whole run: seconds and counts are means over its steps, rates and fractions means over its
+    time, memory is that of the segment that needs most."""
     result = parts[-1][1]
     if len(parts) == 1:
         return result

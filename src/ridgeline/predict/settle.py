@@ -1,4 +1,4 @@
-"""The predictor as techniques see it, when they settle the options that were left open."""
+"""The predictor's interface for techniques that resolve options that were left open."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ridgeline.techniques.registry import check, normalize, resolve
 
 
 def settled(e: Experiment) -> Experiment:
-    """The normalized, checked experiment in which the predictor has settled what techniques left open.
+    """The normalized, checked experiment in which the predictor has resolved what techniques left open.
 
-    Settling again changes nothing. Raises :class:`Incompatible` for what no choice can satisfy.
+    Resolving again changes nothing. Raises :class:`Incompatible` if no choice is feasible.
     """
     return resolve(e, ask)[0]
 
 
 def ask(e: Experiment) -> Result:
-    """The predicted Result of an experiment in brief: metrics and memory by category, no breakdown (about a ms).
+    """The predicted Result of an experiment without breakdown: metrics and memory by category (about a ms).
 
     Raises :class:`Incompatible` for a plan that cannot work.
     """

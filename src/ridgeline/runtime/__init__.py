@@ -1,4 +1,4 @@
-"""What a running step is made of, driven by techniques: the builder, meshes, reducers, stages, host and flat states.
+"""Building blocks of a running step that techniques use: the builder, meshes, reducers, stages, host and flat states.
 
-Stands above the torch twin and below the techniques; engines (``train``) stand above both.
+Depends on the torch model and is used by the techniques; the engines (``train``) use both.
 """

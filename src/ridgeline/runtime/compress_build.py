@@ -1,9 +1,9 @@
-"""The builder that the compression driver hands to each technique, and what it then shows to what they registered.
+"""The builder that the compression driver passes to each technique, and the objects that it passes to their steps.
 
-The driver walks the checkpoint block by block. In each block it visits sites in the order of the data: the linear
-layers that read one and the same input (query, key and value; output; gate and up; down; and likewise every expert's,
-one by one or several experts' together).
-By then everything before the site is compressed, and the site's inputs are those of the compressed model.
+The driver processes the checkpoint block by block. In each block it visits sites in data-flow order: the linear layers
+that read the same input (query, key and value; output; gate and up; down; and likewise every expert's, one by one or
+several experts' together). At each site everything before it is already compressed, and the site's inputs are those of
+the compressed model.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ class LinearLayer:
     """One linear layer (or one projection of one expert)."""
 
     name: str
-    """As in the torch twin: ``layers.3.attention.q_proj``, ``layers.3.mlp.experts.5.up_proj``."""
+    """Name in the torch model: ``layers.3.attention.q_proj``, ``layers.3.mlp.experts.5.up_proj``."""
     weight: Tensor
-    """[out, in] fp32: what the layer computes with, as it stands."""
+    """[out, in] fp32: the current weight."""
     original: Tensor
-    """The weight that the site was reached with."""
+    """The weight before the first step at this site."""
     keep: Tensor | None = None
-    """bool [out, in]: the support that a pruning step left; quantizers keep it."""
+    """bool [out, in]: the mask of a pruning step; quantizers preserve it."""
     stored: Stored | None = None
-    """What is written in the place of a dense weight; must expand to ``weight``."""
+    """Stored instead of a dense weight; must expand to ``weight``."""
     input: InputCode | None = None
     notes: dict[str, Any] = field(default_factory=dict)
-    """For the report: what the step wants to tell of this layer (damping, fallback, chosen group size, …)."""
+    """For the report: what the step records about this layer (damping, fallback, chosen group size, …)."""
 
     def store(self, stored: Stored, weight: Tensor | None = None) -> None:
-        """Take ``stored`` as the layer's weight from here on; ``weight``: what it expands to, where that is at hand."""
+        """Set ``stored`` as the layer's weight; ``weight``: what it expands to, if already known."""
         self.stored, self.weight = stored, stored.dense() if weight is None else weight
 
 
 @dataclass
 class Site:
-    """The linear layers of a block that read one input."""
+    """The linear layers of a block that read the same input."""
 
     name: str
     """``layers.3.attention.qkv``, ``.attention.o``, ``.mlp.up``, ``.mlp.down``; experts: ``.mlp.experts.5.up``."""
@@ -57,21 +57,21 @@ class Site:
     gram: Tensor | None
     """H [in, in] fp32 of the site's inputs (``wants`` has "gram"); the identity for an expert that no token reached."""
     tokens: int
-    """Calibration rows behind it."""
+    """Number of calibration rows in H."""
     peak: Tensor | None
-    """max |x| [in] of the site's input in the block as it was before anything in it changed (``wants`` has "peak")."""
+    """max |x| [in] of the site's input in the block before any changes (``wants`` has "peak")."""
 
     def error(self, layer: LinearLayer) -> float | None:
         """Relative layer error under the site's H."""
         return None if self.gram is None else relative_error(layer.original, layer.weight, self.gram)
 
     def together(self) -> Tensor:
-        """The layers' weights stacked, [sum of outs, in]: they can be solved as one."""
+        """The layers' weights stacked, [sum of outs, in], to be solved together."""
         weights = [layer.weight for layer in self.layers]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def keeps(self) -> Tensor | None:
-        """The layers' supports stacked, bool [sum of outs, in]; None when all are dense."""
+        """The layers' masks stacked, bool [sum of outs, in]; None when all are dense."""
         if all(layer.keep is None for layer in self.layers):
             return None
         return torch.cat([torch.ones_like(la.weight, dtype=torch.bool) if la.keep is None else la.keep
@@ -80,21 +80,22 @@ class Site:
 
 @dataclass(frozen=True)
 class Together:
-    """A step at sites that takes those of several experts at once: all their ``up``, or all their ``down``, of one
-    shape. It is shown any other site alone. What is held at once are those experts' weights and second moments."""
+    """A step at sites that processes several experts at once: all their ``up``, or all their ``down``, of one shape. It
+    gets any other site separately. Those experts' weights and second moments are in memory at once."""
 
     together: Callable[[list[Site]], None]
     experts: int
-    """Most of them."""
+    """Maximum number of experts."""
     elements: int
-    """Most numbers in their weights and second moments, unless one has more."""
+    """Maximum number of elements in their weights and second moments, unless a single expert exceeds it."""
 
     def __call__(self, site: Site) -> None:
-        """A site alone."""
+        """Process a single site."""
         self.together([site])
 
     def at_once(self, each: int) -> int:
-        """Experts that are taken together where one has ``each`` numbers; 0: not even one is within the bound."""
+        """Number of experts that are processed together where one has ``each`` elements; 0: not even one is within the
+        limit."""
         return min(self.experts, self.elements // each)
 
 
@@ -102,7 +103,7 @@ class HiddenStates(Protocol):
     """Hidden states of all calibration windows, in chunks [windows, seq, hidden] fp32."""
 
     def chunks(self) -> Iterator[Tensor]:
-        """In order, views that may be written to."""
+        """Writable views, in order."""
 
 
 @dataclass
@@ -111,22 +112,22 @@ class BlockJob:
 
     index: int
     block: TransformerBlock
-    """Its weights in fp32, as they stand. A mixture's experts are not in it: they are read when they are visited."""
+    """Its current weights in fp32. A mixture's experts are not in it: they are read when they are visited."""
     inputs: HiddenStates
-    """What the block reads in the compressed model."""
+    """The block's input in the compressed model."""
     target: HiddenStates | None
-    """What the original block gives in the original model (``wants`` has "teacher")."""
+    """The original block's output in the original model (``wants`` has "teacher")."""
     peaks: dict[str, Tensor]
     """Site name (without the block's own) → max |x| [in] (``wants`` has "peak")."""
     forward: Callable[[Tensor], Tensor]
-    """The block on a chunk, with gradients to whatever requires them."""
+    """Runs the block on a chunk, with gradients to whatever requires them."""
     observe: Callable[[Callable[[str, Tensor], None]], None]
-    """Runs all inputs through the block as it stands, without gradients, and shows what each site (without the block's
-    own name, as in ``peaks``) reads, chunk by chunk."""
+    """Runs all inputs through the block in its current state, without gradients, and passes each site's inputs (names
+    without the block's own, as in ``peaks``) to a callback, chunk by chunk."""
     settle: Callable[[], None]
-    """Round norms, biases and routers to what the file will hold."""
+    """Round norms, biases and routers to the stored dtype."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """For the report: what steps want to tell of this block."""
+    """For the report: what steps record about this block."""
 
 
 @dataclass
@@ -134,7 +135,7 @@ class ModelJob:
     """The whole model, for techniques that cannot stream (structured pruning): fp32, in memory."""
 
     model: Transformer
-    """They may put another one here."""
+    """The model; a step may replace it."""
     windows: Tensor
     """Calibration token ids [samples, seq]."""
     report: Callable[[dict[str, Any]], None]
@@ -143,33 +144,33 @@ class ModelJob:
 
 @dataclass
 class CompressBuild:
-    """What the driver offers a technique. Techniques register steps in their canonical order."""
+    """The driver's interface for techniques. Techniques register steps in their canonical order."""
 
     experiment: Experiment
     spec: ModelSpec
-    """Of the model that is compressed (after structured pruning: of the smaller one)."""
+    """Spec of the model that is compressed (after structured pruning: of the smaller one)."""
     device: torch.device
     scale_dtype: torch.dtype = torch.float16
-    """What scales are stored in: bf16 for a bf16 checkpoint, else fp16."""
+    """Dtype of the scales: bf16 for a bf16 checkpoint, otherwise fp16."""
     whole: list[Callable[[ModelJob], None]] = field(default_factory=list)
-    """On the whole model, before it is streamed."""
+    """Steps on the whole model, before it is streamed."""
     before_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
-    """Before the block's sites: what folds scales, keeping the function."""
+    """Steps before the block's sites: fold scales without changing the function."""
     at_site: list[Callable[[Site], None]] = field(default_factory=list)
-    """Replaces weights of layers; a :class:`Together` those of several experts at once."""
+    """Steps that replace weights of layers; a :class:`Together` processes several experts at once."""
     after_block: list[Callable[[BlockJob], None]] = field(default_factory=list)
-    """When all weights of the block are final: what tunes the rest."""
+    """Steps after all weights of the block are final: they tune the rest."""
     wants: set[str] = field(default_factory=set)
-    """Statistics that must be gathered: "gram", "peak", "teacher"."""
+    """Statistics to be collected: "gram", "peak", "teacher"."""
 
     def affine(self, bits: int, group_size: int, symmetric: bool, mse: bool = False) -> Affine:
-        """An integer grid whose scales are stored as this checkpoint's are."""
+        """An integer grid with scales in this checkpoint's dtype."""
         return Affine(bits, group_size, symmetric, mse, self.scale_dtype)
 
 
 def store(site: Site, packed: Stored, weight: Tensor | None = None, **notes: Any) -> None:
-    """One record of the stacked layers becomes what each of them stores; ``weight``: what it expands to, where that is
-    at hand; ``notes`` of all."""
+    """Split one record of the stacked layers into what each of them stores; ``weight``: what it expands to, if already
+    known; ``notes`` apply to all."""
     start = 0
     for layer in site.layers:
         end = start + len(layer.weight)
@@ -179,6 +180,6 @@ def store(site: Site, packed: Stored, weight: Tensor | None = None, **notes: Any
 
 
 def store_nearest(site: Site, grid: Affine, **notes: Any) -> None:
-    """Round the site's layers to the nearest values of a grid with integer codes, within their supports."""
+    """Round the site's layers to the nearest values of an integer grid, within their masks."""
     weight, keep = site.together(), site.keeps()
     store(site, grid.fit(weight).pack(weight if keep is None else weight * keep), **notes)

@@ -1,10 +1,10 @@
-"""Parameters that rest in 16 bits beside fp32 master copies: fp32 gradient sums, and one batched update.
+"""16-bit parameters with fp32 master copies: fp32 gradient sums, and one batched update.
 
-The update reads the fp32 gradients, updates the wide master weights and the moments in fp32 arithmetic, and writes the
-16-bit weights in the same pass (LightSeq2, arXiv:2110.05722, section 3.2: one kernel over contiguous reduced-precision
-parameters). Of parameters that are divided over ranks (``DTensor``) each rank updates its part. With ``compact`` states
-the master copy is fp16 with a scale per tensor, the first moment fp8 (e4m3) and the second fp16, likewise scaled: 5
-bytes per parameter instead of 12 (FP8-LM, arXiv:2310.18313, section 3.2).
+The update reads the fp32 gradients, updates the fp32 master weights and moments, and writes the 16-bit weights in the
+same pass (LightSeq2, arXiv:2110.05722, section 3.2: one kernel over contiguous reduced-precision parameters). For
+parameters that are divided over ranks (``DTensor``) each rank updates its part. With ``compact`` states the master copy
+is fp16 with a scale per tensor, the first moment fp8 (e4m3) and the second fp16, likewise scaled: 5 bytes per parameter
+instead of 12 (FP8-LM, arXiv:2310.18313, section 3.2).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from ridgeline.spec.workload import Training
 def lower(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
     """Round the fp32 parameters of ``model`` to ``dtype``; their gradients will be summed in fp32.
 
-    Returns the fp32 values of this rank's part of those that train. Codes of a quantized base and their scales stay.
-    Divided parameters are replaced by new ones, so this comes before anything that holds on to them.
+    Returns the fp32 values of this rank's part of those that train. The integer codes of a quantized base and their
+    scales are unchanged. Divided parameters are replaced by new ones, so this must run before anything stores
+    references to them.
     """
     masters: dict[nn.Parameter, Tensor] = {}
     lowered: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if p in lowered:  # another mention of a shared one
+            if p in lowered:  # another reference to a shared one
                 module.register_parameter(name, lowered[p])
                 continue
             if p.dtype != torch.float32 or name == "scales":
@@ -57,19 +58,21 @@ def lower(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
 
 @dataclass
 class FlatWeights:
-    """The masters of 16-bit parameters on their way into an optimizer, and where gradients are summed for it."""
+    """The master copies of 16-bit parameters before there is an optimizer, and the buffers in which its gradients are
+    summed."""
 
     masters: dict[nn.Parameter, Tensor]
-    """fp32 values of this rank's part of each parameter; the optimizer takes them, and may store them narrower."""
+    """fp32 values of this rank's part of each parameter; the optimizer takes ownership, and may store them in fewer
+    bits."""
     compact: bool = False
     gradients: Tensor | None = None
     places: dict[nn.Parameter, int] = field(default_factory=dict)
-    """First element of each parameter in flat buffers, once there is an optimizer: what decays first, so that each of
-    its groups is one piece."""
+    """Offset of each parameter in the flat buffers, once there is an optimizer: decayed parameters come first, so that
+    each of its groups is contiguous."""
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
-        """Around a micro-batch: gradients are views of one buffer."""
+        """Context of a micro-batch: gradients are views of one buffer."""
         if self.places and next(iter(self.places)).grad is None:
             if self.gradients is None:
                 size = sum(local(p.detach()).numel() for p in self.places)
@@ -113,7 +116,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
 
     def _flatten(self) -> Tensor:
-        """Take over the masters as one buffer [elements], and make the whole parameters views of another."""
+        """Move the masters into one buffer [elements], and make the full parameters views of another."""
         held, places = self.weights.masters, self.weights.places
         ordered = sorted(held, key=lambda p: p.ndim < 2)
         master = torch.cat([held.pop(p).flatten() for p in ordered])
@@ -161,7 +164,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _pieces(self, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-        """(first parameter, elements, flat gradient) of the longest runs that lie together, gradients included."""
+        """(first parameter, elements, flat gradient) of the longest contiguous runs, including gradients."""
         run: list[nn.Parameter] = []
 
         def whole() -> tuple[nn.Parameter, int, Tensor]:
@@ -218,7 +221,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         p.copy_(master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the present one: its tensors stay views of the flat buffers, in their own dtypes."""
+        """Copy a state into the current one: its tensors stay views of the flat buffers, in their own dtypes."""
         saved = [i for g in state_dict["param_groups"] for i in g["params"]]
         mine = [p for g in self.param_groups for p in g["params"]]
         if len(saved) != len(mine):
@@ -231,13 +234,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _adjacent(a: Tensor, b: Tensor) -> bool:
-    """Whether ``b`` lies right behind ``a`` in one memory."""
+    """Whether ``b`` directly follows ``a`` in the same memory."""
     same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     return same and b.storage_offset() == a.storage_offset() + a.numel()
 
 
 def _adamw(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> None:
-    """One AdamW step of fp32 tensors by plain operators."""
+    """One AdamW step on fp32 tensors with unfused operators."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     p.mul_(1 - lr * group["weight_decay"])
     m.lerp_(grad, 1 - beta1)

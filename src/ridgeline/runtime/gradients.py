@@ -1,4 +1,4 @@
-"""Gradients of a step: their norm over all ranks, whatever divides them, and their clipping."""
+"""Gradients of a step: their norm over all ranks, however they are divided, and their clipping."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def holders(p: Tensor, ranks: int) -> int:
 
 @torch.no_grad()
 def sum_partial(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum over ``group``, in one collective, the gradients of replicated parameters that each saw part of the work.
+    """Sum the partial gradients of replicated parameters over ``group``, in one collective.
 
-    Anything not linear in the gradient (a norm, a sign, a quantizer) before this would be wrong.
+    Anything nonlinear in the gradient (a norm, a sign, a quantizer) must come after this.
     """
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if not grads:
@@ -40,7 +40,7 @@ def sum_partial(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) ->
 def global_norm(parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
     """2-norm of all gradients of the model (fp32 scalar, the same on every rank), in one collective of 8 bytes.
 
-    ``copies``: ranks that hold the same part of each parameter; each counts for its share.
+    ``copies``: number of ranks that hold the same part of each parameter; each is weighted by its inverse.
     """
     groups: dict[int, list[Tensor]] = {}
     for p in parameters:
@@ -52,8 +52,8 @@ def global_norm(parameters: list[nn.Parameter], copies: dict[nn.Parameter, int],
 
 @torch.no_grad()
 def combined_norm(groups: dict[int, list[Tensor]], device: torch.device, world: int) -> Tensor:
-    """Norm of everything on all ranks (fp32 scalar) from the 2-norms of this rank's parts, by how many ranks hold the
-    same ones; one collective of 8 bytes."""
+    """Norm over all ranks (fp32 scalar) from the 2-norms of this rank's parts, keyed by how many ranks hold the same
+    ones; one collective of 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for n, norms in groups.items():
         total += torch.stack([x.double() for x in norms]).square().sum() / n
@@ -63,7 +63,7 @@ def combined_norm(groups: dict[int, list[Tensor]], device: torch.device, world: 
 
 
 def clip_factor(norm: Tensor, limit: float, scale: float = 1.0) -> Tensor | None:
-    """What :func:`clip` multiplies gradients by; None: nothing to do."""
+    """The factor by which :func:`clip` multiplies gradients; None: no clipping."""
     if not limit:
         return None if scale == 1.0 else torch.ones_like(norm) / scale
     return torch.ones_like(norm) / scale * (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -82,7 +82,7 @@ def clip(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: floa
 
 @torch.no_grad()
 def clear(parameters: list[nn.Parameter], keep: bool) -> None:
-    """Drop the gradients, or (``keep``) zero them where they lie."""
+    """Drop the gradients, or (``keep``) zero them in place."""
     if keep:
         torch._foreach_zero_([local(p.grad) for p in parameters if p.grad is not None])
         return

@@ -1,9 +1,9 @@
 """Optimizer states and their update in host memory or on disk.
 
-The model's parameters are grouped into parts: embedding, each layer, head. Per part the tiered store holds the master
-weights, the summed gradients and the optimizer's states. Gradients leave the device as backward produces them; the
-update runs part by part on the host; new weights go back, or rest where they are (ZeRO-Offload, arXiv:2101.06840;
-ZeRO-Infinity, arXiv:2104.07857).
+The model's parameters are grouped into parts: embedding, each layer, head. For each part the tiered store holds the
+master weights, the summed gradients and the optimizer's states. Gradients leave the device as backward produces them;
+the update runs part by part on the host; new weights are copied back, or stay where they are stored (ZeRO-Offload,
+arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _TILE = re.compile(r"(?:^|\.)(layers\..+\.tiles\.\d+)$")
 
 
 def part_name(parameter: str) -> str:
-    """embed, layers.N or head: which part of the model a parameter belongs to; a tile of a linear is one by itself."""
+    """embed, layers.N or head: which part of the model a parameter belongs to; a tile of a linear is a part of its
+    own."""
     layer = _TILE.search(parameter) or _LAYER.search(parameter)
     if layer:
         return layer[1]
@@ -46,19 +47,19 @@ class ParameterGroup:
     trained: list[nn.Parameter] = field(default_factory=list)
     frozen: list[nn.Parameter] = field(default_factory=list)
     waiting: set[nn.Parameter] = field(default_factory=set)
-    """Trained parameters whose gradient of this micro-batch has not come yet."""
+    """Trained parameters whose gradient of this micro-batch is not yet available."""
     arrived: set[nn.Parameter] = field(default_factory=set)
-    """Those that got any gradient in this step."""
+    """Those that received a gradient in this step."""
     norms: list[Tensor] | None = None
-    """2-norms of the gradients summed so far; None: they lie in memory, to be asked themselves."""
+    """2-norms of the gradients summed so far; None: the gradients are in memory, and the norm is computed from them."""
     inner: torch.optim.Optimizer | None = None
     groups: list[int] = field(default_factory=list)
-    """Which of the engine's parameter groups each of the inner optimizer's is."""
+    """Which of the engine's parameter groups each of the inner optimizer's groups corresponds to."""
     masters: list[nn.Parameter] = field(default_factory=list)
 
     @property
     def weights(self) -> str:
-        """Key of the master weights (and, if parameters rest there, the frozen ones behind them)."""
+        """Key of the master weights (and, if parameters are stored there, of the frozen ones after them)."""
         return f"{self.name}.weights"
 
     @property
@@ -67,12 +68,12 @@ class ParameterGroup:
         return f"{self.name}.states"
 
     def gradients(self, turn: int = 0) -> str:
-        """Key of the summed gradients; a delayed update has two in turn."""
+        """Key of the summed gradients; a delayed update alternates between two."""
         return f"{self.name}.gradients{turn or ''}"
 
 
 def parts_of(model: nn.Module) -> list[ParameterGroup]:
-    """The model's parts, in forward order; shared parameters belong to the first that has them."""
+    """The model's parts, in forward order; shared parameters belong to the first part that uses them."""
     found: dict[str, ParameterGroup] = {}
     for name, p in model.named_parameters():
         part = found.setdefault(part_name(name), ParameterGroup(part_name(name)))
@@ -81,8 +82,8 @@ def parts_of(model: nn.Module) -> list[ParameterGroup]:
 
 
 def disk_bytes(parts: list[ParameterGroup], weights: Tier, states: Tier, optimizer: str, masters: bool) -> int:
-    """Bytes that this rank may put on disk: weights, and gradients with moments (and ``masters`` apart from the
-    weights), page by page."""
+    """Upper bound on the bytes that this rank writes to disk: weights, and gradients with moments (and ``masters``
+    separate from the weights), rounded up to pages."""
     held = (2 if optimizer == "adamw" else 0) + masters
     total = 0
     for part in parts:
@@ -99,12 +100,12 @@ def disk_bytes(parts: list[ParameterGroup], weights: Tier, states: Tier, optimiz
 class HostStates:
     """Master weights, gradients and optimizer states of one rank in the tiered store, and their update.
 
-    ``rest``: parameters have no copy on the device between uses, so that the masters are their only home. ``delayed``:
-    each update runs in a thread beside the next step and arrives one step late (arXiv:2101.06840, section 5.2), so that
-    the device never sees the last one.
+    ``rest``: parameters have no copy on the device between uses, so that the masters are the only copy. ``delayed``:
+    each update runs in a thread during the next step and is applied one step late (arXiv:2101.06840, section 5.2), so
+    that the device never sees the last one.
 
-    Of 16-bit weights the run's fp32 masters lie among the optimizer's states; gradients come and new weights go in 16
-    bits, and are summed and updated in fp32 (section 4.1).
+    For 16-bit weights the run's fp32 masters are stored with the optimizer's states; gradients are received and new
+    weights returned in 16 bits, and are summed and updated in fp32 (section 4.1).
     """
 
     run: TrainBuild
@@ -115,9 +116,9 @@ class HostStates:
     delayed: bool = False
     parts: list[ParameterGroup] = field(default_factory=list)
     factor: Tensor | None = None
-    """What clipping multiplies the gradients by; None: nothing."""
+    """Clipping factor for the gradients; None: no clipping."""
     left: Callable[[ParameterGroup], None] = lambda part: None
-    """Called when a part's gradients have left in backward: nothing there needs its weights any more."""
+    """Called when a part's gradients have left the device in backward: nothing there needs its weights any more."""
     _of: dict[nn.Parameter, ParameterGroup] = field(default_factory=dict)
     _buffer: int = 0
     _thread: threading.Thread | None = None
@@ -127,9 +128,9 @@ class HostStates:
         run = self.run
         self.parts = self.parts or parts_of(run.root)
         self.late = run.gradients.keep or bool(run.gradients.after_backward)
-        """Whether gradients are complete only after backward, so that they leave then."""
+        """Whether gradients are complete only after backward, and are copied then."""
         self.wide = dict(run.update.masters)
-        """Masters of 16-bit weights, until there are optimizers over them."""
+        """Masters of 16-bit weights, until optimizers take them."""
         self.low = run.update.weights_16bit if self.wide else None
         """The dtype of those weights; None: the masters are the weights."""
         run.update.masters.clear()
@@ -162,7 +163,7 @@ class HostStates:
                 part.waiting = set(part.trained)
             with sync(last):
                 yield
-            self._collect()  # parts of which not every parameter took part
+            self._collect()  # parts of which some parameters did not take part
 
         return around
 
@@ -180,7 +181,7 @@ class HostStates:
 
     @torch.no_grad()
     def _leave(self, part: ParameterGroup) -> None:
-        """Add the part's gradients to those in the store, and drop them from the device."""
+        """Add the part's gradients to those in the store, and free them on the device."""
         came = [p for p in part.trained if p.grad is not None]
         grads = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in part.trained]
         if part.inner is None:
@@ -194,7 +195,7 @@ class HostStates:
 
     @torch.no_grad()
     def norm(self, parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
-        """As :func:`ridgeline.runtime.gradients.global_norm`, of the gradients in the store."""
+        """Like :func:`ridgeline.runtime.gradients.global_norm`, for the gradients in the store."""
         total = torch.zeros((), dtype=torch.float64)
         self.store.sync()
         for part in self.parts:
@@ -209,17 +210,17 @@ class HostStates:
         return total.sqrt().float()
 
     def clip(self, parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
-        """As :func:`ridgeline.runtime.gradients.clip`; the gradients are multiplied when they are applied."""
+        """Like :func:`ridgeline.runtime.gradients.clip`; the factor is applied together with the gradients."""
         factor = clip_factor(norm, limit, scale)
         self.factor = None if factor is None else factor.cpu()
 
     def clear(self, parameters: list[nn.Parameter], keep: bool) -> None:
-        """Forget the gradients, on the host and on the device."""
+        """Drop the gradients, on the host and on the device."""
         self.reset()
         clear(parameters, keep)
 
     def reset(self) -> None:
-        """Forget the step's gradients."""
+        """Discard the step's gradients."""
         for part in self.parts:
             part.arrived, part.norms = set(), None
         self.factor = None
@@ -227,7 +228,7 @@ class HostStates:
     # ---- the update ----
 
     def make_inner(self, groups: list[dict[str, Any]], w: Training) -> None:
-        """One optimizer per part over its master weights, whose states go to the store."""
+        """Create one optimizer per part over its master weights, with its states in the store."""
         for part in self.parts:
             if not part.trained:
                 continue
@@ -251,7 +252,7 @@ class HostStates:
         return [t if t.is_meta else mark_host(t.cpu().clone()) for t in wide]
 
     def _first_states(self, part: ParameterGroup) -> None:
-        """Make the optimizer's states now, as zeros, by a step of length 0."""
+        """Create the optimizer's states now, as zeros, with a step at learning rate 0."""
         assert part.inner is not None
         lengths = [g["lr"] for g in part.inner.param_groups]
         for g in part.inner.param_groups:
@@ -286,7 +287,7 @@ class HostStates:
             self._apply(todo, self.factor, lengths, self._buffer)
             return
         self.join()
-        for part in self.parts:  # what the previous step's gradients made
+        for part in self.parts:  # what the update with the previous step's gradients produced
             if part.trained:
                 self._back(part)
         work = (todo, self.factor, list(lengths), self._buffer)
@@ -301,7 +302,7 @@ class HostStates:
             self._failure = e
 
     def join(self) -> None:
-        """Wait for the delayed update; raises what it raised."""
+        """Wait for the delayed update; re-raises its exception."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -342,7 +343,7 @@ class HostStates:
         return [k for k in keys if k in self.store]
 
     def _back(self, part: ParameterGroup) -> None:
-        """New weights to the device."""
+        """Copy new weights to the device."""
         into = [local(p.detach()) for p in part.trained]
         if not self.low:
             self.store.get(part.weights, into)()
@@ -356,7 +357,8 @@ class HostStates:
     def _resident(self, inner: Callable[[bool], Any]) -> Callable[[bool], Any]:
         @contextmanager
         def resident(changed: bool) -> Iterator[None]:
-            """Everything in memory, to be read or overwritten: states, and parameters where they rest."""
+            """Context in which everything is in memory, to be read or overwritten: states, and parameters if they are
+            stored there."""
             self.join()
             self.store.finish()
             keys = [k for part in self.parts for k in (part.weights, part.states) if k in self.store]
@@ -381,7 +383,8 @@ class HostStates:
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """The optimizer that the engine sees: groups of the device's parameters, whose states and update are the host's."""
+    """The optimizer that the engine sees: parameter groups of the device's parameters, with states and update on the
+    host."""
 
     def __init__(self, host: HostStates, groups: list[dict[str, Any]], w: Training) -> None:
         empty = [{**g, "params": [torch.zeros(1, requires_grad=True)]} for g in groups]
@@ -400,17 +403,17 @@ class HostOptimizer(torch.optim.Optimizer):
                     self.state[p] = state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update on the host."""
+        """Run the update on the host."""
         self.host.step([g["lr"] for g in self.param_groups])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy states in place, wherever they are."""
+        """Copy states in place, wherever they are stored."""
         load_in_place(self, state_dict)
 
 
 @torch.no_grad()
 def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Copy a state dict into an optimizer's states, wherever their memory is."""
+    """Copy a state dict into an optimizer's existing state tensors, wherever they are stored."""
     order = [p for g in optimizer.param_groups for p in g["params"]]
     keys = [key for g in state_dict["param_groups"] for key in g["params"]]  # numbers or names, in the same order
     of = dict(zip(keys, order, strict=True))
@@ -426,5 +429,5 @@ def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def as_part_of(value: Any, p: nn.Parameter) -> Any:
-    """A state tensor of this rank's part of ``p``, placed as ``p`` is; a number or a counter as it is."""
+    """A state tensor of this rank's part of ``p``, distributed like ``p``; numbers and counters are unchanged."""
     return placed(value, p) if isinstance(value, Tensor) and value.ndim else value

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "outer", "inner", "cp", "tp")
 """Mesh axes, outermost first. Data parallelism is ``outer`` × ``inner``: inner is the group that shares one sharded
-copy (hybrid ZeRO) or one set of experts. When serving, ranks that share experts alone have ``inner`` to themselves."""
+copy (hybrid ZeRO) or one set of experts. When serving, ranks that share only experts use ``inner`` alone."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a job on their axes; every axis exists, if only with one rank."""
+    """The ranks of a job on their axes; every axis exists, possibly with one rank."""
 
     mesh: DeviceMesh
     _flat: dict[str, DeviceMesh] = field(default_factory=dict)
@@ -29,26 +29,26 @@ class Mesh:
 
     @classmethod
     def make(cls, e: Experiment, device_type: str, inner: int = 1) -> Mesh:
-        """Over all ranks of the process group. ``inner``: ranks of an inner group, among data-parallel ones or those
-        that an axis ``ep`` has taken."""
+        """Create the mesh over all ranks of the process group. ``inner``: ranks of an inner group, among data-parallel
+        ranks or those of an axis ``ep``."""
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = {a: e.parallel.get(a, 1) for a in ("pp", "ep", "cp", "tp")}
         outer = e.data_parallel * sizes["ep"] // inner
         shape = (sizes["pp"], outer, inner, sizes["cp"], sizes["tp"])
-        # Process groups are never given back, and each of gloo's has a thread that wakes a hundred times a second: a
-        # process that trains several models must not make them anew for each.
+        # Process groups are never freed, and each of gloo's has a thread that wakes a hundred times a second: a
+        # process that trains several models must not create them anew for each.
         key = (id(dist.group.WORLD), device_type, shape)
         if key not in _MESHES:
             _MESHES[key] = cls(init_device_mesh(device_type, shape, mesh_dim_names=AXES))
         return _MESHES[key]
 
     def size(self, *axes: str) -> int:
-        """Ranks along one or several axes together."""
+        """Number of ranks along one or several axes together."""
         return math.prod(self.mesh[a].size() for a in axes)
 
     def at(self, axis: str) -> int:
-        """This rank's place on an axis."""
+        """This rank's index on an axis."""
         return int(self.mesh.get_local_rank(axis))
 
     @property
@@ -89,9 +89,9 @@ class Mesh:
 
 
 _MESHES: dict[tuple[object, ...], Mesh] = {}
-"""Meshes of this process by process group, device and shape."""
+"""Meshes of this process by process group, device and shape, for reuse."""
 
 
 def forget() -> None:
-    """Drop the meshes of a process group that is about to go: another may get its identity."""
+    """Drop the meshes of a process group that is about to be destroyed: another may get its identity."""
     _MESHES.clear()

@@ -1,4 +1,4 @@
-"""The optimizer that the workload names, and the interface that techniques may fill with another one."""
+"""The optimizer of the workload, and the interface with which techniques replace it."""
 
 from __future__ import annotations
 

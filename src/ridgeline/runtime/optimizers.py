@@ -1,4 +1,4 @@
-"""Optimizers beside AdamW and SGD. Parameters may be divided (``DTensor``): each rank updates its part."""
+"""Optimizers other than AdamW and SGD. Parameters may be divided (``DTensor``): each rank updates its part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Groups = list[dict[str, Any]]
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates one parameter after the other, so that an update can also happen within the backward pass."""
+    """Updates one parameter at a time, so that an update can also happen within the backward pass."""
 
     def update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Apply the gradient of ``p``, which may be overwritten."""
@@ -37,7 +37,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy states into the present ones, which keep their dtypes and places."""
+        """Copy states into the current ones, which keep their dtypes and devices."""
         order = [p for g in self.param_groups for p in g["params"]]
         keys = [key for g in state_dict["param_groups"] for key in g["params"]]  # numbers or names, in the same order
         of = dict(zip(keys, order, strict=True))
@@ -98,10 +98,15 @@ class AdaLomoOptimizer(Optimizer):
     with β = 1 - t^(-decay) at step t = 1, 2, … (that of the authors' code, which takes another one at its first step).
     Vectors keep the whole of g²'s mean; stacked matrices (experts) are matrices of their own. Of divided matrices each
     rank holds the factors of its rows and columns; a step sums a vector along each divided side, and three numbers.
+
+    with β = 1 - t^(-decay) at step t = 1, 2, … (as in the authors' code, which uses another value at its first step).
+    Vectors keep the full mean of g²; stacked matrices (experts) are treated as separate matrices. For divided matrices
+    each rank holds the factors of its rows and columns; a step sums a vector along each divided side, and three
+    numbers.
     """
 
     TINY = 1e-30
-    """Added to g², so that what never had a gradient stays where it is."""
+    """Added to g², so that a parameter that never had a gradient does not change."""
 
     def __init__(self, groups: Groups, lr: float, decay: float, least: float) -> None:
         plain = [{"params": g["params"]} for g in groups]
@@ -116,7 +121,7 @@ class AdaLomoOptimizer(Optimizer):
             self._start(p, state)
         state["step"] += 1
         beta = 1 - float(state["step"]) ** -group["decay"]
-        cuts = [(dim, g) for dim, g in divided(p) if dim >= p.ndim - 2]  # else whole matrices are on each rank
+        cuts = [(dim, g) for dim, g in divided(p) if dim >= p.ndim - 2]  # otherwise each rank holds whole matrices
         if grad.ndim < 2:
             v = local(state["exp_avg_sq"]).lerp_(grad.square().add_(self.TINY), 1 - beta)
             update, rows = grad.mul_(v.rsqrt()), None
@@ -124,7 +129,7 @@ class AdaLomoOptimizer(Optimizer):
             update, rows = self._factored(p, state, grad, beta, cuts)
         sides = (-2, -1) if grad.ndim > 1 else (-1,)
         sums = torch.stack([t.double().square().sum(sides) for t in (update, weight)])
-        if rows is not None:  # ranks that have other columns have the same of it
+        if rows is not None:  # ranks that have other columns contribute the same value
             same = math.prod(g.size() for dim, g in cuts if dim == p.ndim - 1)
             sums = torch.cat([sums, rows.double().sum(-1).unsqueeze(0) / same])
         for _, g in cuts:
@@ -144,7 +149,7 @@ class AdaLomoOptimizer(Optimizer):
         beta: float,
         cuts: list[tuple[int, dist.ProcessGroup]],
     ) -> tuple[Tensor, Tensor]:
-        """(g / √(r c), r): the update but for the factor √mean(r)."""
+        """(g / √(r c), r): the update without the factor √mean(r)."""
         rows = torch.linalg.vector_norm(grad, dim=-1).square_()
         columns = torch.linalg.vector_norm(grad, dim=-2).square_()
         for dim, g in cuts:
@@ -163,15 +168,15 @@ class AdaLomoOptimizer(Optimizer):
 
 
 class AdamW8bitOptimizer(Optimizer):
-    """AdamW whose moments rest as codes of one byte, with the largest magnitude of each block (arXiv:2110.02861).
+    """AdamW with moments stored as one-byte codes, scaled by the largest magnitude of each block (arXiv:2110.02861).
 
-    Blocks lie within rows, so that they are the same however a matrix is divided by rows. ``wide``: what keeps fp32
-    moments, as vectors and tensors of less than :data:`~ridgeline.graph.state_blocks.SMALL` elements do (embeddings:
-    rows that a batch does not touch would divide by a second moment that was rounded to zero, section 3).
+    Blocks do not cross rows, so that they are the same however a matrix is divided by rows. ``wide``: parameters that
+    keep fp32 moments, as do vectors and tensors of fewer than :data:`~ridgeline.graph.state_blocks.SMALL` elements
+    (embeddings: rows that a batch does not touch would divide by a second moment that was rounded to zero, section 3).
     """
 
     MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-    """States, and whether they have a sign."""
+    """States, and whether they are signed."""
 
     def __init__(
         self, groups: Groups, lr: float, betas: tuple[float, float], block: int, wide: set[nn.Parameter]
@@ -220,7 +225,7 @@ class AdamW8bitOptimizer(Optimizer):
 
 
 def _placed(part: Tensor, p: Tensor, width: int) -> Tensor:
-    """This rank's part of a tensor [shape of ``p`` but for the last dimension, ``width``], divided as ``p`` is."""
+    """This rank's part of a tensor [shape of ``p`` except for the last dimension, ``width``], divided like ``p``."""
     if not isinstance(p, DTensor):
         return part
     shape = torch.Size([*p.shape[:-1], width])
@@ -229,7 +234,8 @@ def _placed(part: Tensor, p: Tensor, width: int) -> Tensor:
 
 
 def factor(p: Tensor, gone: int) -> Tensor:
-    """Zeros [shape of ``p`` without dimension ``gone``], fp32, divided as that of ``p``, whole where ``gone`` was."""
+    """Zeros [shape of ``p`` without dimension ``gone``], fp32, divided like ``p``, and replicated where ``gone`` was
+    divided."""
     shape = [*p.shape[:gone], *p.shape[gone + 1 :]]
     part = local(p.detach())
     mine = torch.zeros([*part.shape[:gone], *part.shape[gone + 1 :]], device=part.device)
@@ -249,7 +255,7 @@ def factor(p: Tensor, gone: int) -> Tensor:
 
 
 def divided(p: Tensor) -> list[tuple[int, dist.ProcessGroup]]:
-    """(dimension, group) of every way in which a parameter is divided over ranks."""
+    """(dimension, group) for every way in which a parameter is divided over ranks."""
     if not isinstance(p, DTensor):
         return []
     out = []

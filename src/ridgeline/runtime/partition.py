@@ -9,9 +9,9 @@ from collections.abc import Callable
 def cheapest_runs(count: int, cost: Callable[[int, int], float]) -> list[tuple[int, int]]:
     """(start, stop) of consecutive runs of ``count`` items with the least sum of ``cost(start, stop)``.
 
-    An infinite cost means that the run is too large, and so are all longer ones with the same end; a single item is
-    always a run. A dynamic program, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers,
-    arXiv:2010.05680, algorithm 3), of O(count²) calls.
+    An infinite cost means that the run is too large, as are all longer ones with the same end; a single item is always
+    a valid run. A dynamic program, S[i] = min over j ≤ i of S[j - 1] + cost(j, i) (TurboTransformers, arXiv:2010.05680,
+    algorithm 3), with O(count²) calls.
     """
     best, start = [0.0], [0]
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Gradient buckets: all-reduced over the data-parallel ranks while the backward pass still runs."""
+"""Gradient buckets that are all-reduced over the data-parallel ranks while the backward pass is running."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from ridgeline.nn.parallel.collectives import local
 
 
 class Waitable(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> object:
-        """Block until its result is there."""
+        """Block until the result is available."""
 
 
 @dataclass
 class Bucket:
-    """Gradients that travel together, as views of one flat buffer."""
+    """Gradients that are reduced together, as views of one flat buffer."""
 
     parameters: list[nn.Parameter]
     flat: Tensor
     group: dist.ProcessGroup
     waiting: int = 0
-    """Parameters whose last gradient has not come yet."""
+    """Parameters whose last gradient is not yet available."""
     work: Waitable | None = None
 
 
 @dataclass
 class Reducer:
-    """Sums gradients over ranks. Works on whole and on divided parameters, with autograd's hooks and without them.
+    """Sums gradients over ranks, for whole and for divided parameters, with or without autograd hooks.
 
     Buckets are sent in one fixed order, so that the collectives of all ranks match even where a rank's backward does
-    not reach a parameter (an expert without tokens): what is left is sent by :meth:`finish`.
+    not reach a parameter (an expert without tokens): the remaining ones are sent by :meth:`finish`.
     """
 
     buckets: list[Bucket]
     overlap: bool = True
     send: Callable[[Bucket], Waitable] | None = None
-    """How a bucket is summed; None: by one all-reduce of what is in it."""
+    """How a bucket is summed; None: by one all-reduce of its buffer."""
     armed: bool = False
-    """Whether the backward pass that runs is the step's last."""
+    """Whether the current backward pass is the step's last."""
     sent: int = 0
     _of: dict[nn.Parameter, Bucket] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Reducer:
         overlap: bool,
         send: Callable[[Bucket], Waitable] | None = None,
     ) -> Reducer:
-        """``parameters`` in forward order; ``group``: over which ranks each is summed."""
+        """``parameters`` in forward order; ``group``: the ranks over which each is summed."""
         found = []
         for indices in buckets([(id(group(p)), local(p).numel() * 4) for p in reversed(parameters)], bucket_bytes):
             mine = [parameters[len(parameters) - 1 - i] for i in indices]
@@ -77,7 +77,7 @@ class Reducer:
         return self
 
     def _attach(self) -> None:
-        """Let gradients be views of their buckets."""
+        """Make gradients views of their buckets."""
         for b in self.buckets:
             parts = b.flat.split([local(p).numel() for p in b.parameters])
             for p, part in zip(b.parameters, parts, strict=True):
@@ -101,7 +101,7 @@ class Reducer:
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
-        """Around one micro-batch: in the last one, buckets leave as soon as they are full."""
+        """Context of one micro-batch: in the last one, buckets are sent as soon as they are full."""
         self.armed = last and self.overlap
         if any(p.grad is None for p in self._of):  # at first, or after an optimizer's state was loaded
             self._attach()
@@ -111,7 +111,7 @@ class Reducer:
         self.armed = False
 
     def finish(self) -> None:
-        """Send what is left, and wait for everything."""
+        """Send the remaining buckets, and wait for all."""
         while self.sent < len(self.buckets):
             self._send()
         for b in self.buckets:

@@ -1,4 +1,4 @@
-"""Weights that leave the device in groups: to host memory, to the checkpoint's own files, or to a new file."""
+"""Weights that are stored off the device in groups: in host memory, in the checkpoint's own files, or in a new file."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ridgeline.nn.memory.tiered_store import PAGE, mark_host
 from ridgeline.runtime.train_build import Build
 
 Name = tuple[str, int | None]
-"""A parameter by our name, and of stacked experts which one."""
+"""A parameter by our name and, for stacked experts, the expert's index."""
 _GAP = 1 << 20
-"""Bytes between two tensors up to which they are read at once."""
+"""Tensors that are at most this many bytes apart in a file are read together."""
 
 
 class RestingWeights:
-    """Where the weights of one model rest."""
+    """Where the weights of one model are stored off the device."""
 
     def __init__(self, run: Build, folder: Path | None, need: int) -> None:
-        """``folder``: on the disk where weights rest; None: in host memory. ``need``: bytes of all that will be put
-        there, should the checkpoint's own files not do."""
+        """``folder``: on the disk where weights are stored; None: in host memory. ``need``: bytes to be stored there if
+        the checkpoint's own files cannot be used."""
         self.device, self.folder, self._need = run.device, folder, need
         source = getattr(run.experiment.workload, "checkpoint", None)
         meta = any(p.is_meta for p in run.model.parameters())
@@ -43,10 +43,10 @@ class RestingWeights:
         self._scratch: Scratch | None = None
 
     def put(self, tensors: list[LayerTensor], names: Sequence[Name]) -> Source:
-        """Let a group of tensors rest, and free their memory; ``tensors`` are placed as the source has them.
+        """Store a group of tensors and free their memory; ``tensors`` have the source's layout.
 
-        Those on the meta device are read from the checkpoint by their ``names``, or stay in its files where these hold
-        all of them as they are used.
+        Those on the meta device are read from the checkpoint by their ``names``, or stay in its files if these store
+        all of them in the required form.
         """
         source: Source | None = None
         if self.folder is not None and self._reader is not None and all(_held(t).is_meta for t in tensors):
@@ -64,7 +64,7 @@ class RestingWeights:
         return source
 
     def _in_place(self, tensors: list[LayerTensor], spans: Sequence[FileSpan | None]) -> FileSource | None:
-        """The group as ranges of the checkpoint's files; None where these do not hold a tensor as it is used."""
+        """The group as ranges of the checkpoint's files; None if these do not store a tensor in the required form."""
         found = [(span, i) for i, span in enumerate(spans) if span is not None]
         if len(found) < len(tensors):
             return None

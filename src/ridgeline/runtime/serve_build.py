@@ -1,4 +1,4 @@
-"""What the serving engine offers a technique."""
+"""The serving engine's interface for techniques."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from ridgeline.spec.scheduling import Scheduling
 
 @dataclass
 class Drafts:
-    """How next tokens are guessed."""
+    """How draft tokens are proposed."""
 
     tokens: int
-    """Most tokens of one draft."""
+    """Maximum number of tokens per draft."""
     ngram: int
-    """Longest n-gram that is looked for in the text so far."""
+    """Longest n-gram that is looked up in the text so far."""
     model: Transformer | None = None
-    """A smaller model that drafts instead."""
+    """A smaller draft model."""
 
 
 Cost = Callable[[int, int], float]
-"""Seconds of a batch by its length and its size; infinite for one that is too large."""
+"""Seconds of a batch by its length and size; infinite if it is too large."""
 Cut = Callable[[Sequence[int], Sequence[str], Cost, Cost], list[list[int]]]
-"""Divides sequences, of which lengths and adapters are given, into batches, as indices. The costs: what a batch takes,
-and what sequences of one adapter in it add."""
+"""Divides sequences, given their lengths and adapters, into batches, as indices. The costs: the time of a batch, and
+the additional time of one adapter's sequences in it."""
 
 
 @dataclass
 class ServeBuild(Scheduling, Build):
-    """The serving engine before it exists: techniques change these fields, then it is made of them."""
+    """The serving engine before it is created: techniques change these fields, and the engine is built from them."""
 
     mesh: Mesh | None = None
     """The ranks on their axes; None with one process."""
     followers: list[Popen[bytes]] = field(default_factory=list)
-    """Processes of the other ranks, where this one started them."""
+    """Processes of the other ranks, if this one started them."""
     kv_heads: int = 0
-    """Key/value heads that this rank holds."""
+    """Number of key/value heads that this rank holds."""
     hierarchical: bool = False
     """Whether the vocabulary is searched in two levels."""
     adapters: bool = False
     """Whether adapters can be loaded."""
     drafts: Drafts | None = None
-    """Guesses at the next tokens; None: none."""
+    """How tokens are drafted; None: no drafts."""
     memory: Callable[[Forward, BatchLayout, torch.device], Forward] | None = None
-    """Puts a memory of its own around the forward pass; None: results are allocated one by one."""
+    """Wraps the forward pass with its own memory management; None: results are allocated one by one."""
     cut: Cut | None = None
-    """Which waiting sequences are served together; None: first come, first served."""
+    """Which waiting sequences are batched together; None: first come, first served."""
     per_task: bool = False
-    """Whether the cut asks for what adapters add."""
+    """Whether the batching function needs the costs of adapters."""

@@ -1,7 +1,7 @@
-"""Structured pruning: which slices of which parameters stand and fall together, and models without some of them.
+"""Structured pruning: which slices of which parameters must be removed together, and models without some of them.
 
-The dimensions of a transformer's parameters are of few kinds. All dimensions of one kind in one place form a group: a
-unit that goes must go from all of them.
+The dimensions of a transformer's parameters are of a few kinds. All dimensions of one kind in one place form a group: a
+unit that is removed must be removed from all of them.
 
 * ``hidden`` (one group for the model): embeddings, every norm, what reads the residual stream and what writes to it;
 * ``heads`` (of a layer): a unit is a key/value head with the query heads that share it: their rows of q, k and v and
@@ -27,7 +27,7 @@ Kind = Literal["hidden", "heads", "inner"]
 Place = tuple[Kind, int]
 """A group: its kind and its layer (-1: the whole model)."""
 Keep = Mapping[Place, Tensor]
-"""Units that stay, int64 in ascending order, of every group that loses some."""
+"""Units to keep, int64 in ascending order, for every group that loses some."""
 
 _ROWS: dict[str, Kind] = {"q_proj": "heads", "k_proj": "heads", "v_proj": "heads", "gate_proj": "inner",
                           "up_proj": "inner", "o_proj": "hidden", "down_proj": "hidden"}  # fmt: skip
@@ -41,23 +41,23 @@ class GroupPart(NamedTuple):
     parameter: str
     dim: int
     width: int
-    """Entries of the dimension for each unit."""
+    """Number of entries of the dimension for each unit."""
     carries: bool
     """Whether a factor on the unit in the parts so marked, and only there, is a factor on what the unit contributes."""
 
 
 @dataclass(frozen=True)
 class PrunedGroup:
-    """What stands and falls together."""
+    """The slices that must be removed together."""
 
     place: Place
     size: int
-    """Units."""
+    """Number of units."""
     parts: tuple[GroupPart, ...]
 
 
 def groups(spec: ModelSpec) -> dict[Place, PrunedGroup]:
-    """Every group of the model, found from its list of parameters."""
+    """Every group of the model, derived from its list of parameters."""
     sizes: dict[Kind, int] = {"hidden": spec.hidden_size, "heads": spec.num_kv_heads, "inner": spec.intermediate_size}
     parts: dict[Place, list[GroupPart]] = {}
     for name, shape, block in spec.parameters():
@@ -96,7 +96,8 @@ def _dimensions(name: str, dims: int) -> Iterator[tuple[int, Kind]]:
 
 
 def scale(group: PrunedGroup, factor: Tensor, parameters: dict[str, Tensor]) -> None:
-    """Put ``factor`` [units] on what the group's units contribute: replaces some of ``parameters``. Differentiable."""
+    """Multiply the contribution of the group's units by ``factor`` [units]: replaces some of ``parameters``.
+    Differentiable."""
     for part in group.parts:
         if part.carries:
             before = parameters[part.parameter]
@@ -121,10 +122,11 @@ def smaller(spec: ModelSpec, kept: Mapping[Kind, int], layers: int | None = None
 
 @torch.no_grad()
 def cut(model: Transformer, keep: Keep, layers: Sequence[int] | None = None) -> Transformer:
-    """A model of the units in ``keep`` (groups not named stay whole) and of ``layers`` only, with weights of its own.
+    """A model with the units in ``keep`` (groups not named stay whole) and only ``layers``, with its own copy of the
+    weights.
 
     It computes what ``model`` does with the other units' slices set to zero and the other layers skipped. Raises
-    :class:`ValueError` where layers would keep different numbers of units: no configuration could say that.
+    :class:`ValueError` where layers would keep different numbers of units, which no configuration can express.
     """
     old = model.spec
     chosen = list(range(old.num_layers)) if layers is None else list(layers)
@@ -160,7 +162,7 @@ def cut(model: Transformer, keep: Keep, layers: Sequence[int] | None = None) -> 
 
 
 def _source(name: str, chosen: list[int]) -> str:
-    """The old name of a parameter of the cut model."""
+    """The original name of a parameter of the cut model."""
     if not name.startswith("layers."):
         return name
     _, index, rest = name.split(".", 2)
@@ -168,6 +170,6 @@ def _source(name: str, chosen: list[int]) -> str:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by name, all with gradients."""
+    """The model's parameters by name, all requiring gradients."""
     model.requires_grad_(True)
     return dict(model.named_parameters())

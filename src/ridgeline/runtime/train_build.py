@@ -1,4 +1,4 @@
-"""The builder that the training engine hands to each technique in canonical order."""
+"""The builder that the training engine passes to each technique in canonical order."""
 
 from __future__ import annotations
 
@@ -37,29 +37,30 @@ class Micro(NamedTuple):
     ids: Tensor
     """[batch, seq] token ids."""
     labels: Tensor
-    """[batch, seq] the token that each position should predict, or -100."""
+    """[batch, seq] the token that each position should predict, or -100 to ignore it."""
     positions: Tensor | None = None
-    """[seq] or [batch, seq] place of each token in its sequence; None: 0, 1, …"""
+    """[seq] or [batch, seq] position of each token in its sequence; None: 0, 1, …"""
     documents: Tensor | None = None
-    """[batch, seq] number of the document that each token belongs to; it sees no other one. None: one per row."""
+    """[batch, seq] index of the document that each token belongs to; it attends to no other one. None: one per row."""
 
 
 class BatchSource(Protocol):
-    """Where global batches come from. A technique may put another source, or a layer over this one, in its place."""
+    """Source of global batches. A technique may replace or wrap it."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made the token ids."""
+        """The tokenizer that produced the token ids."""
 
     def batch(self, step: int) -> Batch:
-        """The batch of ``step``: the same on every rank, whatever was asked for before."""
+        """The batch of ``step``: the same on every rank, regardless of earlier requests."""
 
     def held_out_batch(self) -> Batch | None:
-        """A batch that no step trains on; None when there is none to spare."""
+        """A batch that is never trained on; None if the corpus is too small."""
 
 
 class LossModel(nn.Module):
-    """The model (or consecutive layers of it) with its loss, so that one forward call holds all a wrapper must see."""
+    """The model (or consecutive layers of it) with its loss, so that one forward call contains everything a wrapper
+    must see."""
 
     def __init__(self, model: Transformer, loss: Callable[..., tuple[Tensor, Tensor]] = token_loss) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class LossModel(nn.Module):
         self.loss = loss
         """Sum of token losses from (hidden, head, labels), as :func:`ridgeline.nn.model.loss.token_loss`."""
         self.positions: Tensor | None = None
-        """Places of the tokens, where the caller cannot pass them on (pipeline stages)."""
+        """Positions of the tokens, where the caller cannot pass them (pipeline stages)."""
         self.autocast: torch.dtype | None = None
         """Compute dtype of matrix products; None: that of the weights."""
 
@@ -107,27 +108,28 @@ class LossModel(nn.Module):
 
 
 class Stateful(Protocol):
-    """What a checkpoint keeps beside model and optimizer: small, the same on every rank, and writable as JSON."""
+    """What a checkpoint stores in addition to model and optimizer: small, the same on every rank, and
+    JSON-serializable."""
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Restore from a checkpoint."""
 
 
 class Scaler(Stateful, Protocol):
-    """Dynamic loss scaling: a factor on the loss, and what becomes of it after each step."""
+    """Dynamic loss scaling: a factor on the loss, updated after each step."""
 
     scale: float
 
     def update(self, finite: bool) -> None:
-        """After a step, whose gradients were ``finite`` or not (the latter is skipped)."""
+        """Update after a step, whose gradients were ``finite`` or not (in which case it is skipped)."""
 
 
 @dataclass
 class Build:
-    """What every engine offers a technique."""
+    """The interface of every engine for techniques."""
 
     experiment: Experiment
     model: Transformer
@@ -135,93 +137,95 @@ class Build:
     compute_dtype: torch.dtype | None = None
     """Autocast dtype of the forward pass; None: none."""
     fused_attention: str | AttentionBackend = "flash"
-    """The attention backend that has no score matrix."""
+    """The attention backend without a score matrix."""
     buffers: list[torch.Tensor] = field(default_factory=list)
-    """Memory of the device that techniques hold beside the model's parameters."""
+    """Device memory that techniques hold in addition to the model's parameters."""
     metrics: dict[str, Callable[[], float]] = field(default_factory=dict)
-    """What techniques tell of a generation when it is over: shares, by the name of the metric."""
+    """What techniques report about a generation when it is over: shares, by the name of the metric."""
 
 
 @dataclass
 class Data:
-    """Where a run's batches and texts come from; set by the engine before it builds."""
+    """Sources of a run's batches and texts; set by the engine before it builds."""
 
     batches: BatchSource = field(init=False)
-    """Where batches come from; set by the engine before it builds."""
+    """Source of batches; set by the engine before it builds."""
     tokens_of: Callable[[str, int], np.ndarray] = field(init=False)
     """Token ids (int32 [tokens]) of up to this many bytes of another text, by the run's tokenizer."""
     loss_of: Callable[[Batch], float] = field(init=False)
-    """Mean loss over all ranks of a batch that nothing learns from."""
+    """Mean loss over all ranks of a batch, without training on it."""
 
 
 @dataclass
 class Gradients:
-    """How gradients are completed, measured, scaled and dropped."""
+    """How gradients are reduced, measured, scaled and dropped."""
 
     after_backward: list[Callable[[], None]] = field(default_factory=list)
-    """Before the norm is taken, in order: what reduces and completes gradients."""
+    """Run in order before the norm is computed: they reduce and complete gradients."""
     tied: tuple[nn.Module, str, ProcessGroup] | None = None
     """A parameter, as (module, name), that another pipeline stage holds too, and the group of both."""
     send_bucket: Callable[[Bucket], Waitable] | None = None
     """How data parallelism sums a bucket of gradients over its ranks; None: by one all-reduce in their own dtype."""
     experts_divided: bool = False
-    """Whether each rank of an inner data-parallel group holds other experts."""
+    """Whether each rank of an inner data-parallel group holds different experts."""
     keep: bool = False
-    """Zero gradients after the update instead of dropping them: they lie in buffers that a technique owns."""
+    """Zero gradients after the update instead of dropping them: they are in buffers that a technique owns."""
     partial: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Replicated parameters, as (module, name), whose gradients are summed over the tensor-parallel ranks."""
     norm: Callable[[list[nn.Parameter], dict[nn.Parameter, int], int], Tensor] = global_norm
-    """Global norm of the gradients, wherever they are."""
+    """Global norm of the gradients, wherever they are stored."""
     clip: Callable[[list[nn.Parameter], Tensor, float, float], None] = clip
-    """Scales the gradients, wherever they are."""
+    """Scales the gradients, wherever they are stored."""
     clear: Callable[[list[nn.Parameter], bool], None] = clear
-    """Drops the gradients, or zeroes them in place, wherever they are."""
+    """Drops the gradients, or zeroes them in place, wherever they are stored."""
 
 
 @dataclass
 class Update:
-    """The optimizer, its learning rate and what its weights rest in."""
+    """The optimizer, its learning rate and the dtype in which its weights are stored."""
 
     schedule: Callable[[int], float]
     """Learning rate of a step."""
     weights_16bit: torch.dtype | None = None
-    """16-bit dtype in which parameters rest beside the fp32 values that are updated; None: there is one copy."""
+    """16-bit dtype in which parameters are stored in addition to the fp32 values that are updated; None: there is one
+    copy."""
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """Those fp32 values, of this rank's part of each trained parameter, until what updates them takes them."""
+    """Those fp32 values, for this rank's part of each trained parameter, until the optimizer takes them."""
     lr: float = 0.0
-    """Learning rate of the step under way, known before its forward pass (for updates within the backward)."""
+    """Learning rate of the current step, known before its forward pass (for updates within the backward)."""
     make_optimizer: MakeOptimizer = make_optimizer
     """Builds the optimizer from parameter groups and the workload."""
     optimizer: torch.optim.Optimizer | None = None
-    """What ``make_optimizer`` gave, once the engine has called it."""
+    """The result of ``make_optimizer``, once the engine has called it."""
     scaler: Scaler | None = None
-    """Dynamic loss scaling; None: the loss as it is."""
+    """Dynamic loss scaling; None: the loss is not scaled."""
 
 
 @dataclass
 class Hooks:
-    """What runs at certain points of training, and what checkpoints keep for it."""
+    """Callbacks at certain points of training, and the state that checkpoints store for them."""
 
     filled: list[Callable[[], None]] = field(default_factory=list)
-    """Once this rank's parts of the parameters have their values, in order; nothing is offloaded yet."""
+    """Run in order once this rank's parts of the parameters have their values; nothing is offloaded yet."""
     after_evaluation: Callable[[], None] = lambda: None
-    """What to undo after a forward pass that no backward follows."""
+    """Cleanup after a forward pass without a backward."""
     before_step: list[Callable[[int], None]] = field(default_factory=list)
     """Before each step, with its number."""
     finished: Callable[[], bool] = lambda: False
-    """Whether training should end after this step though steps are left (a budget is spent); asked of rank 0."""
+    """Whether training should end after this step although steps are left (a budget is spent); only rank 0's answer
+    counts."""
     states: dict[str, Stateful] = field(default_factory=dict)
-    """What checkpoints keep for techniques, by name."""
+    """State that checkpoints store for techniques, by name."""
     resident: Callable[[bool], AbstractContextManager[object]] = lambda changed: nullcontext()
     """Context in which parameters and optimizer states are in memory, for checkpoints and exports; argument: whether
     they are overwritten."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
-    """After the optimizer's step, in order (new weights handed round)."""
+    """Run in order after the optimizer's step (e.g. to distribute new weights)."""
 
 
 @dataclass
 class TrainBuild(Build):
-    """What the training engine offers a technique. ``root`` holds the parameters, ``chunks`` are what is called."""
+    """The training engine's interface for techniques. ``root`` holds the parameters, ``chunks`` are what is called."""
 
     rank: int = 0
     world: int = 1
@@ -230,22 +234,22 @@ class TrainBuild(Build):
     trainable: Callable[[str], bool] = lambda name: True
     """Which parameters train, by name; asserted again after every phase."""
     divider: Divider | None = None
-    """What divides layers over the tensor-parallel ranks."""
+    """How layers are divided over the tensor-parallel ranks."""
     sync: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
     """Context of one micro-batch's forward and backward; argument: whether it is the step's last."""
     cut: list[Callable[[Micro], Micro]] = field(default_factory=list)
-    """What this rank takes of a micro-batch, in order."""
+    """Select this rank's part of a micro-batch, in order."""
     execute: Callable[[list[Micro], float], Tensor] = field(init=False)
     """Forward and backward of all micro-batches, with the factor on the loss; returns the sum of losses times it."""
     score: Callable[[list[Micro]], Tensor] = field(init=False)
     """Sum of the losses of all micro-batches without gradients."""
     store: TieredStore | None = None
-    """What rests in host memory or on disk, with its traffic."""
+    """Store of what is kept in host memory or on disk, with its traffic."""
     root: LossModel = field(init=False)
     chunks: list[LossModel] = field(init=False)
-    """This rank's consecutive parts of the model: one, or several thin pipeline stages."""
+    """This rank's consecutive parts of the model: one, or several smaller pipeline stages."""
     call: nn.Module = field(init=False)
-    """What a micro-batch without a pipeline is given to: the whole model, maybe wrapped."""
+    """The callable for a micro-batch without a pipeline: the whole model, possibly wrapped."""
     data: Data = field(default_factory=Data)
     gradients: Gradients = field(default_factory=Gradients)
     update: Update = field(init=False)

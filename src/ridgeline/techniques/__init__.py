@@ -1,1 +1,2 @@
-"""Every technique in one place: its card, checks and analytic rewrite; its torch half beside it (``NAME_torch.py``)."""
+"""Every technique in one place: its card, checks and analytic rewrite, with its torch implementation in
+``NAME_torch.py``."""

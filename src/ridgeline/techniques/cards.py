@@ -73,7 +73,7 @@ def card_table(c: dict[str, Any]) -> str:
 
 
 def unpredicted(c: dict[str, Any]) -> dict[str, str]:
-    """{why a card's technique changes no prediction: the tasks in which that is so}."""
+    """{reason why the technique changes no prediction: the tasks in which that holds}."""
     found: dict[str, list[str]] = {}
     for task, why in sorted(c["unpredicted"].items()):
         found.setdefault(why, []).append(task)

@@ -1,4 +1,5 @@
-"""The support matrix: every pair of techniques runs (and has a parity test), can only be predicted, or is refused."""
+"""The support matrix: every pair of techniques either runs (and has a parity test), can only be predicted, or is
+refused."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ CPU = Device(name="local", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=8
 
 
 class Pair(BaseModel):
-    """One cell of the matrix."""
+    """One entry of the matrix."""
 
     a: str
     b: str
     status: Literal["works", "predicted", "refused"]
-    """``works``: it runs, and a parity test holds it to that. ``predicted``: one of the two does not run in this task
-    (its card says in which it does)."""
+    """``works``: it runs, and a parity test checks it. ``predicted``: one of the two does not run in this task (its
+    card lists the tasks in which it does)."""
     reason: str = ""
     task: str = ""
     plan: list[str] = []
@@ -47,12 +48,12 @@ class Pair(BaseModel):
 
     @property
     def mark(self) -> str:
-        """The sign in tables."""
+        """The symbol shown in tables."""
         return {"works": "✓", "predicted": "○", "refused": "✗"}[self.status]
 
 
 def pair_experiment(*names: str) -> Experiment:
-    """The small experiment on which the techniques ``names`` are tried together (not yet checked)."""
+    """The small experiment in which the techniques ``names`` are combined (not yet checked)."""
     chosen = [registry()[n] for n in names]
     tasks = set.intersection(*(set(t.card.tasks) for t in chosen))
     task = next((t for t in ("pretrain", "finetune", "generate", "serve") if t in tasks), "pretrain")
@@ -71,7 +72,7 @@ def pair_experiment(*names: str) -> Experiment:
         model = model.model_copy(update=dict(t.card.needs_model))
     workload: Pretrain | Generate | Serve
     if training:  # plain SGD: AdamW hides gradient-scale bugs
-        stream = any("pp" in t.axes() for t in techniques)  # a pipeline without micro-batches would be none
+        stream = any("pp" in t.axes() for t in techniques)  # a pipeline needs micro-batches
         workload = Pretrain(
             seq_len=16, batch_size=4, micro_batch_size=1 if stream else None, steps=5, optimizer="sgd", lr=0.5,
             warmup_steps=0,
@@ -86,7 +87,7 @@ def pair_experiment(*names: str) -> Experiment:
 
 
 def judge(*names: str) -> Pair:
-    """Whether the techniques work together, by their own ``check``."""
+    """Whether the techniques work together, according to their own ``check``."""
     first, last = names[0], names[-1]
     try:
         e = normalize(pair_experiment(*names))

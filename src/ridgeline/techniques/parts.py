@@ -1,4 +1,4 @@
-"""The vocabulary in which cards say what a technique owns, changes, needs and does not go with."""
+"""The vocabulary in which cards declare what a technique owns, changes, needs and cannot be combined with."""
 
 from __future__ import annotations
 

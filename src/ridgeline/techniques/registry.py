@@ -1,4 +1,4 @@
-"""Finds the technique files by itself, turns a Plan's names and options into technique objects, and checks them."""
+"""Discovers the technique files, turns a Plan's names and options into technique objects, and checks them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ridgeline.techniques.technique import PHASES, Ask, Technique
 T = TypeVar("T", bound=Technique)
 
 _cache: dict[tuple[type[Technique], str], Technique] = {}
-"""Technique objects by class and options: they are frozen, and a prediction asks for each several times."""
+"""Technique objects by class and options: they are immutable, and one prediction requests each several times."""
 _CACHE_SIZE = 4096
 
 
@@ -44,7 +44,7 @@ def registry() -> dict[str, type[Technique]]:
 
 
 def make(call: Call) -> Technique:
-    """The technique object of one call. Raises :class:`UserError` for an unknown name, option or value."""
+    """Create the technique object of one call. Raises :class:`UserError` for an unknown name, option or value."""
     known = registry()
     if call.name not in known:
         raise unknown("technique", call.name, known, "plan")
@@ -80,12 +80,12 @@ def techniques_of(plan: Plan) -> list[Technique]:
 
 
 def in_order(techniques: list[Technique]) -> list[Technique]:
-    """Techniques in the one order in which they apply."""
+    """Techniques in the canonical order in which they apply."""
     return sorted(techniques, key=lambda t: (PHASES.index(t.phase), t.order, t.card.name))
 
 
 def brief(plan: Plan) -> list[str]:
-    """The calls in ``name:option=value`` form without the options at their defaults, degrees and stages apart."""
+    """The calls in ``name:option=value`` form without options at their defaults, and without degrees and stages."""
     return [str(Call(name=t.card.name, options=_brief_options(t))) for t in techniques_of(plan)]
 
 
@@ -106,7 +106,7 @@ def has(e: Experiment, part: Part) -> bool:
 
 
 def of_kind(e: Experiment, kind: type[T]) -> T | None:
-    """The technique of the plan that is of class ``kind``, for those who read its options."""
+    """The plan's technique of class ``kind``, for code that reads its options."""
     return next((t for t in map(make, e.plan.calls) if type(t) is kind), None)
 
 
@@ -124,18 +124,18 @@ def bringing(part: Part) -> tuple[str, ...]:
 
 
 def default_plan(task: str) -> tuple[str, ...]:
-    """Names of the techniques that are on by themselves in a task (:attr:`Card.default_in`)."""
+    """Names of the techniques that a task enables by default (:attr:`Card.default_in`)."""
     return tuple(name for name, cls in registry().items() if task in cls.card.default_in)
 
 
 def as_in_engines(techniques: Iterable[Technique]) -> list[Technique]:
-    """Techniques as a serving engine has them: with those that every engine does, at their defaults."""
+    """The techniques of a serving engine: with those that every engine has, at their defaults."""
     always = [cls() for cls in registry().values() if cls.card.in_engines]
     return in_order([*(t for t in techniques if not t.card.in_engines), *always])
 
 
 def partners(t: Technique) -> tuple[str, ...]:
-    """For each part that ``t`` needs in training, the first technique that brings it and goes with ``t``."""
+    """For each part that ``t`` needs in training, the first technique that provides it and is compatible with ``t``."""
     found = []
     for part in t.card.needs:
         known = (make(Call(name=name, options=dict(cls.card.example))) for name, cls in registry().items())
@@ -144,7 +144,7 @@ def partners(t: Technique) -> tuple[str, ...]:
 
 
 def mesh_axes(task: str, techniques: Iterable[Technique]) -> dict[str, int]:
-    """The model-parallel axes that techniques take together in a task, and their degrees."""
+    """The combined model-parallel axes of the techniques in a task, and their degrees."""
     techniques = list(techniques)
     axes: dict[str, int] = {}
     for t in techniques:
@@ -159,9 +159,10 @@ def mesh_axes(task: str, techniques: Iterable[Technique]) -> dict[str, int]:
 
 
 def normalize(e: Experiment) -> Experiment:
-    """The same experiment with every option filled in and the mesh worked out.
+    """The same experiment with every option filled in and the mesh resolved.
 
-    Several ranks in training with no technique that splits the batch are PyTorch's convention: plain data parallelism.
+    Several ranks in training with no technique that splits the batch default to plain data parallelism, PyTorch's
+    convention.
     """
     techniques = techniques_of(e.plan)
     axes = mesh_axes(e.task, techniques)
@@ -173,12 +174,12 @@ def normalize(e: Experiment) -> Experiment:
 
 
 def resolve(e: Experiment, ask: Ask | None = None) -> tuple[Experiment, list[Technique]]:
-    """The normalized experiment in which every technique has filled in what it left open, and its techniques in
+    """The normalized experiment in which every technique has resolved the options left open, and its techniques in
     canonical order, checked. Resolving again changes nothing.
 
-    Techniques settle in canonical order, so that each sees what those before it chose; one that is still open predicts
-    with its defaults. ``ask`` is the predictor; an engine has none, and takes experiments that are settled. Raises
-    :class:`Incompatible` for what no choice can satisfy, and for an open choice without a predictor.
+    Techniques are resolved in canonical order, so that each sees what those before it chose; one that is still open is
+    predicted with its defaults. ``ask`` is the predictor; an engine has none, and takes resolved experiments. Raises
+    :class:`Incompatible` if no choice is feasible, and for an open choice without a predictor.
     """
     e = normalize(e)
     for t in techniques_of(e.plan):
@@ -205,7 +206,7 @@ def check(e: Experiment) -> list[Technique]:
 
 
 def check_techniques(e: Experiment, techniques: list[Technique]) -> None:
-    """:func:`check` for technique objects that are at hand."""
+    """:func:`check` for existing technique objects."""
     _check_workload(e)
     for t in techniques:
         if e.task not in t.card.tasks:
@@ -228,7 +229,7 @@ def _by_part(techniques: list[Technique]) -> dict[Part, list[Technique]]:
 
 
 def _check_needs(e: Experiment, techniques: list[Technique]) -> None:
-    """What each technique needs in training is there."""
+    """Check that the plan provides what each technique needs in training."""
     having = _by_part(techniques)
     for t in techniques if e.is_training else ():
         for part, why in t.card.needs.items():
@@ -238,8 +239,8 @@ def _check_needs(e: Experiment, techniques: list[Technique]) -> None:
 
 
 def check_apart(techniques: list[Technique]) -> None:
-    """Raise :class:`Incompatible` where a technique owns, or does not go with, what another one owns or changes: no
-    third one can help."""
+    """Raise :class:`Incompatible` where a technique owns, or is incompatible with, what another one owns or changes: no
+    additional technique can resolve that."""
     having = _by_part(techniques)
     for t in techniques:
         name = t.card.name
@@ -252,7 +253,7 @@ def check_apart(techniques: list[Technique]) -> None:
 
 
 def require_runnable(e: Experiment) -> None:
-    """Raise :class:`Incompatible` when a technique of the plan has no real side yet."""
+    """Raise :class:`Incompatible` when a technique of the plan can be predicted but not run."""
     for t in techniques_of(e.plan):
         here = t.card.runs_in is None or e.task in t.card.runs_in
         if not (t.runs and here):

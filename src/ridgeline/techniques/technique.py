@@ -1,7 +1,8 @@
-"""The technique contract: one frozen class with a card, typed options, ``check``, ``rewrite`` and ``build``.
+"""The technique interface: one frozen class with a card, typed options, ``check``, ``rewrite`` and ``build``.
 
-A technique is one file, ``techniques/FAMILY/NAME.py``. It touches both twins: ``rewrite`` is a compiler pass over the
-analytic graph, ``build`` acts on the real engine's builder, with its torch half in ``NAME_torch.py`` where it is long.
+A technique is one file, ``techniques/FAMILY/NAME.py``. It implements both predictor and engine: ``rewrite`` is a
+compiler pass over the analytic graph, ``build`` acts on the real engine's builder, with longer torch code in
+``NAME_torch.py``.
 """
 
 from __future__ import annotations
@@ -50,60 +51,62 @@ class Card:
     paper: str
     """arXiv id or other reference."""
     taxonomy: str
-    """Place in the field's map, e.g. ``training/distributed/zero``."""
+    """Position in the field's taxonomy, e.g. ``training/distributed/zero``."""
     tasks: frozenset[str]
     lossless: bool
     """True: same loss or logits as without it, within ``tolerance``."""
     claim: str
-    """The paper's own headline, quoted as a fact beside what we measure."""
+    """The paper's own headline result, quoted for comparison with our measurements."""
     tolerance: float = 1e-5
-    """Largest relative change of the loss against the same plan without the technique (see ``bound``)."""
+    """Largest relative change of the loss compared with the same plan without the technique (see ``bound``)."""
     bound: Literal["same", "falls"] = "same"
-    """``same``: the loss stays within ``tolerance``; ``falls``: another thing trains, so the loss must fall instead."""
+    """``same``: the loss stays within ``tolerance``; ``falls``: other parameters or data are trained, so the loss must
+    fall instead."""
     quality: str = ""
     """For a lossy technique: the metric it may change and the bound it is tested to."""
     standard: bool = False
-    """For a lossy technique: standard practice, which a search considers without being asked to."""
+    """For a lossy technique: whether it is standard practice, which a search considers without being asked to."""
     validated: frozenset[str] = frozenset()
-    """Tasks in which predictions with it were compared with measurements that others published."""
+    """Tasks in which predictions with it were compared with published measurements."""
     min_ranks: int = 1
-    """Ranks it needs at least."""
+    """Minimum number of ranks."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Options that the generic tests and the support matrix use."""
     beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options that other techniques' examples need beside it, by their names."""
+    """Options that other techniques' examples need when combined with it, by technique name."""
     owns: frozenset[Part] = frozenset()
-    """What it decides alone: no other technique of the plan may own or change it (:meth:`Technique.owns`)."""
+    """What it alone decides: no other technique of the plan may own or change it (:meth:`Technique.owns`)."""
     changes: frozenset[Part] = frozenset()
-    """What else it brings or changes, as others may too (:meth:`Technique.changes`)."""
+    """What else it provides or changes, as others may too (:meth:`Technique.changes`)."""
     needs: Mapping[Part, str] = field(default_factory=dict)
-    """What another technique must bring in training, and why."""
+    """What another technique must provide in training, and why."""
     conflicts: Mapping[Part, str] = field(default_factory=dict)
     """What no other technique may own or change, and why; ``{other}`` in a reason is that technique's name."""
     default_in: frozenset[str] = frozenset()
-    """Tasks in which it is on by itself: in training where ranks share the batch and nothing else in the plan splits
-    it; in serve, in the plan of ``ridgeline serve``."""
+    """Tasks in which it is enabled by default: in training where ranks share the batch and nothing else in the plan
+    splits it; in serve, in the plan of ``ridgeline serve``."""
     in_engines: bool = False
     """Whether serving engines do it whatever the plan says."""
     unpredicted: Mapping[str, str] = field(default_factory=dict)
-    """Why the prediction of its example is the same without it, by task; in other tasks it is another (a test)."""
+    """Why the prediction of its example is the same without it, by task; in other tasks it differs (a test checks
+    this)."""
     runs: bool = True
-    """Whether it has a real side; False: it can be predicted, not yet run."""
+    """Whether it is implemented in the engines; False: it can be predicted, not yet run."""
     runs_in: frozenset[str] | None = None
-    """Tasks in which it has a real side, if not in all of ``tasks``."""
+    """Tasks in which the engines implement it, if not all of ``tasks``."""
     needs_model: Mapping[str, Any] = field(default_factory=dict)
     """ModelSpec fields that the generic tests and the support matrix must set for it (a mixture of experts)."""
 
 
 class Technique(BaseModel):
-    """Base of every technique. Subclass fields are its options, with a docstring each."""
+    """Base class of all techniques. Subclass fields are the options, each with a docstring."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     card: ClassVar[Card]
     phase: ClassVar[Phase]
     order: ClassVar[int] = 0
-    """Place within the phase, low first."""
+    """Order within the phase, low first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -122,15 +125,15 @@ class Technique(BaseModel):
 
     @property
     def own_format(self) -> bool:
-        """Whether what it makes of a checkpoint fits no format but our own."""
+        """Whether the compressed checkpoint fits only our own format."""
         return False
 
     def owns(self) -> frozenset[Part]:
-        """What it decides alone with these options."""
+        """What it alone decides with these options."""
         return self.card.owns
 
     def changes(self) -> frozenset[Part]:
-        """What else it brings or changes with these options."""
+        """What else it provides or changes with these options."""
         return self.card.changes
 
     @property
@@ -140,27 +143,27 @@ class Technique(BaseModel):
 
     @property
     def cache_dtype(self) -> str:
-        """Storage of keys and values that it asks for; empty: as without it."""
+        """Storage format of keys and values that it requires; empty: unchanged."""
         return ""
 
     def axes(self) -> dict[str, int]:
-        """Model-parallel mesh axes it takes, e.g. ``{"tp": 8}``."""
+        """Model-parallel mesh axes that it uses, e.g. ``{"tp": 8}``."""
         return {}
 
     def serving_axes(self, axes: Collection[str]) -> dict[str, int]:
-        """Axes that it takes in task serve, where the techniques of the plan take ``axes`` in training; by default
+        """Axes that it uses in task serve, where the techniques of the plan use ``axes`` in training; by default
         :meth:`axes`."""
         return self.axes()
 
     def inner(self) -> int:
-        """Data-parallel ranks of an inner group that it forms (ranks that share one sharded copy, or one set of
-        experts); 1: none."""
+        """Number of data-parallel ranks in an inner group that it forms (ranks that share one sharded copy, or one set
+        of experts); 1: none."""
         return 1
 
     def lazy(self) -> bool:
-        """Whether ``build`` works on a model without memory.
+        """Whether ``build`` works on a model whose parameters are not allocated.
 
-        If that of all techniques does, parameters get their memory after phase shard, and a rank never holds more than
+        If this holds for all techniques, parameters are allocated after phase shard, and a rank never holds more than
         its part of them.
         """
         return False
@@ -170,19 +173,19 @@ class Technique(BaseModel):
         return 1
 
     def reads_itself(self, e: Experiment) -> tuple[str, ...]:
-        """How the names of dense parameters begin that it reads from a checkpoint itself: :meth:`apply` finds them on
-        the meta device."""
+        """Name prefixes of the dense parameters that it reads from a checkpoint itself: :meth:`apply` finds them on the
+        meta device."""
         return ()
 
     def stored(self) -> dict[str, Any]:
-        """Options that shape what a checkpoint holds; a run may be resumed with any other ones changed."""
+        """Options that affect what a checkpoint contains; a run may be resumed with any others changed."""
         return self.model_dump(mode="json") if self.phase == "adapt" else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Its settings worth trying in a search on ``e``: every combination of its ``Literal`` and ``bool`` options.
+        """Settings worth trying in a search on ``e``: every combination of its ``Literal`` and ``bool`` options.
 
-        Techniques with degrees or open-ended options override this. What ``check`` refuses may be among them.
+        Techniques with degrees or open-ended options override this. It may include settings that ``check`` refuses.
         """
         closed = {k: get_args(f.annotation) for k, f in cls.model_fields.items() if get_origin(f.annotation) is Literal}
         closed |= {k: (False, True) for k, f in cls.model_fields.items() if f.annotation is bool}
@@ -190,67 +193,67 @@ class Technique(BaseModel):
 
     @classmethod
     def saves_memory(cls, e: Experiment) -> str:
-        """How a plan writes it where it would lower the peak of a training step of ``e``; empty: it would not."""
+        """Its notation in a plan if it would lower the peak of a training step of ``e``; empty if it would not."""
         return ""
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
-        """Itself with concrete values in the options that it leaves to the predictor; by default itself.
+        """Itself with concrete values for the options that are left to the predictor; by default itself.
 
-        Called once per experiment, before ``check``. Raises :class:`Incompatible` when no value satisfies what is
-        asked. Until then ``rewrite`` takes an open option at its default.
+        Called once per experiment, before ``check``. Raises :class:`Incompatible` when no value is feasible. Before
+        that, ``rewrite`` uses an open option's default.
         """
         return self
 
     def segments(self, e: Experiment) -> list[tuple[float, Experiment]]:
-        """(share of the steps, the experiment that those steps are) where it changes the workload over a run; the last
-        one with the workload as it is written."""
+        """(fraction of the steps, the experiment of those steps) if it changes the workload during a run; the last one
+        is the workload as written."""
         return [(1.0, e)]
 
     def note(self, e: Experiment, result: Result) -> None:
-        """Add to a predicted Result what it says of the whole run."""
+        """Add notes about the whole run to a predicted Result."""
 
     def placed(self, e: Experiment) -> Experiment:
-        """``e`` with this object in the place of the technique of its name in the plan."""
+        """``e`` with this object replacing the plan's technique of the same name."""
         mine = Call(name=self.card.name, options=self.model_dump(mode="json", exclude_none=True))
         calls = tuple(mine if c.name == self.card.name else c for c in e.plan.calls)
         return e.model_copy(update={"plan": Plan(calls=calls)})
 
     def resized(self, spec: ModelSpec) -> ModelSpec:
-        """The model that it leaves of ``spec``, where it makes it smaller."""
+        """The model that results from ``spec``, if it makes it smaller."""
         return spec
 
     def check(self, e: Experiment) -> None:
-        """Raise :class:`Incompatible`, with the reason and the fix, when it cannot work in this experiment."""
+        """Raise :class:`Incompatible`, with the reason and the fix, if it cannot work in this experiment."""
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The analytic side: a pass over the graph. Must not change ``e``; may change and return ``g``."""
+        """Analytic implementation: a pass over the graph. Must not change ``e``; may change and return ``g``."""
         raise NotImplementedError
 
     def apply(self, run: Build) -> None:
-        """The real side of what acts on the model alone: the same in every engine."""
+        """Real implementation of changes to the model alone: the same in every engine."""
         raise NotImplementedError
 
     def build(self, run: TrainBuild) -> None:
-        """The real side in training: act on the engine's builder; where the model is enough, :meth:`apply`."""
+        """Real implementation in training: acts on the engine's builder; by default :meth:`apply`."""
         self.apply(run)
 
     def scheduling(self, s: Scheduling) -> None:
         """What the technique changes about scheduling in task serve, real and simulated."""
 
     def serve(self, run: ServeBuild) -> None:
-        """The real side in task serve, beside :meth:`scheduling`; where neither differs, :meth:`apply`."""
+        """Real implementation in task serve, in addition to :meth:`scheduling`; by default :meth:`apply`."""
         if type(self).scheduling is Technique.scheduling:
             self.apply(run)
 
     def compress(self, run: CompressBuild) -> None:
-        """The real side in task compress: register with the layer-wise driver."""
+        """Real implementation in task compress: registers with the layer-wise driver."""
         raise NotImplementedError
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """A model's state as it trains with this technique → the state without it: merged, expanded, renamed.
 
         For exports and evaluation elsewhere. Called in the order in which techniques are built: a base is expanded
-        before what lies around it is merged into it.
+        before the adapters around it are merged into it.
         """
         return state
 

@@ -1,4 +1,4 @@
-"""A plan's adapter in a folder of its own, and back: to go on training, to evaluate, or to merge."""
+"""A plan's adapter in a directory of its own, and back: to continue training, to evaluate, or to merge."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ridgeline.techniques.registry import make, techniques_of
 from ridgeline.train.trainer import Trainer
 
 _FREE = {"targets", "dropout", "penalty", "density", "start"}
-"""Options that may differ from those that an adapter was saved with."""
+"""Options that may differ from those with which an adapter was saved."""
 
 
 class Loaded(NamedTuple):
-    """An adapter from a folder: the call that a plan needs for it, and its tensors by our names."""
+    """An adapter loaded from a directory: the technique call that a plan needs for it, and its tensors by our names."""
 
     call: Call
     state: dict[str, Tensor]
@@ -47,9 +47,9 @@ def adapting(e: Experiment) -> Adapting:
 
 
 def save_adapter(e: Experiment, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapter of the plan from a model's whole ``state`` (or the adapter's tensors alone).
+    """Write the adapter of the plan from a model's whole ``state`` (or only the adapter's tensors).
 
-    LoRA becomes what ``peft`` loads; other kinds have a format of their own, which their config says.
+    LoRA is written in the format of ``peft``; other kinds have a format of their own, which their config names.
     """
     technique = adapting(e)
     options = technique.model_dump(mode="json")
@@ -64,7 +64,7 @@ def save_adapter(e: Experiment, state: Mapping[str, Tensor], folder: Path) -> No
 def load_adapter(folder: Path, spec: ModelSpec) -> Loaded:
     """The adapter in ``folder`` for a model of ``spec``.
 
-    Raises :class:`UserError` naming the first layer that does not fit when it is of another base.
+    Raises :class:`UserError` naming the first layer that does not match if it belongs to another base.
     """
     folder = Path(folder)
     kind = str(read(folder)[0].get("peft_type", ""))
@@ -78,8 +78,8 @@ def load_adapter(folder: Path, spec: ModelSpec) -> Loaded:
 
 
 def go_on(trainer: Trainer, loaded: Loaded) -> None:
-    """Start the trainer's adapter from a loaded one, whatever divides it. Raises :class:`UserError` if its plan adapts
-    other layers or has another kind."""
+    """Initialize the trainer's adapter from a loaded one, however it is divided. Raises :class:`UserError` if its plan
+    adapts other layers or has another kind."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     root = trainer.run.root
@@ -101,7 +101,7 @@ def go_on(trainer: Trainer, loaded: Loaded) -> None:
 
 
 def call_text(call: Call) -> str:
-    """The call as the command line takes it."""
+    """The call in command-line syntax."""
 
     def value(v: Any) -> str:
         return "+".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)
@@ -123,7 +123,7 @@ def adapters(model: Transformer, loaded: Loaded) -> dict[str, Adapter]:
 
 
 def attach(model: Transformer, loaded: Loaded) -> None:
-    """Put the adapter into the model, for evaluation."""
+    """Insert the adapter into the model, for evaluation."""
     for name, adapter in adapters(model, loaded).items():
         put(model, name, adapter)
 
@@ -131,7 +131,8 @@ def attach(model: Transformer, loaded: Loaded) -> None:
 def merged_model(base: Path, folder: Path) -> Transformer:
     """The model in checkpoint ``base`` with the adapter in ``folder`` merged into its weights.
 
-    Raises :class:`UserError` for a kind that no weight, or a bias that no checkpoint of the family can hold.
+    Raises :class:`UserError` for an adapter that cannot be merged into weights, or a bias that the family's checkpoints
+    cannot store.
     """
     model = load_checkpoint(base)
     found = adapters(model, load_adapter(folder, model.spec))

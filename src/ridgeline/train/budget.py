@@ -1,4 +1,4 @@
-"""The device's memory as a budget: a share of a GPU's, or on a CPU live tensors as the meter tracks them."""
+"""A limit on device memory: a fraction of a GPU's, or on a CPU live tensors as tracked by the meter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ridgeline.train.trainer import Trainer
 
 
 class Budget:
-    """At most ``limit`` bytes of device memory while a trainer steps; None: as much as there is.
+    """At most ``limit`` bytes of device memory while a trainer steps; None: no limit.
 
-    Host memory of the tiered store is not the device's. Raises ``torch.OutOfMemoryError`` where the limit is exceeded:
-    at once, when what the trainer holds between steps is already too much.
+    Host memory of the tiered store does not count. Raises ``torch.OutOfMemoryError`` where the limit is exceeded: at
+    once, if what the trainer holds between steps already exceeds it.
     """
 
     def __init__(self, trainer: Trainer, limit: int | None) -> None:
@@ -40,7 +40,7 @@ class Budget:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step."""
+        """Context of one step."""
         if self.meter is None:
             yield
             return

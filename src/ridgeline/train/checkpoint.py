@@ -1,8 +1,8 @@
 """Checkpoints of a training run: model, optimizer and position, through PyTorch's distributed checkpoint.
 
-A checkpoint is complete or absent, whenever its writer dies: it is written beside its place and renamed, ``state.json``
-last; what is removed loses its name first. ``<dir>/step-000020`` holds the tensors, ``state.json`` in it the step, the
-losses so far, and a checksum of every file.
+A checkpoint is complete or absent, even if its writer is killed: it is written under a temporary name and renamed,
+``state.json`` last; a checkpoint that is removed is renamed first. ``<dir>/step-000020`` holds the tensors,
+``state.json`` in it the step, the losses so far, and a checksum of every file.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def save(trainer: Trainer, folder: Path, losses: list[float]) -> Path:
             "files": {f.name: _checksum(f) for f in sorted(draft.iterdir())},
         }
         _write(draft / "state.json", json.dumps(state))
-        if place.exists():  # of an earlier run that was not resumed; until the next line the draft stands for it
+        if place.exists():  # from an earlier run that was not resumed; until the next line the draft replaces it
             os.replace(place, folder / f".{place.name}.old")
         os.replace(draft, place)
         for old in folder.glob("step-*"):
             if old != place:
-                os.replace(old, folder / f".{old.name}.old")  # half removed, it must not pass for a checkpoint
+                os.replace(old, folder / f".{old.name}.old")  # partly removed, it must not look like a checkpoint
         tidy(folder)
     _barrier()
     return place
 
 
 def tidy(folder: Path) -> None:
-    """Put in place what a run that was killed had completed, and remove what it had not, or had begun to remove."""
+    """Finish what a killed run had completed, and remove incomplete or partly removed checkpoints."""
     for draft in folder.glob(".step-*.new"):
         place = folder / draft.name.removeprefix(".").removesuffix(".new")
         if (draft / "state.json").is_file() and not place.exists():
@@ -79,7 +79,7 @@ def tidy(folder: Path) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """A whole file or none, on the disk and not only in memory."""
+    """Write a file completely or not at all, and flush it to disk."""
     part = file.with_name(f".{file.name}.part")
     with part.open("w", encoding="utf-8") as f:
         f.write(text)
@@ -89,7 +89,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a folder, oldest first."""
+    """Complete checkpoints of a directory, oldest first."""
     return sorted(p for p in folder.glob("step-*") if (p / "state.json").is_file())
 
 
@@ -107,7 +107,7 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
     if not found:
         return []
     newest = found[-1]
-    fix = f"remove {newest} to go on without it"
+    fix = f"remove {newest} to continue without it"
     try:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         other = _differences(state["experiment"], trainer)
@@ -140,7 +140,8 @@ def resume(trainer: Trainer, folder: Path) -> list[float]:
 
 
 def read_model(place: Path) -> dict[str, torch.Tensor]:
-    """The model's tensors of a checkpoint, whole, by name; read by one process, whatever layout wrote them."""
+    """The model's tensors in a checkpoint, unsharded, by name; read by one process, regardless of the layout that wrote
+    them."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -161,15 +162,15 @@ def _quietly(run: Callable[[], Any]) -> None:
 
 
 def _by_name() -> StateDictOptions:
-    """Optimizer states by the names of parameters alone: parameter groups differ from layout to layout."""
+    """Optimizer states keyed by parameter name only: parameter groups differ from layout to layout."""
     return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint holds, as tensors that loading writes into, and the optimizer's whole state dict.
+    """A checkpoint's contents, as tensors that loading writes into, and the optimizer's full state dict.
 
-    Names are those of the whole model in one process, so that any layout reads what any other wrote. A tied head is the
-    embedding, also where a pipeline stage has a copy of its own.
+    Names are those of the whole model in one process, so that any layout can read what any other wrote. A tied head is
+    the embedding, even if a pipeline stage has its own copy.
     """
     root = trainer.run.root
     optimizer = get_optimizer_state_dict(root, trainer.optimizer, options=_by_name())
@@ -191,7 +192,7 @@ def _tied(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept(plan: Plan) -> dict[str, Any]:
-    """What of a plan shapes a checkpoint, by technique."""
+    """The options of a plan that affect a checkpoint, by technique."""
     found = {t.card.name: t.stored() for t in techniques_of(plan)}
     return {name: options for name, options in found.items() if options}
 
@@ -199,7 +200,8 @@ def _kept(plan: Plan) -> dict[str, Any]:
 def _differences(saved: dict[str, Any], trainer: Trainer) -> list[str]:
     """Dotted keys that differ between a checkpoint's experiment and the trainer's.
 
-    Layouts may: cluster, parallel techniques, micro-batches. So may the number of steps, since a run can be prolonged.
+    The layout may differ: cluster, parallel techniques, micro-batches. So may the number of steps, since a run can be
+    extended.
     """
     e = trainer.experiment
     mine = json.loads(json.dumps(e.canonical()))

@@ -1,4 +1,4 @@
-"""A plan of any size without its hardware: fake process groups, and parameters that are shapes only."""
+"""Plans of any size without their hardware: fake process groups, and parameters that are shapes only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ridgeline.train.trainer import assemble
 
 @contextmanager
 def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
-    """This process as rank ``rank`` of ``ranks`` that do not exist: collectives return at once, without effect.
+    """This process as rank ``rank`` of a fake world of ``ranks``: collectives return immediately without effect.
 
     Raises :class:`UserError` where the process already belongs to a group, or PyTorch has no fake ones.
     """
@@ -42,8 +42,8 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def assemble_rank(e: Experiment, rank: int) -> TrainBuild:
-    """What rank ``rank`` of the experiment builds, on the meta device: every technique's own ``build`` but for those
-    that act in the loop (on batches, on recorded steps), no memory.
+    """What rank ``rank`` of the experiment builds, on the meta device: runs every technique's own ``build`` except
+    those that act in the loop (on batches, on recorded steps), and allocates no memory.
 
     To be called in the :func:`fake_world` of the experiment's size. Raises :class:`UserError` as training would.
     """
@@ -62,5 +62,5 @@ def local_shapes(run: TrainBuild) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def parameter_bytes(run: TrainBuild) -> int:
-    """Bytes of this rank's parameters at rest; shared ones once."""
+    """Bytes of this rank's parameters between steps; shared ones counted once."""
     return sum(local(p.detach()).nbytes for p in run.root.parameters())

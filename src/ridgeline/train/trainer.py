@@ -1,4 +1,5 @@
-"""The training engine: build in canonical order, then steps. It knows the technique protocol, never a technique."""
+"""The training engine: build in canonical order, then run steps. It uses the technique interface and knows no specific
+technique."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ from ridgeline.techniques.technique import PHASES, Technique
 
 
 def assemble(run: TrainBuild, techniques: list[Technique], fill: Callable[[TrainBuild], None] | None = None) -> None:
-    """Build the techniques, given in canonical order, asserting after every phase what trains.
+    """Build the techniques, given in canonical order, asserting after every phase which parameters train.
 
-    Between what divides parameters and what takes them or their gradients away, ``fill`` may give them memory, and what
-    waits for their values is done; gradients that are parts are made whole after each backward: those partial over
-    tensor-parallel ranks, and those of a parameter that two stages hold.
+    Between the phases that divide parameters and those that wrap them or consume their gradients, ``fill`` may allocate
+    them and run callbacks that need their values; partial gradients are completed after each backward: those partial
+    over tensor-parallel ranks, and those of a parameter that two stages hold.
     """
     run.assert_trainable()
     divided = False
@@ -69,13 +70,13 @@ class StepStats:
     grad_norm: float
     seconds: float
     stop: bool = False
-    """Whether any rank was asked to stop."""
+    """Whether any rank received a stop signal."""
     finished: bool = False
     """Whether the plan ends training here (its budget is spent)."""
 
 
 def global_batches(e: Experiment, rank: int, world: int) -> TextBatches | InstructionBatches:
-    """The batches of the experiment. Rank 0 tokenizes text, the others read what it kept."""
+    """The batches of the experiment. Rank 0 tokenizes text, the others read its cache."""
     w, m = e.training, e.model
     if isinstance(w, FineTune) and w.instructions:
         if not m.causal:
@@ -92,9 +93,9 @@ def global_batches(e: Experiment, rank: int, world: int) -> TextBatches | Instru
 
 
 def whole_model(e: Experiment, device: torch.device) -> Transformer:
-    """The model before anything is split, so that every layout and every engine starts from the same weights.
+    """The model before anything is divided, so that every layout and every engine starts from the same weights.
 
-    On device "meta": its shapes only.
+    On device "meta": only its shapes.
     """
     w = e.training
     if w.checkpoint and device.type != "meta":
@@ -146,7 +147,7 @@ class Trainer:
         return run
 
     def _fill(self, run: TrainBuild) -> None:
-        """Give parameters that are shapes only the memory and the values of this rank's part."""
+        """Allocate parameters that are shapes only, with the values of this rank's part."""
         allocate(run.model, self.device, DTYPES[self.experiment.dtype])
         if self.workload.checkpoint:
             load_into(run.model, self.workload.checkpoint)
@@ -167,7 +168,7 @@ class Trainer:
         share = len(batch.ids) // self.experiment.data_parallel
         place = self.run.mesh.data_rank if self.run.mesh else 0
         mine = slice(place * share, (place + 1) * share)
-        # As many tokens at a time, should the sequences be shorter than the workload's.
+        # The same number of tokens at a time, even if the sequences are shorter than the workload's.
         size = max(1, self.experiment.micro_batch_size * self.workload.seq_len // batch.ids.shape[1])
         parts = [None if t is None else t[mine].to(self.device).split(size) for t in batch]
         micros = [Micro._make(None if p is None else p[i] for p in parts) for i in range(-(-share // size))]
@@ -192,12 +193,12 @@ class Trainer:
         return self._counted_once(total), valid
 
     def _counted_once(self, loss: torch.Tensor) -> torch.Tensor:
-        """Tensor-parallel ranks all have the loss of the same tokens: the first reports it."""
+        """Tensor-parallel ranks all compute the loss of the same tokens: only the first reports it."""
         return torch.zeros_like(loss) if self.run.mesh and self.run.mesh.at("tp") else loss
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean loss over one held-out batch, the same for every plan; None when the corpus has none to spare."""
+        """Mean loss over one held-out batch, the same for every plan; None if the corpus is too small for one."""
         batch = self.run.data.batches.held_out_batch()
         if batch is None:
             return None
@@ -205,7 +206,7 @@ class Trainer:
 
     @torch.no_grad()
     def loss_of(self, batch: Batch) -> float:
-        """Mean loss of a batch that nothing learns from."""
+        """Mean loss of a batch, without training on it."""
         micros, valid = self._mine(batch)
         total = self._counted_once(self.run.score(micros)) / valid
         self.run.hooks.after_evaluation()
@@ -248,7 +249,8 @@ class Trainer:
         return StepStats(step, value, valid, float(norm), time.perf_counter() - start, stop, finished)
 
     def report(self, loss: torch.Tensor) -> tuple[float, bool, bool]:
-        """The loss over all ranks, whether any of them was asked to stop, and whether rank 0 finds training done."""
+        """The loss over all ranks, whether any of them received a stop signal, and whether rank 0 considers training
+        done."""
         finished = self.rank == 0 and self.run.hooks.finished()
         report = torch.tensor(
             [0.0, float(self.stop_requested), float(finished)], dtype=torch.float64, device=self.device
@@ -260,7 +262,7 @@ class Trainer:
         return value, stop > 0, done > 0
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
-        """Steps to the end of the workload, each shown to ``watch``, which returns whether to stop."""
+        """Run steps to the end of the workload, passing each to ``watch``, which returns whether to stop."""
         for _ in range(self.workload.steps):
             stats = self.step()
             if watch(stats) or stats.finished:

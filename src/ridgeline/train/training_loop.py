@@ -1,4 +1,4 @@
-"""The training loop of ``ridgeline train``: steps, evaluation of progress, checkpoints, a clean stop on Ctrl-C."""
+"""The training loop of ``ridgeline train``: steps, evaluation, checkpoints, a clean stop on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ridgeline.train.trainer import Trainer
 
 
 class Evaluations:
-    """Held-out losses as training went on, (steps done, nats per token); kept in checkpoints."""
+    """Held-out losses during training, (steps done, nats per token); stored in checkpoints."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, float]] = []
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The lowest so far, of several the first; what was there before training does not count."""
+        """The lowest so far, the first of equal ones; the value before training does not count."""
         return min((e for e in self.found if e[0]), key=lambda e: (e[1], e[0]), default=None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Evaluations:
         return {"found": self.found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Restore from a checkpoint."""
         self.found = [(int(step), float(loss)) for step, loss in state["found"]]
 
 
@@ -115,13 +115,13 @@ def _evaluate(trainer: Trainer, evaluations: Evaluations, report: Progress) -> N
 
 
 def left_out(trainer: Trainer) -> dict[str, Any]:
-    """What of instruction data was not trained on: bad records with their reasons, cut and dropped examples."""
+    """Instruction data that was not trained on: bad records with their reasons, cut and dropped examples."""
     data = getattr(trainer.run.data.batches, "data", None)
     return {"bad": data.bad, "cut": data.cut, "dropped": data.dropped} if isinstance(data, Instructions) else {}
 
 
 def traffic(trainer: Trainer) -> dict[str, dict[str, float]]:
-    """What moved between the device, host memory and disk: bytes, moves and achieved bytes/s by direction."""
+    """Transfers between the device, host memory and disk: bytes, transfers and achieved bytes/s by direction."""
     store = trainer.run.store
     if store is None:
         return {}
@@ -131,8 +131,8 @@ def traffic(trainer: Trainer) -> dict[str, dict[str, float]]:
 
 
 def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
-    """Write a checkpoint's model as a Hugging Face one, adapters merged into their base. From any layout: rank 0 reads
-    it whole."""
+    """Export a checkpoint's model in Hugging Face format, with adapters merged into their base. From any layout: rank 0
+    reads it completely."""
     from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
     from ridgeline.nn.model.transformer import Transformer
     from ridgeline.train.checkpoint import read_model
@@ -149,7 +149,8 @@ def export(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
 
 def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
-    """Write what a checkpoint's model has beside its base, as adapters are shared. Rank 0 reads it whole."""
+    """Write the adapter of a checkpoint's model, in the format in which adapters are shared. Rank 0 reads it
+    completely."""
     from ridgeline.train.adapter_folder import save_adapter
     from ridgeline.train.checkpoint import read_model
 
@@ -158,7 +159,8 @@ def write_adapter(trainer: Trainer, checkpoint: Path, folder: Path) -> None:
 
 
 def plain_state(e: Experiment, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """State of the model as the plan trains it → the state of the plain one: codes expanded, adapters merged."""
+    """State of the model as the plan trains it → the state of the plain one: quantized weights expanded, adapters
+    merged."""
     for technique in techniques_of(e.plan):
         state = technique.plain(state)
     return state

@@ -1,1 +1,1 @@
-"""Adapters: a frozen base that is never touched, and beside each of its linear layers a task's own small state."""
+"""Adapters: the base is frozen, and each of its linear layers gets a small task-specific state."""

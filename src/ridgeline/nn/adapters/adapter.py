@@ -1,7 +1,7 @@
-"""What every kind of adapter is: a layer around a frozen one, whose effect can be had on any rows, or merged.
+"""Base class of all adapters: a layer around a frozen one, whose effect can be applied to any rows, or merged.
 
-One base serves several tasks: :class:`Tasks` holds the adapters of each by name, puts one task's in place, or has a
-batch whose rows belong to different tasks (PetS, USENIX ATC 2022) go through all at once.
+One base serves several tasks: :class:`Tasks` holds the adapters of each by name, activates one task's, or processes a
+batch whose rows belong to different tasks in one pass (PetS, USENIX ATC 2022).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ridgeline.spec.errors import UserError, unknown
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer ``base`` and what a task adds to it. Parameters beside ``base`` are the task's state."""
+    """A frozen linear layer ``base`` and a task's addition to it. Parameters other than ``base`` are the task's
+    state."""
 
     leaves: ClassVar[tuple[str, ...]]
     """Names of the state's tensors."""
@@ -41,15 +42,16 @@ class Adapter(nn.Module):
         return int(self.base.out_features)
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
-        """The task's output [..., out] from input ``x`` [..., in] and the base's output ``y`` [..., out] of it."""
+        """The layer's output [..., out] with the task, from input ``x`` [..., in] and the base's output ``y`` [...,
+        out] for it."""
         raise NotImplementedError
 
     def weight(self) -> Tensor:
-        """The weight [out, in] of one linear layer that does the same. Raises :class:`UserError` if there is none."""
+        """The weight [out, in] of an equivalent linear layer. Raises :class:`UserError` if there is none."""
         raise NotImplementedError
 
     def bias(self) -> Tensor | None:
-        """Its bias [out]."""
+        """The bias [out] of that layer."""
         b = self.base.bias
         return None if b is None else local(b)
 
@@ -64,9 +66,9 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Write the task into the base's weight and bias; the base as it was is kept for :meth:`unmerge`.
+        """Merge the task into the base's weight and bias; the original base is kept for :meth:`unmerge`.
 
-        Raises :class:`UserError` for a quantized base, whose codes would round the update away.
+        Raises :class:`UserError` for a quantized base, in which rounding would lose the update.
         """
         if self.merged:
             return
@@ -81,7 +83,7 @@ class Adapter(nn.Module):
         self.merged = True
 
     def unmerge(self) -> None:
-        """The base as it was, to the bit."""
+        """Restore the base bit for bit."""
         if self.merged:
             self.base.weight, self.base.bias = self._kept
             del self._kept
@@ -89,7 +91,7 @@ class Adapter(nn.Module):
 
 
 def dense(base: nn.Module) -> Tensor:
-    """The weight [out, in] of a linear layer, this rank's part where it is divided; codes expanded."""
+    """The weight [out, in] of a linear layer, this rank's part if it is divided; dequantized."""
     if isinstance(base, QuantizedLinear):
         return base.dense()
     weight: Tensor = base.weight  # type: ignore[assignment]
@@ -97,7 +99,7 @@ def dense(base: nn.Module) -> Tensor:
 
 
 def placed(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """Every adapter in the model, with the full name of the layer that it is around."""
+    """Every adapter in the model, with the full name of the layer that it wraps."""
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             yield name, module
@@ -116,13 +118,13 @@ def merge(model: nn.Module) -> None:
 
 
 def unmerge(model: nn.Module) -> None:
-    """Undo :func:`merge`, to the bit."""
+    """Undo :func:`merge`, bit for bit."""
     for _, adapter in placed(model):
         adapter.unmerge()
 
 
 class Tasks:
-    """The adapters of several tasks over one base model, whose own tensors they share."""
+    """The adapters of several tasks over one base model, whose tensors they share."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -132,7 +134,7 @@ class Tasks:
         self._bases: dict[str, nn.Module] = {}
 
     def add(self, task: str, adapters: dict[str, Adapter]) -> None:
-        """Keep a task's adapters, by the full name of the layer that each is around; the base stays as it is."""
+        """Register a task's adapters, by the full name of the layer that each wraps; the base is not changed."""
         if task in self.tasks:
             raise UserError(f"there is an adapter {task!r} already", "remove it first, or give another name")
         if self.active == "*":
@@ -142,11 +144,11 @@ class Tasks:
             self._bases.setdefault(name, adapter.base)
 
     def base(self, name: str) -> nn.Module:
-        """The bare layer called ``name``, whatever is around it now."""
+        """The base layer called ``name``, without any adapter."""
         return self._bases.get(name) or self.model.get_submodule(name)
 
     def activate(self, task: str | None) -> None:
-        """Put one task's adapters in place; None: the bare base."""
+        """Activate one task's adapters; None: the base alone."""
         if task is not None and task not in self.tasks:
             raise unknown("adapter", task, self.tasks)
         self._restore()
@@ -155,7 +157,7 @@ class Tasks:
         self.active = task
 
     def remove(self, task: str) -> None:
-        """Forget a task; if it was in place, the bare base is left."""
+        """Remove a task; if it was active, the base alone is left."""
         if task not in self.tasks:
             raise unknown("adapter", task, self.tasks)
         if self.active in (task, "*"):
@@ -163,7 +165,8 @@ class Tasks:
         del self.tasks[task]
 
     def activate_rows(self, tasks: Iterable[tuple[str | None, slice]], dim: int = 0) -> None:
-        """Let rows of a batch (its dimension ``dim``) go through the adapters of different tasks; None: the base."""
+        """Route rows of a batch (its dimension ``dim``) through the adapters of different tasks; None: the base
+        alone."""
         segments = list(tasks)
         for task, _ in segments:
             if task is not None and task not in self.tasks:
@@ -195,7 +198,7 @@ class Rows:
 
 
 class Segmented(nn.Module):
-    """A frozen layer computed once for all rows, then each task's part for its own."""
+    """A frozen layer computed once for all rows, then each task's part for its own rows."""
 
     def __init__(self, base: nn.Module, adapters: dict[str, Adapter], rows: Rows) -> None:
         super().__init__()

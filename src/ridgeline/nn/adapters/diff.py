@@ -17,11 +17,11 @@ from ridgeline.nn.parallel.collectives import local
 LOW, HIGH = -0.1, 1.1
 """Ends of the stretched interval of the hard-concrete distribution (Louizos et al. 2018, arXiv:1712.01312)."""
 OPEN = 2.0
-"""Gates at the start: nearly all are open."""
+"""Initial value of the gates: nearly all are open."""
 
 
 def settled(gate: Tensor) -> Tensor:
-    """Gates in [0, 1] without noise."""
+    """Deterministic gates in [0, 1]."""
     return (torch.sigmoid(gate) * (HIGH - LOW) + LOW).clamp(0, 1)
 
 
@@ -31,7 +31,8 @@ def open_chance(gate: Tensor) -> Tensor:
 
 
 def _draw(gate: Tensor, key: tuple[int, ...] | None) -> tuple[Tensor, Tensor | None]:
-    """(gates in [0, 1], their derivative by ``gate``): of the noise of ``key``; None: settled, without derivative."""
+    """(gates in [0, 1], their derivative by ``gate``), with the noise of ``key``; None: deterministic, without
+    derivative."""
     if key is None:
         return settled(gate), None
     generator = torch.Generator(gate.device).manual_seed(Dropout.seed_of(*key))
@@ -44,7 +45,7 @@ def _draw(gate: Tensor, key: tuple[int, ...] | None) -> tuple[Tensor, Tensor | N
 
 
 class _DiffLinear(torch.autograd.Function):
-    """x · (W + d ∘ z)ᵀ keeping x, W, d and the gates' parameters: everything else is made again in backward."""
+    """x · (W + d ∘ z)ᵀ that saves x, W, d and the gates' parameters: everything else is recomputed in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, diff: Tensor, gate: Tensor, key: tuple[int, ...]) -> Tensor:
@@ -66,9 +67,10 @@ class _DiffLinear(torch.autograd.Function):
 
 
 class DiffLinear(Adapter):
-    """A linear layer of weight W + d ∘ z: the difference d [out, in] is zero at the start, its gates z are learned.
+    """A linear layer of weight W + d ∘ z: the difference d [out, in] starts at zero, its gates z are learned.
 
-    In training the gates are drawn from their hard-concrete distribution by (seed, step, layer); elsewhere settled.
+    In training the gates are drawn from their hard-concrete distribution by (seed, step, layer); otherwise they are
+    deterministic.
     """
 
     leaves: ClassVar[tuple[str, ...]] = ("adapter_diff", "adapter_gate")
@@ -83,11 +85,11 @@ class DiffLinear(Adapter):
         return local(self.adapter_diff) * settled(local(self.adapter_gate))
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
-        """The base's output and the product with the difference."""
+        """The base's output plus the product with the difference."""
         return y + F.linear(x, self._difference().to(x.dtype)).to(y.dtype)
 
     def weight(self) -> Tensor:
-        """W and the difference."""
+        """W plus the gated difference."""
         return dense(self.base) + self._difference()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ class DiffLinear(Adapter):
 
 
 def projected(differences: dict[str, Tensor], density: float) -> dict[str, Tensor]:
-    """The largest magnitudes of all differences together, the share ``density`` of them; the others zero."""
+    """The largest magnitudes over all differences, a fraction ``density`` of them; the others are set to zero."""
     total = sum(d.numel() for d in differences.values())
     keep = max(1, round(total * density))
     every = torch.cat([d.abs().flatten() for d in differences.values()])

@@ -1,4 +1,4 @@
-"""Dropout that is a function of seed and step: the same when a forward pass is run again, and off without gradients."""
+"""Dropout as a function of seed and step: the same when a forward pass is recomputed, and off without gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ridgeline.nn.parallel.collectives import local
 
 
 class Dropout:
-    """Zeroes a share ``p`` of a layer's input and scales up the rest, by masks of (seed, step, layer, place).
+    """Zeroes a fraction ``p`` of a layer's input and scales up the rest, with masks of (seed, step, layer, place).
 
-    It needs no random state to be restored where a layer is recomputed, nor any mask to be kept. All micro-batches of a
-    step on one data rank (``place``) share a layer's mask. Without gradients (evaluation) it does nothing.
+    No random state need be restored where a layer is recomputed, and no mask need be saved. All micro-batches of a step
+    on one data rank (``place``) share a layer's mask. Without gradients (evaluation) it does nothing.
     """
 
     def __init__(self, p: float, seed: int, place: int = 0) -> None:
@@ -25,17 +25,17 @@ class Dropout:
         self.step: int | None = None
 
     def at(self, step: int) -> None:
-        """The step that begins."""
+        """Set the current step."""
         self.step = step
 
     @property
     def on(self) -> bool:
-        """Whether it acts now: in a training step's forward pass."""
+        """Whether it is active: in a training step's forward pass."""
         return self.step is not None and torch.is_grad_enabled()
 
     @staticmethod
     def seed_of(*parts: int) -> int:
-        """One seed of several numbers."""
+        """One seed derived from several numbers."""
         seed = 0
         for part in parts:
             seed = (seed * 1_000_003 + part + 1) % (2**63 - 25)
@@ -74,7 +74,7 @@ class Dropout:
 
 
 class _DroppedLinear(torch.autograd.Function):
-    """dropout(x) · Wᵀ keeping x and W alone: the mask is drawn again in backward."""
+    """dropout(x) · Wᵀ that saves only x and W: the mask is drawn again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, part: Tensor | None, gathered: Any, drop: Dropout,

@@ -1,4 +1,4 @@
-"""A learned change of a weight that learns no more: kept as what it changes, sparse where most of it is zero."""
+"""A learned weight change that is no longer trained: stored as the change, sparse where most of it is zero."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ridgeline.nn.adapters.diff import DiffLinear
 from ridgeline.nn.adapters.mask import MaskLinear
 
 SPARSE = 0.1
-"""Largest share of changed weights that is kept, and multiplied, as a sparse matrix."""
+"""Largest fraction of changed weights for which the change is stored and multiplied as a sparse matrix."""
 
 
 class FixedDelta(Adapter):
@@ -28,7 +28,7 @@ class FixedDelta(Adapter):
     change: Tensor
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
-        """The base's output and the product with the change."""
+        """The base's output plus the product with the change."""
         rows = x.reshape(-1, x.shape[-1])
         return y + (self.change @ rows.t()).t().reshape(y.shape).to(y.dtype)
 
@@ -38,7 +38,7 @@ class FixedDelta(Adapter):
 
 
 def fixed(adapter: Adapter) -> Adapter:
-    """The same adapter for use without training: gates settled, masks applied."""
+    """The same adapter for inference: deterministic gates, masks applied."""
     if isinstance(adapter, (DiffLinear, MaskLinear)):
         with torch.no_grad():
             return FixedDelta(adapter.base, adapter.weight() - dense(adapter.base))

@@ -20,7 +20,7 @@ from ridgeline.nn.quant.quantized import QuantizedLinear
 class _Rescale(torch.autograd.Function):
     """(y - b + u) ∘ g + b for the base's output y [..., out], the update u, the bias b and g [out].
 
-    Written as y + u + (g - 1) ∘ v with v = y - b + u, which alone is kept: with u = 0 and g = 1 it is y to the bit.
+    Computed as y + u + (g - 1) ∘ v with v = y - b + u, the only tensor saved: with u = 0 and g = 1 it is y bit for bit.
     """
 
     @staticmethod
@@ -42,8 +42,8 @@ class _Rescale(torch.autograd.Function):
 class LoRALinear(Adapter):
     """y = base(x) + scale · (x Aᵀ) Bᵀ with A [rank, in] random and B [out, rank] zero at the start.
 
-    With ``dora`` the rows of V = W + scale · B A are brought to learned lengths m [out], at the start those of W's. The
-    lengths that V has are taken as constants in the gradient (arXiv:2402.09353, section 4.3).
+    With ``dora`` the rows of V = W + scale · B A are rescaled to learned norms m [out], initially those of W's rows.
+    The norms of V are treated as constants in the gradient (arXiv:2402.09353, section 4.3).
     """
 
     leaves: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
@@ -70,7 +70,7 @@ class LoRALinear(Adapter):
         self.lora_m = nn.Parameter(self._lengths()) if dora else None
 
     def _update(self, x: Tensor) -> Tensor:
-        # The scale goes on the narrow side: on the wide one its gradient would be one more pass and one more tensor.
+        # Scale on the low-rank side: elsewhere its gradient would be one more pass and one more tensor.
         if self.dropout is not None and self.dropout.on:
             mid = self.dropout.linear(x, self.lora_a, self.layer)
         else:
@@ -100,20 +100,20 @@ class LoRALinear(Adapter):
         return self._added(y, self._update(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] → [..., out]. The update first: where a layer is recomputed the base's product is last, and left
-        out."""
+        """[..., in] → [..., out]. The update is computed first: where a layer is recomputed the base's product comes
+        last, and is skipped."""
         if self.merged:
             return super().forward(x)
         update = self._update(x)
         return self._added(self.base(x), update)
 
     def weight(self) -> Tensor:
-        """V, its rows of the learned lengths."""
+        """V, with its rows rescaled to the learned norms."""
         v = self._direction()
         return v if self.lora_m is None else v * (local(self.lora_m) / self._lengths())[:, None]
 
     def state(self) -> dict[str, Tensor]:
-        """A, B and, with DoRA, the lengths."""
+        """A, B and, with DoRA, the norms."""
         more = {} if self.lora_m is None else {"lora_m": self.lora_m}
         return super().state() | more
 

@@ -32,7 +32,7 @@ class _MaskedLinear(torch.autograd.Function):
 
 
 class MaskLinear(Adapter):
-    """A linear layer of weight W ∘ [s > τ] with learned scores s [out, in]; all weights are on at the start."""
+    """A linear layer of weight W ∘ [s > τ] with learned scores s [out, in]; all weights are used at the start."""
 
     leaves: ClassVar[tuple[str, ...]] = ("adapter_scores",)
 
@@ -42,12 +42,12 @@ class MaskLinear(Adapter):
         self.adapter_scores = nn.Parameter(torch.full_like(base.weight, start))
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
-        """The output without what the masked weights gave."""
+        """The output without the contribution of the masked weights."""
         off = local(self.adapter_scores) <= self.threshold
         return y - F.linear(x, (dense(self.base) * off).to(x.dtype)).to(y.dtype)
 
     def weight(self) -> Tensor:
-        """The weights that are on."""
+        """The weight with masked entries at zero."""
         return dense(self.base) * (local(self.adapter_scores) > self.threshold)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class MaskLinear(Adapter):
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Bools [out, in] → bits, eight a byte, row after row, uint8."""
+    """Bools [out, in] → bits, packed eight to a byte, row-major, uint8."""
     flat = F.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 

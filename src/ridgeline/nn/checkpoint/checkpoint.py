@@ -35,10 +35,10 @@ _AGAIN = "download or save the checkpoint again"
 
 
 def first_missing(file: Path) -> str | None:
-    """The first tensor of a truncated safetensors file whose bytes are not all there; None when its header is damaged.
+    """The first tensor of a truncated safetensors file whose bytes are incomplete; None when its header is damaged.
 
     The file begins with the header's length (8 bytes, little endian) and the header, a JSON object of tensor names with
-    their byte ranges behind it.
+    their byte ranges after it.
     """
     try:
         with file.open("rb") as f:
@@ -63,7 +63,7 @@ class FileSpan(NamedTuple):
 
 
 class _Files:
-    """The tensors of a checkpoint directory by name, and the file that each stands in."""
+    """The tensors of a checkpoint directory by name, and the file that contains each."""
 
     def __init__(self, path: Path, files: list[Path] | None = None, form: Format | None = None) -> None:
         self.path = path
@@ -140,7 +140,7 @@ class _Files:
         return tuple(self._handle(self.where[name]).get_slice(name).get_shape())
 
     def span(self, name: str) -> FileSpan:
-        """Where the tensor ``name`` stands."""
+        """Location of the tensor ``name``."""
         file = self.where[name]
         if file not in self._headers:
             with file.open("rb") as f:
@@ -151,7 +151,7 @@ class _Files:
         return FileSpan(file, start + first, end - first, header[name]["dtype"])
 
     def read(self, name: str, link: NamePair) -> Tensor:
-        """The piece of tensor ``name`` that ``link`` wants, as one of ours is laid out."""
+        """The part of tensor ``name`` that ``link`` maps, in our layout."""
         try:
             piece = self._handle(self.where[name]).get_slice(name)
             if link.part is None:
@@ -171,11 +171,12 @@ class _Files:
 def load_checkpoint(
     path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model in the checkpoint directory ``path``, in ``dtype`` (default: as its config says, else float32).
+    """The model in the checkpoint directory ``path``, in ``dtype`` (default: the dtype in its config, else float32).
 
-    Codes of compressed checkpoints are expanded. A GGUF file, or a directory with nothing else, is read too.
+    Quantized weights of compressed checkpoints are dequantized. A GGUF file, or a directory that contains only one, is
+    also read.
 
-    Raises :class:`UserError` for whatever is wrong with the directory; the message names file and tensor.
+    Raises :class:`UserError` for any problem with the directory; the message names file and tensor.
     """
     path = Path(path)
     if (file := gguf_file(path)) is not None:
@@ -205,7 +206,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def config_dtype(path: Path) -> torch.dtype:
-    """What the checkpoint's config says its weights are in; float32 if it does not say."""
+    """The dtype of the weights according to the checkpoint's config; float32 if it does not say."""
     config = _config(path)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
     return dtype if dtype in _DTYPES else torch.float32
@@ -215,8 +216,8 @@ def config_dtype(path: Path) -> torch.dtype:
 def load_into(model: Transformer, path: str | Path) -> None:
     """Copy the checkpoint in directory ``path`` into ``model``: whole, one pipeline stage of it, or sharded.
 
-    Only parameters of the architecture are read; others that the model has (adapters) keep their values. The tensors
-    pass one at a time. Raises :class:`UserError` as :func:`load_checkpoint` does.
+    Only parameters of the architecture are read; others that the model has (adapters) keep their values. Tensors are
+    read one at a time. Raises :class:`UserError` as :func:`load_checkpoint` does.
     """
     files = _Files(Path(path))
     parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -229,7 +230,7 @@ def load_into(model: Transformer, path: str | Path) -> None:
 
 
 class Reader:
-    """Single parameters of a checkpoint directory, by our names: for what cannot hold a whole model."""
+    """Single parameters of a checkpoint directory, by our names, for callers that cannot hold a whole model."""
 
     def __init__(
         self, path: str | Path, spec: ModelSpec, files: list[Path] | None = None, form: Format | None = None
@@ -248,8 +249,8 @@ class Reader:
         return self._files.input(self._links[ours][expert or 0])
 
     def span(self, ours: str, dtype: torch.dtype, expert: int | None = None) -> FileSpan | None:
-        """Where a parameter, or one expert's slice of it, stands in a file just as it is used in ``dtype``; None where
-        it must be converted or joined from several pieces."""
+        """Location of a parameter, or one expert's slice of it, if a file stores it exactly as used in ``dtype``; None
+        if it must be converted or joined from several pieces."""
         pieces = self._links[ours]
         link = pieces[expert or 0]
         name = self._files.find(link)
@@ -261,9 +262,9 @@ class Reader:
         return found if usable else None
 
     def read(self, ours: str, expert: int | None = None) -> Tensor:
-        """A parameter as it is stored (codes expanded to fp32), or one expert's slice of it.
+        """A parameter as stored (dequantized to fp32), or one expert's slice of it.
 
-        Raises :class:`UserError` for what is missing, misshapen or unreadable.
+        Raises :class:`UserError` for a missing, misshapen or unreadable tensor.
         """
         pieces, shape = self._links[ours], self._shapes[ours]
         if expert is None:
@@ -275,10 +276,10 @@ class Reader:
 
 
 def _gather(files: _Files, pieces: list[NamePair], shape: tuple[int, ...]) -> Tensor:
-    """One of our parameters out of its pieces, each checked before anything is read."""
+    """Assemble one of our parameters from its pieces, each checked before anything is read."""
     names = [files.find(link) for link in pieces]
     coded = [None if name else files.packed(link) for name, link in zip(names, pieces, strict=True)]
-    if any(packed is not None for packed in coded):  # of a mixture's experts, maybe not all
+    if any(packed is not None for packed in coded):  # of a mixture's experts, possibly not all
         dense = []
         for packed, name, link in zip(coded, names, pieces, strict=True):
             if packed is not None:
@@ -392,7 +393,7 @@ def _nbytes(entry: Entry) -> int:
 
 
 def _plan(tensors: dict[str, Entry], limit: float) -> dict[str, list[str]]:
-    """File name → names of its tensors, filled in model order."""
+    """File name → names of its tensors, assigned in model order."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, entry in tensors.items():

@@ -1,4 +1,4 @@
-"""How the twin's parameters and the tensors of a Hugging Face checkpoint correspond, family by family."""
+"""Mapping between our model's parameters and the tensors of a Hugging Face checkpoint, family by family."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ridgeline.spec.model import ModelSpec
 class NamePair(NamedTuple):
     """One piece: ``ours[expert]`` equals ``theirs``, or its ``part``, transposed if so marked.
 
-    One of ours may be linked several times (experts that the hub stores one by one), and so may one of theirs (GPT-2's
-    fused query, key and value).
+    One of our parameters may have several links (experts that the hub stores separately), and so may one of theirs
+    (GPT-2's fused query, key and value).
     """
 
     ours: str
@@ -104,14 +104,14 @@ _EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def require_twin(spec: ModelSpec) -> None:
-    """Raise :class:`UserError` for a model that exists as a spec only."""
+    """Raise :class:`UserError` for a model that exists only as a spec."""
     if spec.family not in _TABLES or spec.is_encoder_decoder or spec.position in ("relative", "alibi"):
         raise UserError(f"model {spec.name!r} of family {spec.family!r} is spec only: it can be predicted, not run",
                         f"run a model of one of these families: {', '.join(_TABLES)}")  # fmt: skip
 
 
 def links(spec: ModelSpec) -> Iterator[NamePair]:
-    """Every piece of the model, in the layout that the hub's files have (Mixtral: one tensor per expert).
+    """Every piece of the model, in the layout of the hub's files (Mixtral: one tensor per expert).
 
     Raises :class:`UserError` for a family that is predicted, not run.
     """

@@ -1,7 +1,7 @@
-"""Adapters in files: low-rank ones as the ``peft`` library writes and reads them, other kinds in a format of our own.
+"""Adapter files: low-rank ones as the ``peft`` library writes and reads them, other kinds in a format of our own.
 
-A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. Names in it are those of the Hugging Face
-model; options and tensors given and taken here are ours.
+A directory holds ``adapter_config.json`` and ``adapter_model.safetensors``. Names in it are those of the Hugging Face
+model; options and tensors in this module's interface are ours.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from ridgeline.spec.targets import linears, shortest
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OWN = "RIDGELINE_"
-"""Prefix of ``peft_type`` in folders that ``peft`` has no format for."""
+"""Prefix of ``peft_type`` for adapters that have no ``peft`` format."""
 _PREFIX = "base_model.model."
 _NOT_READ = ("modules_to_save", "lora_bias", "layer_replication", "target_parameters", "use_qalora",
              "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "kasa_config")  # fmt: skip
 
 
 class Place(NamedTuple):
-    """Where one of our linear layers is in the Hugging Face model: its module, or the i-th of n parts of its output."""
+    """Location of one of our linear layers in the Hugging Face model: its module, or the i-th of n parts of its
+    output."""
 
     theirs: str
     part: int = 0
@@ -58,7 +59,7 @@ def save_lora(folder: Path, spec: ModelSpec, options: Mapping[str, Any], state: 
     """Write ``state`` (``<our linear>.lora_a`` [rank, in], ``.lora_b`` [out, rank], with DoRA ``.lora_m`` [out]).
 
     ``options``: rank, alpha, dropout, rslora, dora. GPT-2's query, key and value are one module there: their adapters
-    become one of the rank of all together, whose B is zero but for a block of each.
+    become one whose rank is the sum, with a block-diagonal B.
     """
     where = places(spec)
     groups: dict[str, list[str]] = {}
@@ -113,7 +114,7 @@ def save_lora(folder: Path, spec: ModelSpec, options: Mapping[str, Any], state: 
 
 
 def _others(spec: ModelSpec) -> set[str]:
-    """Their modules that are no linear layer of a block, so that no ending names them by accident."""
+    """Their modules that are not linear layers of a block, so that no suffix matches them by accident."""
     found = {link.theirs.rpartition(".")[0] for link in links(spec) if link.theirs.endswith(".weight")}
     return found | ({"bert.pooler.dense"} if spec.family == "bert" else set())
 
@@ -121,8 +122,8 @@ def _others(spec: ModelSpec) -> set[str]:
 def load_lora(folder: Path, spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(options, state) as :func:`save_lora` takes them, with ``targets`` among the options, from what ``peft`` saved.
 
-    Modules of unlike rank or scale are brought to the largest rank, padded with zeros, and one scale. Raises
-    :class:`UserError` for whatever does not fit ``spec``, naming the first misfit.
+    Modules with different ranks or scales are converted to the largest rank, padded with zeros, and one scale. Raises
+    :class:`UserError` for anything that does not match ``spec``, naming the first mismatch.
     """
     config, tensors = read(folder)
     kind = str(config.get("peft_type", ""))
@@ -242,7 +243,7 @@ def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> 
 
 def save_own(folder: Path, spec: ModelSpec, kind: str, options: Mapping[str, Any], state: Mapping[str, Tensor],
              base: str = "") -> None:  # fmt: skip
-    """Write an adapter that ``peft`` has no format for: our names, and ``peft_type`` says whose it is."""
+    """Write an adapter that has no ``peft`` format: under our names, with our own ``peft_type``."""
     config = {
         "peft_type": f"{OWN}{kind.upper()}",
         "library": "ridgeline: peft does not read this kind",

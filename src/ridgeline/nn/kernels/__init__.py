@@ -1,1 +1,1 @@
-"""Fused kernels, compiled C++ on the CPU and Triton on CUDA, and the autograd functions over them."""
+"""Fused kernels, compiled C++ on the CPU and Triton on CUDA, and the autograd functions that use them."""

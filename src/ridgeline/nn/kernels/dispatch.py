@@ -1,4 +1,4 @@
-"""Which kernels serve a tensor: compiled C++ in this process's memory, Triton on CUDA, or none."""
+"""Selects the kernels for a tensor: compiled C++ on the CPU, Triton on CUDA, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def has_triton() -> bool:
 
 
 def usable(*tensors: Tensor | None) -> bool:
-    """Whether kernels can work on these: plain tensors on one kind of device, of a type that its kernels know."""
+    """Whether the kernels support these tensors: plain tensors on one kind of device, of a supported dtype."""
     given = [t for t in tensors if t is not None]
     kinds = {t.device.type for t in given}
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in TYPES for t in given)

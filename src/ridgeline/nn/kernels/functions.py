@@ -26,7 +26,7 @@ def _wide(t: Tensor) -> torch.dtype:
 
 
 def adjacent(parts: list[Tensor]) -> Tensor | None:
-    """Matrices [n_i, k] (or vectors) that lie behind each other in one storage, as one [Σ n_i, k]; None if not."""
+    """Matrices [n_i, k] (or vectors) that are consecutive in one storage, as one [Σ n_i, k]; None if they are not."""
     first = parts[0]
     place = first.storage_offset()
     storage = first.untyped_storage().data_ptr()
@@ -47,13 +47,13 @@ def adjacent(parts: list[Tensor]) -> Tensor | None:
 class _AddNorm(torch.autograd.Function):
     """(x + update, norm(x + update)) in one pass each way; without an update, (x, norm(x)).
 
-    RMSNorm (``centerd`` False) or LayerNorm. Saves the sum and one or two numbers per row, as the plain norms do; in
+    RMSNorm (``centered`` False) or LayerNorm. Saves the sum and one or two numbers per row, as the plain norms do; in
     backward the gradient that reaches the sum by another way is added before it is written.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-                centerd: bool, out_dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+                centered: bool, out_dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = x.contiguous()
         update = None if update is None else update.contiguous()
         wide = _wide(x)
@@ -62,7 +62,7 @@ class _AddNorm(torch.autograd.Function):
         total = x if update is None else torch.empty_like(x)
         y = torch.empty_like(x, dtype=out_dtype)
         rstd = torch.empty(rows, dtype=wide, device=x.device)
-        mean = torch.empty_like(rstd) if centerd else None
+        mean = torch.empty_like(rstd) if centered else None
         call("rl_add_norm", wide == torch.float64, x, TYPES[x.dtype], update,
              TYPES[(x if update is None else update).dtype], weight, TYPES[weight.dtype], bias, total, y,
              TYPES[y.dtype], mean, rstd, rows, size, float(eps), columns=columns)  # fmt: skip
@@ -98,9 +98,9 @@ class _Norm(torch.autograd.Function):
     """:class:`_AddNorm` without an update: [..., size] → [..., size]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centerd: bool,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
                 out_dtype: torch.dtype, columns: int) -> Tensor:  # fmt: skip
-        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centerd, out_dtype, columns)
+        _, y = _AddNorm.forward(ctx, x, None, weight, bias, eps, centered, out_dtype, columns)
         ctx.set_materialize_grads(True)
         return y
 
@@ -151,7 +151,7 @@ def _activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor,
 
 
 def _if_trained(x: Tensor, parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    """What the gradient of weights needs: nothing where they are frozen."""
+    """What the gradient of weights needs: nothing if they are frozen."""
     return x if parts[0] is not None and parts[0].requires_grad else None
 
 
@@ -174,9 +174,9 @@ def _product_gradients(
 
 
 class _GatedLinear(torch.autograd.Function):
-    """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is [Wg; Wu] to multiply by.
+    """silu(x Wgᵀ + bg) · (x Wuᵀ + bu) from one product: x [rows, k] → [rows, f]. ``merged`` is the combined [Wg; Wu].
 
-    Saves x and the product; its backward pass turns the latter into its gradient, so that it can run once.
+    Saves x and the product; its backward pass overwrites the product with its gradient, so it can run only once.
     """
 
     @staticmethod
@@ -199,7 +199,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 class _QKV(torch.autograd.Function):
-    """Queries, keys and values of x [B, S, k] by one product, turned to their positions in place.
+    """Queries, keys and values of x [B, S, k] by one product, with rotary embedding applied in place.
 
     Returns three views [B, S, heads, D] of one tensor. ``rope``: (cos, signed sin), each [S, 1, D] or [B, S, 1, D].
     """
@@ -362,17 +362,17 @@ def adamw_(low: Tensor | None, master: Tensor, grad: Tensor, m: Tensor, v: Tenso
 # What the classes above offer, with types. ``columns``: see :func:`~ridgeline.nn.kernels.dispatch.call`.
 
 
-def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centerd: bool,
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool,
              dtype: torch.dtype, columns: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(x + update, norm of that in ``dtype``), both [..., size]."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centerd, dtype, columns)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, weight, bias, eps, centered, dtype, columns)  # type: ignore[no-untyped-call]
     return out
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centerd: bool, dtype: torch.dtype,
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, dtype: torch.dtype,
          columns: int = 0) -> Tensor:  # fmt: skip
-    """LayerNorm (``centerd``) or RMSNorm of x [..., size] in ``dtype``."""
-    y: Tensor = _Norm.apply(x, weight, bias, eps, centerd, dtype, columns)  # type: ignore[no-untyped-call]
+    """LayerNorm (``centered``) or RMSNorm of x [..., size] in ``dtype``."""
+    y: Tensor = _Norm.apply(x, weight, bias, eps, centered, dtype, columns)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -390,7 +390,8 @@ def gated_linear(x: Tensor, merged: Tensor, bias: Tensor | None, parts: list[Ten
 
 def qkv(x: Tensor, merged: Tensor, bias: Tensor | None, head_dim: int, rope: tuple[Tensor, Tensor] | None,
         parts: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Turned queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three biases."""
+    """Rotated queries and keys, and values, of x [B, S, k]: [B, S, heads, D]. ``parts``: three weights, three
+    biases."""
     q, k, v = _QKV.apply(x, merged, bias, head_dim, rope, *parts)  # type: ignore[no-untyped-call]
     return q, k, v
 

@@ -1,7 +1,7 @@
 """The fused kernels in Triton, for CUDA devices: the same functions over the same arguments as ``cpu.cpp``.
 
-Arithmetic is float32 whatever the storage. Rows are walked by one program each; reductions over rows (gradients of norm
-weights and biases) go through one partial sum per program. Imported only where Triton is installed.
+Arithmetic is float32 regardless of the storage dtype. One program processes each row; reductions over rows (gradients
+of norm weights and biases) use one partial sum per program. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -36,10 +36,10 @@ def _add_norm(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD: tl.co
     if CENTERD:
         mean = tl.sum(r, 0) / n
         tl.store(mean_out + row, mean)
-    centerd = tl.where(inside, r - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centerd * centerd, 0) / n + eps)
+    centered = tl.where(inside, r - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, 0) / n + eps)
     tl.store(rstd_out + row, rstd)
-    out = centerd * rstd * tl.load(w + at, inside, other=0.0).to(tl.float32)
+    out = centered * rstd * tl.load(w + at, inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         out += tl.load(b + at, inside, other=0.0).to(tl.float32)
     tl.store(y + row * n + at, out.to(y.dtype.element_ty), inside)
@@ -71,8 +71,8 @@ def _add_norm_folded(x, add, w, b, total, y, mean_out, rstd_out, n, eps, HAS_ADD
         for first in range(0, n, SIZE):
             at = first + tl.arange(0, SIZE)
             r = tl.load(total + start + at, at < n, other=0.0).to(tl.float32)
-            centerd = tl.where(at < n, r - mean, 0.0)
-            sums += centerd * centerd
+            centered = tl.where(at < n, r - mean, 0.0)
+            sums += centered * centered
     rstd = 1.0 / tl.sqrt(tl.sum(sums, 0) / n + eps)
     tl.store(rstd_out + tl.program_id(0), rstd)
     for first in range(0, n, SIZE):
@@ -341,7 +341,7 @@ def _size(n: int) -> int:
 
 
 def _tile(n: int, columns: int) -> tuple[bool, int]:
-    """Whether rows of ``n`` are walked in tiles of ``columns``, and how many of them a program holds."""
+    """Whether rows of ``n`` are processed in tiles of ``columns``, and how many tiles a program holds."""
     folded = 0 < columns < n
     return folded, columns if folded else _size(n)
 

@@ -1,9 +1,9 @@
-"""Products with weights in low-bit codes in Triton, for CUDA devices: codes are expanded in registers.
+"""Products with low-bit weights in Triton, for CUDA devices: weights are dequantized in registers.
 
-Weights lie as in :class:`ridgeline.nn.quant.packed_linear.Words`: int32 words dense along the inputs, scales and zeros
-per group of inputs. Sums are fp32. Few rows of activations are multiplied as vectors, more as tiles; where there are
-fewer blocks of outputs than processors, the inputs are split between programs, whose partial sums are added atomically.
-Imported only where Triton is installed.
+Weights are stored as in :class:`ridgeline.nn.quant.packed_linear.Words`: int32 words dense along the inputs, scales and
+zeros per group of inputs. Sums are fp32. Few rows of activations are multiplied as vectors, more as tiles; where there
+are fewer blocks of outputs than processors, the inputs are split between programs, whose partial sums are added
+atomically. Imported only where Triton is installed.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 VECTOR_ROWS = 4
-"""Most rows that are multiplied as vectors: tensor cores work on 16 at least."""
+"""Maximum number of rows that are multiplied as vectors: tensor cores need at least 16."""
 _PROGRAMS = 264
-"""Programs that fill a large device twice."""
+"""Number of programs that fill a large device twice."""
 
 
 @triton.jit
@@ -53,10 +53,10 @@ def _tile(words, scale, zero, rows, columns, n, k, row_words, groups, group, BIT
         known = inside
     s = tl.load(scale + which, known, other=0.0).to(tl.float32)
     if HAS_ZERO:
-        centerd = codes - tl.load(zero + which, known, other=0).to(tl.int32)
+        centered = codes - tl.load(zero + which, known, other=0).to(tl.int32)
     else:
-        centerd = codes - (1 << (BITS - 1))
-    return tl.where(inside, centerd.to(tl.float32) * s, 0.0)
+        centered = codes - (1 << (BITS - 1))
+    return tl.where(inside, centered.to(tl.float32) * s, 0.0)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Compiles the C++ kernels at first use and calls them on tensors.
 
-The library has no torch headers, so that it compiles in seconds; it is cached under Ridgeline's home by a digest of its
-source, compiler and processor. It is written beside its place and renamed: processes that compile at the same time
-replace each other's equal result, and one that is killed leaves nothing that another would wait for.
+The library uses no torch headers, so that it compiles in seconds; it is cached under Ridgeline's home by a digest of
+its source, compiler and processor. It is written to a temporary file and renamed: processes that compile at the same
+time replace each other's equal result, and a killed one leaves nothing that another would wait for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with one warning that says why, where there is no working compiler."""
+    """The compiled kernels; None, with one warning that gives the reason, if there is no working compiler."""
     named = os.environ.get("CXX")
     compiler = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++"])), None)
     if compiler is None:

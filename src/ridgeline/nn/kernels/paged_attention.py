@@ -62,7 +62,7 @@ def _part(q, k, v, table, lengths, acc, stats, slots, blocks, groups, repeat, wi
 
 @triton.jit
 def _merge(acc, stats, out, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
-    """One head's parts, weighed by their shares of the whole sum."""
+    """Merge one head's parts, weighted by their fractions of the whole softmax sum."""
     row = tl.program_id(0)
     part, wide = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     there, inside = part < splits, wide < WIDTH

@@ -1,1 +1,1 @@
-"""Where tensors lie and how long: tiered store, arenas, the meter, the key/value pool."""
+"""Tensor placement and lifetimes: tiered store, arenas, the meter, the key/value pool."""

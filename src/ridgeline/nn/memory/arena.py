@@ -1,7 +1,7 @@
-"""One arena for the tensors of a step: offsets from lifetimes, and the dispatch mode that puts results there.
+"""One arena for the tensors of a step: offsets from lifetimes, and the dispatch mode that places results there.
 
-The planner is greedy by size with best fit: the largest tensor first, each into the smallest hole that is free for as
-long as it lives. LightSeq2 (arXiv:2110.05722) allocates the largest memory of a step once in the same spirit.
+The planner is greedy by size with best fit: the largest tensor first, each into the smallest gap that is free
+throughout its lifetime. LightSeq2 (arXiv:2110.05722) likewise allocates the largest memory of a step once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from ridgeline.nn.memory.timeline import Recorder
 
 ALIGNMENT = 64
-"""Bytes that offsets are multiples of."""
+"""Alignment of offsets in bytes."""
 
 Span = tuple[int, int, int]
 """(bytes, birth, death): needed at times ``birth <= t < death``."""
@@ -30,7 +30,7 @@ def padded(size: int) -> int:
 
 
 def lower_bound(spans: Sequence[Span]) -> int:
-    """Most padded bytes that live at once: no arena is smaller."""
+    """Peak of live padded bytes: no arena is smaller."""
     change: dict[int, int] = {}
     for size, birth, death in spans:
         change[birth] = change.get(birth, 0) + padded(size)
@@ -101,8 +101,8 @@ def writer_of(func: Any, device: str) -> Callable[..., Any] | None:
 
 
 def signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What must be as recorded for an operator's place to fit: the operator, and the sizes, strides and dtypes that it
-    works on."""
+    """What must match the recording for an operator's offset to be valid: the operator, and the sizes, strides and
+    dtypes of its inputs."""
     return func, (*map(_form, args), *((name, _form(a)) for name, a in kwargs.items()))
 
 
@@ -159,18 +159,18 @@ class _Placed:
 class Arena(TorchDispatchMode):
     """Runs recorded operators into their places. A context manager around every step after the recorded one.
 
-    From an operator that differs from the recorded one on, the rest of the step allocates as usual.
+    From the first operator that differs from the recording, the rest of the step allocates as usual.
     """
 
     operators: list[tuple[Any, ...]]
-    """Signatures of the recorded step's."""
+    """Signatures of the recorded step's operators."""
     places: dict[int, _Placed]
     nbytes: int
     memory: Tensor
     """[nbytes] uint8, allocated once."""
     now: int = 0
     served: int = 0
-    """Results placed since the last step began."""
+    """Number of results placed since the last step began."""
     diverged: bool = False
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class Arena(TorchDispatchMode):
         self.writers: dict[Any, Callable[..., Any] | None] = {}
 
     def begin(self) -> None:
-        """A new step."""
+        """Start a new step."""
         self.now = self.served = 0
         self.diverged = False
 
@@ -205,12 +205,12 @@ class Arena(TorchDispatchMode):
 
 
 def plan_arena(watch: _Watch, device: torch.device) -> Arena:
-    """The arena for a recorded step: every placeable result that no longer lives at its end."""
+    """The arena for a recorded step: every placeable result that is freed before its end."""
     found = [r for r in watch.results if r.entry.death is not None and r.entry.size == r.nbytes]
     spans = [(r.nbytes, r.op, max(r.entry.death, r.op + 1)) for r in found]
     where, total = offsets(spans)
     places = {r.op: _Placed(at, r.size, r.stride, r.dtype) for r, at in zip(found, where, strict=True)}
-    memory = torch.zeros(padded(total), dtype=torch.uint8, device=device)  # touched, so that it is really there
+    memory = torch.zeros(padded(total), dtype=torch.uint8, device=device)  # touched, so that it is actually allocated
     return Arena(watch.signatures, places, total, memory)
 
 
@@ -224,14 +224,14 @@ class StaticArena:
     steps: int = 0
     arena: Arena | None = None
     bound: int = 0
-    """Most planned bytes that live at once."""
+    """Peak of live planned bytes."""
     naive: int = 0
-    """Sum of all planned tensors: what a step without reuse would take."""
+    """Sum of all planned tensors: the memory of a step without reuse."""
 
     def __call__(self, *args: Any) -> Tensor:
         """Forward and backward of one step."""
         self.steps += 1
-        if self.steps == 1:  # the optimizer's states and lazily made tables come into being
+        if self.steps == 1:  # optimizer states and lazily created tables are allocated
             return self.execute(*args)
         if self.arena is None:
             watch = _Watch(self.root)

@@ -1,9 +1,9 @@
-"""A mixture's experts that rest in host memory or on disk, of which the device keeps those last used (Eliseev and
+"""A mixture's experts stored in host memory or on disk, with a device cache of the most recently used ones (Eliseev and
 Mazur, arXiv:2312.17238).
 
-Every layer keeps ``keep`` experts. What is missing is fetched into one of ``staging`` further buffers by a thread,
-while the experts that are there compute; that buffer is then the layer's, and the one that it drops is free.
-Free buffers take the experts that the next layer will probably want.
+Every layer caches ``keep`` experts. Missing ones are fetched by a thread into one of ``staging`` additional buffers,
+while the cached experts compute; that buffer then belongs to the layer, and the evicted expert's becomes free. Free
+buffers are used to prefetch the experts that the next layer will probably need.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class ExpertCache:
     staging: int
     policy: Policy = "lru"
     uses: int = 0
-    """Experts that passes needed so far, in all layers."""
+    """Number of experts needed so far, in all layers."""
     hits: int = 0
-    """Those of them that the layer had kept."""
+    """Number of those that were cached."""
     guessed: int = 0
-    """Those that were missing, but fetched or on their way because the layer before guessed them."""
+    """Number of those that were missing, but prefetched or being fetched because the previous layer predicted them."""
     bytes: int = 0
-    """What was fetched."""
+    """Number of bytes fetched."""
     _guesses: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         layers = len(self.tensors)
         self.kept: list[OrderedDict[int, DeviceBuffer]] = [OrderedDict() for _ in range(layers)]
-        """By layer, the experts it keeps, those used longest ago first."""
+        """By layer, its cached experts, least recently used first."""
         self._counts = [[0] * len(experts) for experts in self.tensors]
         flat = [source for layer in self.sources for source in layer]
         self.buffers = device_buffers(flat, layers * self.keep + self.staging, self.device)
@@ -59,13 +59,13 @@ class ExpertCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
 
     def guess(self, layer: int, experts: Sequence[int]) -> None:
-        """Say which experts ``layer`` will probably want, most probable first; they are fetched into buffers that the
-        running layer leaves free."""
+        """Announce the experts that ``layer`` will probably need, most probable first; they are fetched into buffers
+        that the running layer leaves free."""
         self._guesses = {layer: [e for e in experts if e not in self.kept[layer]]}
 
     def use(self, layer: int, needed: Sequence[int]) -> Iterator[int]:
-        """The experts ``needed`` by a pass, each on the device until the next is asked for: first those that are kept,
-        then those that must come."""
+        """The experts ``needed`` by a pass, each on the device until the next is requested: first the cached ones, then
+        those that must be fetched."""
         self._guesses.pop(layer, None)
         kept = self.kept[layer]
         here = [e for e in needed if e in kept]
@@ -116,7 +116,7 @@ class ExpertCache:
     # ---- what comes ----
 
     def _start(self, key: Key, wanted: set[Key]) -> bool:
-        """Begin to fetch an expert; False where every buffer is taken by ``wanted`` ones."""
+        """Begin to fetch an expert; False if every buffer is occupied by ``wanted`` ones."""
         if key in self._coming:
             return True
         if len(self._coming) >= self.staging and not self._forget(wanted):
@@ -127,7 +127,7 @@ class ExpertCache:
         return True
 
     def _forget(self, wanted: set[Key]) -> bool:
-        """Give up the oldest guess that is not ``wanted``."""
+        """Discard the oldest prefetched expert that is not ``wanted``."""
         for key, (buffer, arriving) in self._coming.items():
             if key not in wanted:
                 with contextlib.suppress(UserError):
@@ -152,7 +152,7 @@ class ExpertCache:
         return buffer
 
     def _speculate(self, wanted: set[Key]) -> None:
-        """Fetch guesses while buffers are free."""
+        """Prefetch announced experts while buffers are free."""
         for layer, experts in self._guesses.items():
             for e in experts:
                 key = (layer, e)

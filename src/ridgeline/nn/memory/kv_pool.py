@@ -1,9 +1,10 @@
-"""Attention of a packed batch over a pool of slots: no padding, no gather, no phases.
+"""Attention of a packed batch over a pool of slots: no padding, no gather, no separate phases.
 
-A step's tokens lie behind each other in one row; every sequence brings some new ones and sees its older ones, which lie
-in the pool in a few extents (see :mod:`ridgeline.serve.block_manager`). Attention is taken extent by extent on views of
-the pool and merged by the log-sum-exp of the scores, so nothing is copied (vLLM's paged attention, arXiv:2309.06180, on
-extents; merging as in flash decoding). Packed rows without padding: ByteTransformer (arXiv:2210.03052).
+A step's tokens are packed into one row; every sequence adds some new ones and attends to its older ones, which are
+stored in the pool in a few extents (see :mod:`ridgeline.serve.block_manager`). Attention is computed extent by extent
+on views of the pool and merged by the log-sum-exp of the scores, so nothing is copied (vLLM's paged attention,
+arXiv:2309.06180, on extents; merging as in flash decoding). Packed rows without padding: ByteTransformer
+(arXiv:2210.03052).
 
 Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, L slots of an extent.
 """
@@ -24,7 +25,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class PlainStore:
-    """Keys or values as they are, [1, G, slots, D]."""
+    """Unquantized keys or values, [1, G, slots, D]."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.rows = torch.zeros(shape, dtype=dtype, device=device)
@@ -34,18 +35,18 @@ class PlainStore:
         self.rows[:, :, at] = x
 
     def read(self, at: At, dtype: torch.dtype) -> Tensor:
-        """The slots ``at``, [1, G, L, D]."""
+        """Read the slots ``at``, [1, G, L, D]."""
         return self.rows[:, :, at]
 
 
 GATHERED = 256
-"""Slots below which an extent is read together with others as short."""
+"""Extents with fewer slots are short, and gathered together with others."""
 
 
 @dataclass(slots=True)
 class Piece:
     """One sequence's part of a step: rows ``start`` to ``stop`` are its newest tokens; ``extents`` (first slot, slots)
-    hold the older ones that they see, in order, and where ``own`` is False, the new ones too."""
+    hold the older ones that they attend to, in order, and where ``own`` is False, the new ones too."""
 
     start: int
     stop: int
@@ -53,14 +54,14 @@ class Piece:
     own: bool
     """Whether new tokens are read from the step itself, not from the pool."""
     length: int = 0
-    """Tokens of the sequence after the step."""
+    """Number of tokens of the sequence after the step."""
     blocks: list[int] = field(default_factory=list)
-    """Its table, for kernels that read it."""
+    """Its block table, for kernels that read it."""
     _split: tuple[list[tuple[int, int]], Tensor | None] | None = field(default=None, init=False, repr=False)
 
     def split(self, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None]:
-        """Extents that are read where they lie, and the slots of the others, if several are short: a call for each
-        would take longer than to gather them. The same in all layers of a step."""
+        """Extents that are read in place, and the slots of the others, if several are short: one call for each would
+        take longer than gathering them. The same in all layers of a step."""
         if self._split is None:
             short = [extent for extent in self.extents if extent[1] < GATHERED]
             if len(short) < 2:
@@ -73,7 +74,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Singles:
-    """The sequences of a step with one new token each, as a kernel takes them."""
+    """The sequences of a step with one new token each, in the form that a kernel takes."""
 
     rows: Tensor
     """[B]: their rows."""
@@ -89,7 +90,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 
 
 def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | None:
-    """What a kernel needs of the pieces with one new token; None if there are none."""
+    """The kernel's arguments for the pieces with one new token; None if there are none."""
     some = [p for p in pieces if p.blocks and p.stop - p.start == 1 and not p.own]
     if not some:
         return None
@@ -105,36 +106,37 @@ class BatchLayout:
     """One step as attention sees it; the same for all layers."""
 
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    """Where the new tokens' keys and values go, [T]; empty: nowhere (encoders)."""
+    """Slots for the new tokens' keys and values, [T]; empty: not stored (encoders)."""
     pieces: list[Piece] = field(default_factory=list)
     singles: Singles | None = None
-    """The pieces of one new token, where a kernel takes them all at once."""
+    """The pieces of one new token, if a kernel processes them all at once."""
     kernel: Kernel | None = None
     causal: bool = True
     window: int = 0
-    """Newest tokens that a token sees; 0: all. Extents are cut to it for a single new token."""
+    """Number of newest tokens that a token attends to; 0: all. Extents are cut to it for a single new token."""
     outside: AbstractContextManager[None] = field(default_factory=nullcontext)
-    """Entered by each layer's attention, whose operators follow the batch, as no other's do."""
+    """Entered by each layer's attention, the only part whose operators depend on the batch."""
     real: Tensor | None = None
-    """Which rows of a padded step hold tokens, [sequences, rows of each] bool; None: there are no pads."""
+    """Which rows of a padded step hold tokens, [sequences, rows of each] bool; None: there is no padding."""
 
 
 class PagedCache(LayerCache):
-    """A layer's part of the pool. ``layout`` is what the step is like; the engine changes it in place."""
+    """A layer's part of the pool. ``layout`` describes the current step; the engine changes it in place."""
 
     def __init__(
         self, layout: BatchLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = ""
     ) -> None:
-        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 to keep codes."""
+        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 for a quantized cache."""
         self.layout = layout
         self.length = 0
         make = KINDS[kind] if kind else lambda s, d: PlainStore(s, dtype, d)
         self.stores = [make(shape, device) for _ in range(2)]
 
     def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence sees itself.
+        """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence attends only
+        to itself.
 
-        ``backend`` and ``mask`` play no part: what is seen follows from the layout.
+        ``backend`` and ``mask`` are ignored: the layout determines what is attended to.
         """
         layout = self.layout
         with layout.outside:
@@ -153,9 +155,9 @@ class PagedCache(LayerCache):
             for store, new in zip(self.stores, (k, v), strict=True):
                 store.write(layout.slots, new)
             if not isinstance(self.stores[0], PlainStore):
-                # What is seen must not depend on which step brought it: codes are read back at once.
+                # Results must not depend on which step stored a token: quantized values are read back at once.
                 k, v = (store.read(layout.slots, q.dtype) for store in self.stores)
-        # Rows of a token beside each other, as the output projection wants them.
+        # Rows of a token next to each other, as the output projection needs them.
         out = torch.empty((q.shape[2], q.shape[1], q.shape[3]), dtype=q.dtype, device=q.device)
         at_once = layout.singles is not None
         if layout.singles is not None and layout.kernel is not None:
@@ -192,7 +194,7 @@ class PagedCache(LayerCache):
         return self.stores[0].read(at, dtype), self.stores[1].read(at, dtype)
 
     def _past(self, piece: Piece, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Cached keys and values of a sequence: long extents where they lie, short ones gathered into one."""
+        """Cached keys and values of a sequence: long extents in place, short ones gathered into one."""
         long, slots = piece.split(self.layout.slots.device)
         parts = [self._read(extent, dtype) for extent in long]
         if slots is not None:
@@ -215,7 +217,7 @@ class PagedCache(LayerCache):
         return rows.shape[1]
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
-        """Several new tokens: what came before is seen by all of them, then each sees those up to itself."""
+        """Several new tokens: all attend to earlier tokens, and each to new ones up to itself."""
         layout = self.layout
         if layout.window and layout.window < piece.stop - piece.start + sum(n for _, n in piece.extents):
             return self._windowed(q, k, v, piece)
@@ -225,7 +227,7 @@ class PagedCache(LayerCache):
         return merge([*parts, attend(q, k, v, causal=True)])
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
-        """A sliding window cuts through the chunk: older tokens are gathered and a mask says who sees whom."""
+        """A sliding window cuts through the chunk: older tokens are gathered, and a mask applies the window."""
         past = [self._read(extent, q.dtype) for extent in piece.extents]
         keys = torch.cat([*(p[0] for p in past), k], 2)
         values = torch.cat([*(p[1] for p in past), v], 2)
@@ -236,7 +238,7 @@ class PagedCache(LayerCache):
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
-    """What padded encoders do: every row of a sequence sees its real ones, behind a mask; shapes as in ``attend``."""
+    """Padded encoders: every row of a sequence attends to its real tokens, using a mask; shapes as in ``attend``."""
     batch = real.shape[0]
     q, k, v = (t[0].unflatten(1, (batch, -1)).transpose(0, 1) for t in (q, k, v))  # [B, H, L, D]
     out = fused(q, k, v, real[:, None, None], grouped=k.shape[1] < q.shape[1])
@@ -256,7 +258,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tenso
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention over several sets of keys from that over each, weighed by their shares of the whole softmax sum."""
+    """Attention over several sets of keys from that over each, weighted by their fractions of the whole softmax sum."""
     if len(parts) == 1:
         return parts[0][0]
     lse = torch.stack([lse for _, lse in parts])

@@ -1,9 +1,9 @@
-"""Layers whose weights rest in host memory or on disk and are on the device only while they are used (ZeRO-Inference,
-arXiv:2207.00032, section 6).
+"""Layers whose weights are stored in host memory or on disk and are on the device only while they are used
+(ZeRO-Inference, arXiv:2207.00032, section 6).
 
-A few buffers of the device take turns: while one layer computes, a thread fills the next ones. What rests on disk is
-read past the page cache (O_DIRECT): straight into the buffer where the device is the CPU, through pinned memory where
-it is a GPU.
+A few device buffers are used in turn: while one layer computes, a thread fills the next ones. Weights on disk are read
+with O_DIRECT, bypassing the page cache: directly into the buffer if the device is the CPU, through pinned memory if it
+is a GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ALIGN = 64
 
 @dataclass
 class LayerTensor:
-    """One parameter or buffer of a layer, and where it lies in the layer's bytes."""
+    """One parameter or buffer of a layer, and its location in the layer's bytes."""
 
     owner: nn.Module
     name: str
-    """Within the layer, dotted."""
+    """Dotted name within the layer."""
     dtype: torch.dtype
     shape: torch.Size
     offset: int = 0
@@ -61,7 +61,7 @@ class LayerTensor:
             self.owner._buffers[leaf] = t
 
     def unbind(self, device: torch.device) -> None:
-        """Keep the shape, free the memory. A layer that is used out of turn computes NaN."""
+        """Keep the shape, free the memory. A layer that is used out of order computes NaN."""
         empty = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=device)
         leaf = self.name.rpartition(".")[2]
         held = self.owner._parameters.get(leaf)
@@ -72,7 +72,7 @@ class LayerTensor:
 
 
 def layer_tensors(layer: nn.Module) -> list[LayerTensor]:
-    """All parameters and buffers of a layer, packed one behind the other."""
+    """All parameters and buffers of a layer, packed consecutively."""
     found: list[LayerTensor] = []
     seen: set[int] = set()
     at = 0
@@ -87,17 +87,17 @@ def layer_tensors(layer: nn.Module) -> list[LayerTensor]:
 
 
 def size_of(tensors: Sequence[LayerTensor]) -> int:
-    """Bytes of a layer whose tensors are packed one behind the other."""
+    """Bytes of a layer whose tensors are packed consecutively."""
     last = tensors[-1]
     return last.offset + -(-last.nbytes // _ALIGN) * _ALIGN
 
 
 class Source(Protocol):
-    """Where one layer's bytes rest."""
+    """Storage of one layer's bytes."""
 
     @property
     def size(self) -> int:
-        """Bytes of a buffer that they fill."""
+        """Bytes of a buffer that holds them."""
 
     def read(self, into: Tensor) -> None:
         """Fill ``into``, page-aligned host memory of at least ``size`` bytes; blocks. Raises :class:`UserError`."""
@@ -122,13 +122,13 @@ class HostSource:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Whole pages of a file and where they go in the buffer; of the last page the file may end early."""
+    """Whole pages of a file and their offset in the buffer; the file may end within the last page."""
 
     file: OpenFile
     start: int
     length: int
     needed: int
-    """Bytes that must be there."""
+    """Number of bytes that must exist."""
     place: int
 
 
@@ -151,7 +151,7 @@ class FileSource:
 
 
 class OpenFile:
-    """A file that is read past the page cache."""
+    """A file that is read bypassing the page cache."""
 
     def __init__(self, path: Path, descriptor: int, direct: bool) -> None:
         self.path, self.descriptor, self.direct = path, descriptor, direct
@@ -159,7 +159,7 @@ class OpenFile:
 
     @classmethod
     def of(cls, path: Path) -> OpenFile:
-        """Open ``path``. Raises :class:`UserError` where that fails."""
+        """Open ``path``. Raises :class:`UserError` if that fails."""
         try:
             if hasattr(os, "O_DIRECT"):
                 with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class Scratch:
 
 
 def aligned(size: int, pinned: bool = False) -> Tensor:
-    """uint8 [size] of host memory that begins at a page."""
+    """uint8 [size] of page-aligned host memory."""
     raw = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
     start = -raw.data_ptr() % PAGE
     return raw[start : start + size]
@@ -224,13 +224,13 @@ def aligned(size: int, pinned: bool = False) -> Tensor:
 
 @dataclass
 class DeviceBuffer:
-    """Memory of the device that takes what rests elsewhere."""
+    """Device memory for weights that are stored elsewhere."""
 
     buffer: Tensor
     staging: Tensor | None
-    """Pinned memory that reads from disk pass through on their way to a GPU."""
+    """Pinned memory for reads from disk to a GPU."""
     free: torch.cuda.Event | None = None
-    """When what was here last has been computed."""
+    """When the computation with the previous contents has finished."""
 
 
 def device_buffers(sources: Sequence[Source], count: int, device: torch.device) -> list[DeviceBuffer]:
@@ -247,7 +247,7 @@ def device_buffers(sources: Sequence[Source], count: int, device: torch.device) 
 def bring(
     source: Source, to: DeviceBuffer, device: torch.device, stream: torch.cuda.Stream | None
 ) -> torch.cuda.Event | None:
-    """Fill a buffer from where its bytes rest, on a GPU by a copy on ``stream``; returns when that is done there."""
+    """Fill a buffer from its source, on a GPU by a copy on ``stream``; returns when the copy is done."""
     if stream is None:
         source.read(to.buffer)
         return None
@@ -269,7 +269,7 @@ def bring(
 
 @dataclass
 class LayerStream:
-    """Brings the weights of some of a model's layers to the device in the order in which they are used.
+    """Streams the weights of some of a model's layers to the device in the order in which they are used.
 
     The layers share ``ahead + 1`` buffers; with ``ahead`` 0 each is fetched when it is used.
     """
@@ -279,7 +279,7 @@ class LayerStream:
     device: torch.device
     ahead: int
     bytes: int = 0
-    """Bytes that were brought so far."""
+    """Number of bytes fetched so far."""
     waited: float = 0.0
     """Seconds that computation waited for them."""
     _pending: deque[tuple[int, DeviceBuffer, Future[torch.cuda.Event | None]]] = field(default_factory=deque)
@@ -292,7 +292,7 @@ class LayerStream:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def follow(self, modules: Sequence[nn.Module]) -> None:
-        """Fetch before, and drop after, the forward pass of each layer's module."""
+        """Hook each layer's forward pass: fetch its weights before, drop them after."""
         for i, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._before, i), prepend=True)
             module.register_forward_hook(partial(self._after, i), always_call=True)
@@ -315,7 +315,7 @@ class LayerStream:
         for t in self.layers[i]:
             t.unbind(self.device)
         slot, self._active = self._active, None
-        if slot is None:  # its weights never came
+        if slot is None:  # its weights were never fetched
             return
         if self._stream is not None:
             slot.free = torch.cuda.current_stream(self.device).record_event()
@@ -325,7 +325,7 @@ class LayerStream:
             self._fetch((last + 1) % len(self.layers))
 
     def _restart(self, i: int) -> None:
-        """Forget what was fetched for another order, and begin at layer ``i``."""
+        """Discard what was prefetched for another order, and restart at layer ``i``."""
         for _, _, arriving in self._pending:
             with contextlib.suppress(UserError):
                 arriving.result()

@@ -1,7 +1,7 @@
-"""The meter: live tensor bytes by category while a step runs, on any device, and the process's real memory.
+"""The meter: live tensor bytes by category while a step runs, on any device, and the process's actual memory.
 
-A dispatch mode sees every operator of forward, backward and update; each new storage is counted from its first sight
-until Python and autograd let go of it. Storages that FSDP resizes in place are measured again at every operator.
+A dispatch mode sees every operator of forward, backward and update; each new storage is counted from when it is first
+seen until Python and autograd release it. Storages that FSDP resizes in place are measured again at every operator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ridgeline.nn.model.rotary import Rotary
 
 
 def _parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What of a tensor has memory here: its own shard, and of a sparse one its indices and values."""
+    """The parts of a tensor that have memory on this rank: its own shard, and for a sparse one its indices and
+    values."""
     t = _local(t)
     return (t._indices(), t._values()) if t.layout is torch.sparse_coo else (t,)
 
@@ -39,7 +40,7 @@ class Usage:
     categories: dict[str, int]
     instant: str
     host: int = 0
-    """Most bytes that were live in the store's host memory at once: not the device's."""
+    """Peak of live bytes in the store's host memory, which is not the device's."""
 
     @property
     def total(self) -> int:
@@ -58,12 +59,12 @@ class _Entry:
 class Meter(TorchDispatchMode):
     """Use as a context manager around steps of ``model``.
 
-    Categories: parameters (gathered copies and those in the compute dtype included), gradients, optimizer, buffers,
-    activations (made in forward), temporaries (made in backward or in the update, recomputed activations included).
-    What the tiered store marked as host memory is no memory of the device: it is summed apart, even where the device is
-    the CPU.
+    Categories: parameters (including gathered copies and those in the compute dtype), gradients, optimizer, buffers,
+    activations (created in forward), temporaries (created in backward or in the update, including recomputed
+    activations). Memory that the tiered store marked as host memory does not count as the device's: it is summed
+    separately, even if the device is the CPU.
 
-    With a ``limit`` in bytes the device has no more: ``torch.OutOfMemoryError`` is raised where live bytes exceed it.
+    With a ``limit`` in bytes, ``torch.OutOfMemoryError`` is raised when live bytes exceed it.
     """
 
     model: nn.Module
@@ -78,7 +79,7 @@ class Meter(TorchDispatchMode):
     limit: int | None = None
     """The device's memory; None: unlimited."""
     owned: list[nn.Parameter] = field(init=False)
-    """The parameters as they are between steps: FSDP puts gathered ones in their places while it computes."""
+    """The parameters between steps: FSDP replaces them by gathered ones while it computes."""
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +91,7 @@ class Meter(TorchDispatchMode):
             self._see(_local(t), category)
 
     def register_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the model's parameters, buffers and present gradients, and the optimizer's states."""
+        """Count the model's parameters, buffers and existing gradients, and the optimizer's states."""
         self.register((p.data for p in self.model.parameters()), "parameters")
         self.register(self.model.buffers(), "buffers")
         tables = [r.cached() for m in self.model.modules() if isinstance(r := getattr(m, "rotary", None), Rotary)]
@@ -101,7 +102,7 @@ class Meter(TorchDispatchMode):
 
     @property
     def phase(self) -> str:
-        """forward, backward or optimizer: where the step is now."""
+        """forward, backward or optimizer: the current phase of the step."""
         if self.updating:
             return "optimizer"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
@@ -114,8 +115,8 @@ class Meter(TorchDispatchMode):
         entry = self.live.get(key)
         if entry is not None and entry.ref() is not None:
             if category == "parameters" and entry.category in ("temporaries", "activations"):
-                entry.category = category  # gathered parameters show themselves when they are used
-            if entry.category != HOST and is_host(storage):  # marked after it was made
+                entry.category = category  # gathered parameters are seen when they are used
+            if entry.category != HOST and is_host(storage):  # marked after it was created
                 self._add(entry.category, -entry.size)
                 entry.category, entry.size = HOST, 0
             self._measure(entry, storage)  # it may have been resized in place since
@@ -174,7 +175,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _casts_weight(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
-        """Whether an operator makes a parameter's copy in the compute dtype (autocast keeps it for the step)."""
+        """Whether an operator creates a parameter's copy in the compute dtype (autocast keeps it for the step)."""
         if func is not torch.ops.aten._to_copy.default or out.element_size() >= args[0].element_size():
             return False
         entry = self.live.get(_local(args[0]).untyped_storage()._cdata)
@@ -184,7 +185,7 @@ class Meter(TorchDispatchMode):
         self._resize()
         if self.total <= self.peak.total:
             return
-        # What became a gradient was a temporary when it was made.
+        # A gradient was a temporary when it was created.
         for p in chain(self.owned, self.model.parameters()):
             if p.grad is not None:
                 entry = self.live.get(_local(p.grad).untyped_storage()._cdata)
@@ -198,7 +199,7 @@ class Meter(TorchDispatchMode):
         self._check(where)
 
     def require(self, where: str) -> None:
-        """Raise ``torch.OutOfMemoryError`` if what is live now exceeds the limit."""
+        """Raise ``torch.OutOfMemoryError`` if live bytes exceed the limit."""
         self._record(where)
 
     def _check(self, where: str) -> None:
@@ -213,7 +214,7 @@ class Meter(TorchDispatchMode):
 
 
 def process_memory() -> dict[str, int]:
-    """Real memory of this process in bytes: resident now, anonymous part of it, and the peak (Linux; else empty)."""
+    """Actual memory of this process in bytes: resident, its anonymous part, and the peak (Linux; elsewhere empty)."""
     status = Path("/proc/self/status")
     if not status.exists():
         return {}
@@ -227,7 +228,7 @@ def process_memory() -> dict[str, int]:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the kernel (glibc; elsewhere nothing happens)."""
+    """Return freed memory to the kernel (glibc; a no-op elsewhere)."""
     import ctypes
 
     try:

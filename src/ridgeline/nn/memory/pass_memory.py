@@ -1,9 +1,10 @@
-"""Memory of a forward pass over T tokens, for any T: places for its results from two recorded passes.
+"""Memory of a forward pass over T tokens, for any T: offsets for its results from two recorded passes.
 
-The operators of a pass outside attention are the same whatever the batch, and every size is constant or grows linearly
-with T. So two recorded passes of different T give the sizes and lifetimes of all (TurboTransformers, arXiv:2010.05680,
-takes them from the graph), and a planner places the results of any T before the pass runs. Where operators do differ
-with T (kernels for few rows), that T is recorded for itself. Attention allocates as usual: its pieces follow the batch.
+The operators of a pass outside attention do not depend on the batch, and every size is constant or grows linearly with
+T. So two recorded passes of different T give the sizes and lifetimes for all (TurboTransformers, arXiv:2010.05680,
+takes them from the graph), and a planner places the results for any T before the pass runs. Where operators do differ
+with T (kernels for few rows), that T is recorded separately. Attention allocates as usual: its operators depend on the
+batch.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from ridgeline.nn.memory.arena import Span, padded, signature, writer_of
 from ridgeline.nn.memory.kv_pool import BatchLayout
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-"""Token ids [1, T] and their places [T] → hidden states [T, H]."""
+"""Token ids [1, T] and their positions [T] → hidden states [T, H]."""
 Regions = dict[int, int]
-"""Pieces of memory: bytes by number."""
+"""Memory regions: bytes by number."""
 Planner = Callable[[Sequence[Span], Mapping[int, int]], tuple[list[tuple[int, int]], Regions]]
-"""Lifetimes and the regions that are there → (region, offset) of each, and the regions as they must be."""
+"""Lifetimes and the existing regions → (region, offset) of each, and the required regions."""
 PLANS = 256
-"""Plans that are remembered."""
+"""Maximum number of cached plans."""
 
 
 def _linear(out: Tensor, args: Sequence[Any], kwargs: Any) -> Tensor:
@@ -54,7 +55,7 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _linear, _aten.embedding.default: _embedding, _aten.reshape.default: _copy,
     _aten.to.dtype: _copy,
 }  # fmt: skip
-"""Operators that inference does not take apart, and how to run them into a given tensor."""
+"""Operators that are not decomposed in inference, and how to run them into a given tensor."""
 
 
 class _Mode(TorchDispatchMode):
@@ -76,7 +77,7 @@ class _Mode(TorchDispatchMode):
 
 @dataclass
 class _Pause:
-    """What attention enters: operators in here are nobody's business."""
+    """Entered by attention: operators in it are ignored."""
 
     mode: _Mode | None = None
     """What a pass runs in."""
@@ -102,7 +103,7 @@ class _Output:
 
 
 class _Record(_Mode):
-    """Writes down operators, and the lifetimes of results that have a storage of their own and could be placed."""
+    """Records operators, and the lifetimes of results that have a storage of their own and could be placed."""
 
     def __init__(self, writer: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class _Record(_Mode):
         self._watched: list[Any] = []
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Operator ``now``, as usual."""
+        """Run operator ``now`` as usual."""
         self.signatures.append(signature(func, args, kwargs))
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
@@ -133,13 +134,13 @@ class _Record(_Mode):
         return out
 
     def close(self) -> None:
-        """The pass has ended, and its result is still there."""
+        """Called when the pass has ended, while its result is still alive."""
         self.outputs = [m for m in self.outputs if m.death is not None]
         self._watched.clear()
 
 
 class _Place(_Mode):
-    """Runs operators into their places, as long as they are the expected ones."""
+    """Runs operators into their places, as long as they match the recording."""
 
     def __init__(self, plan: _Plan, writer: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class _Place(_Mode):
         self.placed = 0
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Operator ``now``, into its place if it has one."""
+        """Run operator ``now``, into its place if it has one."""
         expected = self.plan.signatures
         if not self.diverged and (self.now >= len(expected) or expected[self.now][0] is not func):
             self.diverged = True
@@ -163,7 +164,7 @@ class _Place(_Mode):
 
 @dataclass
 class _Plan:
-    """Where the results of a pass over a certain number of tokens go."""
+    """Offsets of the results of a pass over a certain number of tokens."""
 
     signatures: list[tuple[Any, ...]]
     views: dict[int, Tensor]
@@ -174,7 +175,7 @@ class _Plan:
 
 
 class _Kind:
-    """Passes with the same operators: one recorded number of tokens, or all of them from two."""
+    """Passes with the same operators: from one recorded number of tokens, or generalized from two."""
 
     def __init__(self, tokens: int, record: _Record) -> None:
         self.tokens, self.record = tokens, record
@@ -186,7 +187,7 @@ class _Kind:
         return self.other is not None
 
     def takes(self, tokens: int, record: _Record) -> bool:
-        """Whether a recorded pass is of this kind, which it may make general."""
+        """Whether a recorded pass is of this kind; may generalize the kind."""
         if not self.general and tokens != self.tokens and len(record.outputs) == len(self.record.outputs):
             self.other = tokens, record
         try:
@@ -200,7 +201,7 @@ class _Kind:
         return False
 
     def at(self, tokens: int) -> tuple[list[tuple[Any, ...]], list[_Output]]:
-        """Signatures and results of a pass over ``tokens``. Raises :class:`ValueError` where nothing linear fits."""
+        """Signatures and results of a pass over ``tokens``. Raises :class:`ValueError` if sizes are not linear."""
         mine = self.record
         first, (second, theirs) = self.tokens, self.other or (self.tokens, self.record)
 
@@ -222,14 +223,14 @@ class _Kind:
 
 @dataclass
 class PassMemory:
-    """Runs forward passes with their results in regions that a ``planner`` lays out."""
+    """Runs forward passes with their results in regions planned by ``planner``."""
 
     forward: Forward
     planner: Planner
     device: torch.device
     pause: _Pause = field(default_factory=_Pause)
     keep: int | None = None
-    """Passes after which a region that none of them used is given back; None: never."""
+    """Number of passes without use after which a region is freed; None: never."""
     memory: dict[int, Tensor] = field(default_factory=dict)
     plans: dict[int, _Plan] = field(default_factory=dict)
     unused: dict[int, int] = field(default_factory=dict)
@@ -238,12 +239,12 @@ class PassMemory:
     allocations: int = 0
     """Regions allocated so far."""
     last: _Mode | None = None
-    """What the last pass ran in."""
+    """The regions used by the last pass."""
 
     def __post_init__(self) -> None:
         self.kinds: list[_Kind] = []
         self.kind: dict[int, _Kind | None] = {}
-        """Of each number of tokens that came by; None: it is to be recorded."""
+        """The kind for each number of tokens seen so far; None: it is to be recorded."""
         self._writers: dict[Any, Callable[..., Any] | None] = {}
 
     def __call__(self, ids: Tensor, at: Tensor) -> Tensor:
@@ -302,7 +303,7 @@ class PassMemory:
         places, wanted = self.planner(spans, {i: t.nbytes for i, t in self.memory.items()})
         for i, size in wanted.items():
             if i in self.memory and self.memory[i].nbytes != size:
-                self.plans.clear()  # whose views are of the old memory
+                self.plans.clear()  # whose views refer to the old memory
             if i not in self.memory or self.memory[i].nbytes != size:
                 self.memory[i] = torch.zeros(size, dtype=torch.uint8, device=self.device)
                 self.allocations += 1
@@ -324,7 +325,7 @@ class PassMemory:
 
 
 def around(planner: Planner, keep: int | None = None) -> Callable[[Forward, BatchLayout, torch.device], Forward]:
-    """What puts a planner's memory around an engine's forward passes."""
+    """Returns a function that applies a planner's memory to an engine's forward passes."""
 
     def put(forward: Forward, layout: BatchLayout, device: torch.device) -> Forward:
         layout.outside = pause = _Pause()

@@ -1,12 +1,13 @@
-"""The tiered store: tensors that rest in host memory or on disk while the device works without them.
+"""The tiered store: tensors that are kept in host memory or on disk while the device works without them.
 
-An entry is a list of tensors under a string key, moved as one. ``put`` makes it, ``get`` copies it into tensors of the
-device, ``send`` copies tensors of the device into it, ``prefetch`` starts reading it, ``drop`` forgets it. Work on the
-host happens between ``open`` and ``close``. Every move is counted by direction: d2h, h2d, disk_read, disk_write.
+An entry is a list of tensors under a string key, transferred together. ``put`` creates it, ``get`` copies it into
+tensors of the device, ``send`` copies tensors of the device into it, ``prefetch`` starts reading it, ``drop`` removes
+it. Work on the host happens between ``open`` and ``close``. Every transfer is counted by direction: d2h, h2d,
+disk_read, disk_write.
 
-The disk tier is one unlinked file, so that nothing is left behind whatever ends the process. It is read and written
-past the page cache (O_DIRECT, aligned buffers) by a pool of threads: reads ahead of their use, writes behind it. Where
-the file system refuses O_DIRECT, ordinary reads and writes are followed by ``posix_fadvise``.
+The disk tier is one unlinked file, so that nothing is left behind however the process ends. It is read and written
+bypassing the page cache (O_DIRECT, aligned buffers) by a pool of threads: prefetched reads, write-behind. If the file
+system does not support O_DIRECT, ordinary reads and writes are followed by ``posix_fadvise``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ridgeline.spec.errors import UserError
 Tier = Literal["cpu", "disk"]
 DIRECTIONS = ("d2h", "h2d", "disk_read", "disk_write")
 PAGE = 4096
-"""Bytes to which offsets, lengths and addresses of O_DIRECT are aligned."""
+"""Alignment in bytes of offsets, lengths and addresses for O_DIRECT."""
 _ALIGN = 64
 _THREADS = 2
 
@@ -47,7 +48,7 @@ _here = threading.local()
 
 
 def mark_host(t: Tensor) -> Tensor:
-    """Note that the storage of ``t`` is host memory, not the device's; returns ``t``."""
+    """Mark the storage of ``t`` as host memory, not the device's; returns ``t``."""
     storage = t.untyped_storage()
     key = storage._cdata
     _host[key] = weakref.ref(storage, lambda _: _host.pop(key, None))
@@ -62,7 +63,7 @@ def is_host(storage: torch.UntypedStorage) -> bool:
 
 @contextlib.contextmanager
 def making(category: str) -> Iterator[None]:
-    """Within it, tensors that this thread makes are of the meter's ``category``, whenever that is."""
+    """Context in which tensors created by this thread count as ``category`` in the meter."""
     before = making_now()
     _here.category = category
     try:
@@ -72,12 +73,12 @@ def making(category: str) -> Iterator[None]:
 
 
 def on_host() -> contextlib.AbstractContextManager[None]:
-    """Within it, tensors that this thread makes are host memory."""
+    """Context in which tensors created by this thread are host memory."""
     return making(HOST)
 
 
 def making_now() -> str | None:
-    """The category that this thread's :func:`making` names; None: none."""
+    """The category set by this thread's :func:`making`; None: none."""
     return getattr(_here, "category", None)
 
 
@@ -86,7 +87,7 @@ def making_now() -> str | None:
 
 @dataclass
 class StoreTraffic:
-    """What moved in one direction: payload bytes, moves, and the seconds that the moves themselves took."""
+    """Transfers in one direction: payload bytes, number of transfers, and the seconds that they took."""
 
     bytes: int = 0
     count: int = 0
@@ -94,7 +95,7 @@ class StoreTraffic:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second while moving; 0 when nothing moved."""
+        """Bytes per second while transferring; 0 if nothing was transferred."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
 
@@ -104,12 +105,12 @@ class _Entry:
     host: list[Tensor]
     """Host tensors; those of the disk tier have memory only while they are open."""
     offsets: list[int]
-    """Of each tensor within the entry, in bytes."""
+    """Offset of each tensor within the entry, in bytes."""
     length: int
-    """Bytes on disk, whole pages."""
+    """Bytes on disk, in whole pages."""
     payload: int
     place: int = -1
-    """Where in the file."""
+    """Offset in the file."""
     reading: Future[Tensor] | None = None
     writing: Future[None] | None = None
     resident: bool = True
@@ -129,7 +130,7 @@ class TieredStore:
     capacity: int = 0
     traffic: dict[str, StoreTraffic] = field(default_factory=lambda: {d: StoreTraffic() for d in DIRECTIONS})
     direct: bool = True
-    """Whether the disk tier goes past the page cache."""
+    """Whether the disk tier bypasses the page cache."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _file: int = -1
     _end: int = 0
@@ -149,7 +150,7 @@ class TieredStore:
     # ---- entries ----
 
     def put(self, key: str, tensors: Sequence[Tensor], tier: Tier) -> list[Tensor]:
-        """Make an entry from copies of ``tensors``; returns its host tensors (without memory if on disk)."""
+        """Create an entry from copies of ``tensors``; returns its host tensors (without memory if on disk)."""
         self.drop(key)
         if self.device.type == "meta":
             tier = "cpu"
@@ -175,7 +176,7 @@ class TieredStore:
         return mark_host(torch.empty(t.shape, dtype=t.dtype, device=place, pin_memory=pin))
 
     def drop(self, key: str) -> None:
-        """Forget an entry; what it had on disk is reused by nothing."""
+        """Remove an entry; its disk space is not reused."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._settle(entry)
@@ -194,13 +195,13 @@ class TieredStore:
         return [t for e in self._entries.values() for t in e.host] + free
 
     def prefetch(self, key: str) -> None:
-        """Start reading an entry of the disk tier; nothing for one that is in memory."""
+        """Start reading an entry of the disk tier; no-op for one in memory."""
         entry = self._entries[key]
         if entry.tier == "disk" and entry.reading is None and not entry.resident:
             entry.reading = self._pool.submit(self._read, entry)
 
     def get(self, key: str, into: Sequence[Tensor]) -> Callable[[], None]:
-        """Copy an entry into tensors of the device, of the same shapes; what is returned waits for the copy."""
+        """Copy an entry into tensors of the device, of the same shapes; returns a function that waits for the copy."""
         entry = self._entries[key]
         staging = None
         source = entry.host
@@ -219,10 +220,10 @@ class TieredStore:
     def send(
         self, key: str, tensors: Sequence[Tensor], add: bool = False, wire: torch.dtype | None = None
     ) -> list[Tensor] | None:
-        """Copy (or ``add``) floating-point tensors of the device into an entry; ``wire``: the dtype they travel in.
+        """Copy (or ``add``) floating-point tensors of the device into an entry; ``wire``: the dtype of the transfer.
 
-        Returns the 2-norm of each of its tensors then; None for an entry in host memory, where they can be had after
-        :meth:`sync` without being read again.
+        Returns the 2-norm of each of its tensors afterwards; None for an entry in host memory, where they can be
+        computed after :meth:`sync` without reading it again.
         """
         entry = self._entries[key]
         host = self.open(key, fill=add)
@@ -245,7 +246,7 @@ class TieredStore:
         return norms
 
     def open(self, key: str, fill: bool = True) -> list[Tensor]:
-        """The entry's host tensors, with memory; from disk they are read, unless they are to be overwritten."""
+        """The entry's host tensors, with memory; read from disk unless they are to be overwritten."""
         entry = self._entries[key]
         if entry.resident:
             return entry.host
@@ -261,7 +262,7 @@ class TieredStore:
         return entry.host
 
     def close(self, key: str, changed: bool = True) -> None:
-        """Let go of an open entry of the disk tier, written behind if it ``changed``."""
+        """Release an open entry of the disk tier, which is written behind if it ``changed``."""
         entry = self._entries[key]
         if entry.tier == "cpu" or not entry.resident:
             return
@@ -275,20 +276,20 @@ class TieredStore:
         entry.resident = False
 
     def sync(self) -> None:
-        """Wait for copies from the device that are under way."""
+        """Wait for pending copies from the device."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def finish(self) -> None:
-        """Wait for everything that is being written or read; raises what went wrong there."""
+        """Wait for pending reads and writes; raises their exceptions."""
         self.sync()
         for entry in self._entries.values():
             self._settle(entry)
 
     def copy(self, direction: str, into: Sequence[Tensor], source: Sequence[Tensor]) -> Callable[[], None]:
-        """Copy tensors between device and host memory that is no entry's, and count it.
+        """Copy tensors between device and host memory outside the store's entries, and count it.
 
-        What is returned lets the current stream wait for the copy.
+        The returned function makes the current stream wait for the copy.
         """
         self._count(direction, sum(t.nbytes for t in source), lambda: self._copy(into, source, wait=False))
         done = None if self._stream is None else self._stream.record_event()
@@ -329,7 +330,7 @@ class TieredStore:
         return reading.result()
 
     def _settle(self, entry: _Entry) -> None:
-        """Wait for the write under way, and forget a read that nobody took."""
+        """Wait for the pending write, and discard a read that was not used."""
         if entry.reading is not None:
             self._give_back(entry.reading.result())
             entry.reading = None
@@ -424,7 +425,7 @@ def scratch_file(folder: Path) -> tuple[int, bool]:
 
 
 def check_folder(folder: Path, need: int) -> None:
-    """Raise :class:`UserError` unless ``need`` bytes can be written to ``folder`` (made if it does not exist)."""
+    """Raise :class:`UserError` unless ``need`` bytes can be written to ``folder`` (created if it does not exist)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:

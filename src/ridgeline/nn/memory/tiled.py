@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class TiledLinear(nn.Module):
-    """y = x Wᵀ + b with W [out, in] cut into ``count`` tiles of rows, each a parameter of its own.
+    """y = x Wᵀ + b with W [out, in] cut into ``count`` tiles of rows, each a separate parameter.
 
     ``fetch`` and ``drop`` are called with a tile's number before and after its use; before its backward only ``fetch``,
-    as whoever takes its gradient drops it.
+    as the consumer of its gradient drops it.
     """
 
     def __init__(self, linear: nn.Linear, count: int) -> None:
@@ -52,7 +52,7 @@ def tile_linears(module: nn.Module, count: int) -> list[str]:
 
 
 def whole_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state with tiles put together again: ``x.tiles.0``, ``x.tiles.1``, … become ``x.weight``."""
+    """A state with tiles joined again: ``x.tiles.0``, ``x.tiles.1``, … become ``x.weight``."""
     out: dict[str, Tensor] = {}
     tiles: dict[str, dict[int, Tensor]] = {}
     for name, value in state.items():

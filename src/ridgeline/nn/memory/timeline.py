@@ -1,7 +1,8 @@
-"""The timeline: every tensor of one step with its lifetime, as a dispatch mode saw it.
+"""The timeline: every tensor of one step with its lifetime, as recorded by a dispatch mode.
 
-Time is counted in operators: operator ``i`` runs, then the storages that live are ``birth <= i < death``. What the
-caller held before the first operator has birth 0, what is still held after the last has death ``len(operators)``.
+Time is counted in operators: after operator ``i``, the live storages are those with ``birth <= i < death``. Tensors
+that existed before the first operator have birth 0, those that still exist after the last have death
+``len(operators)``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ridgeline.nn.memory.tiered_store import HOST
 
 @dataclass(slots=True, frozen=True)
 class Lifetime:
-    """One storage: bytes, category (as the meter's), and the operators between which it lives and that touch it."""
+    """One storage: bytes, category (as in the meter), the operators between which it lives, and those that access
+    it."""
 
     bytes: int
     category: str
@@ -30,9 +32,9 @@ class Lifetime:
     death: int
     """First operator that no longer sees it."""
     uses: tuple[int, ...]
-    """Operators that read or write it, in order; the one that made it is not among them."""
+    """Operators that read or write it, in order, without the one that created it."""
     writes: tuple[int, ...] = ()
-    """Those of ``uses`` that change it in place."""
+    """Those of ``uses`` that modify it in place."""
 
 
 @dataclass(slots=True)
@@ -58,12 +60,12 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """Most live bytes at the end of an operator."""
+        """Peak live bytes at the end of an operator."""
         return max(self.live, default=0)
 
     @property
     def keys(self) -> list[tuple[str, int, str]]:
-        """What identifies each tensor from step to step: the operator that made it, its bytes, its category."""
+        """What identifies each tensor from step to step: the operator that created it, its bytes, its category."""
         return [(self.operators[t.birth], t.bytes, t.category) for t in self.tensors]
 
 
@@ -80,14 +82,14 @@ class _Open:
 
 @dataclass
 class Recorder(Meter):
-    """A meter that also writes down every storage's lifetime. Use as a context manager around one step."""
+    """A meter that also records every storage's lifetime. Use as a context manager around one step."""
 
     open: dict[int, _Open] = field(default_factory=dict)
     closed: list[Lifetime] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     now: int = 0
-    """The operator that runs, or the next one."""
+    """The current operator, or the next one."""
 
     def _see(self, t: torch.Tensor, category: str) -> None:
         super()._see(t, category)
@@ -152,11 +154,11 @@ class Recorder(Meter):
                 o.writes.append(self.now)
 
     def entry(self, t: torch.Tensor) -> _Open | None:
-        """The record of a tensor's storage, which goes on being filled in; None where it was not seen."""
+        """The record of a tensor's storage, which is still being updated; None if it was not seen."""
         return self.open.get(t.untyped_storage()._cdata)
 
     def mark_gradients(self) -> None:
-        """What became a gradient was a temporary when it was made: call it between backward and update."""
+        """Recategorize gradients, which were temporaries when created: call it between backward and update."""
         for p in self.owned:
             if p.grad is not None:
                 grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
@@ -165,7 +167,7 @@ class Recorder(Meter):
                     o.category = "gradients"
 
     def timeline(self) -> Timeline:
-        """What was recorded so far; storages that still live end with the last operator."""
+        """What was recorded so far; storages that are still alive end with the last operator."""
         alive = [
             Lifetime(o.size, o.category, o.born, self.now, tuple(o.uses), tuple(o.writes))
             for o in self.open.values()

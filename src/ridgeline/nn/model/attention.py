@@ -1,4 +1,4 @@
-"""Multi-head and grouped-query attention, its masks, and its exchangeable backends.
+"""Multi-head and grouped-query attention, its masks, and its interchangeable backends.
 
 Shapes: B batch, S queries, T keys, H query heads, G key/value heads, D head dimension.
 """
@@ -21,8 +21,8 @@ from ridgeline.spec.model import ModelSpec
 
 
 class Mask(NamedTuple):
-    """What attention may see: an additive bias (None: nothing to add), whether plain causality applies on top, and, for
-    a backend that masks them itself, the numbers of the documents."""
+    """The attention mask: an additive bias (None: no bias), whether causality applies in addition, and, for a backend
+    that masks documents itself, the documents' numbers."""
 
     bias: Tensor | None  # [S, T] or [B, 1, S, T]
     causal: bool
@@ -52,7 +52,7 @@ class LayerCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [B, G, S, D] behind what is there, and return views of all that is stored."""
+        """Append ``k`` and ``v`` [B, G, S, D] to the cache, and return views of everything stored."""
         end = self.length + k.shape[2]
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v
@@ -60,16 +60,16 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def attend(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Store ``k`` and ``v`` and let ``q`` [B, H, S, D] see all that is stored: [B, H, S, D]."""
+        """Append ``k`` and ``v`` and let ``q`` [B, H, S, D] attend to everything stored: [B, H, S, D]."""
         return backend.function(q, *self.append(k, v), mask)
 
 
 CacheOf = Callable[[tuple[int, ...], torch.dtype, torch.device], LayerCache]
-"""Makes a layer's cache from the shape [B, G, T, D] of its keys, their dtype, and the device."""
+"""Creates a layer's cache from the shape [B, G, T, D] of its keys, their dtype, and the device."""
 
 
 def plain_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LayerCache:
-    """An empty cache that holds keys and values as they are."""
+    """An empty cache that stores keys and values unquantized."""
     return LayerCache(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
 
 
@@ -124,7 +124,7 @@ def probabilities(q: Tensor, k: Tensor, mask: Mask, dtype: torch.dtype) -> Tenso
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attention by its definition: the score matrix [B, H, S, T] exists. The state that "flash" is measured against."""
+    """Attention by its definition: the score matrix [B, H, S, T] is materialized. The baseline for "flash"."""
     batch, heads, length, width = q.shape
     groups, total = v.shape[1], v.shape[2]
     weights = probabilities(q, k, mask, v.dtype)
@@ -185,7 +185,7 @@ def find_backend(name: str) -> AttentionBackend:
 
 
 def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, S, H, D], keys and values [B, S, G, D] of ``x`` [B, S, hidden], turned to their positions."""
+    """Queries [B, S, H, D], keys and values [B, S, G, D] of ``x`` [B, S, hidden], with rotary embedding applied."""
     # -1: under tensor parallelism a rank holds only its share of the heads.
     shape = (*x.shape[:2], -1, attention.head_dim)
     q, k = attention.q_proj(x).view(shape), attention.k_proj(x).view(shape)
@@ -212,7 +212,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.project = project
-        """What makes queries, keys and values; a technique may put one merged product in its place."""
+        """Computes queries, keys and values; a technique may replace it by one merged product."""
 
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, hidden] → [B, S, hidden]."""

@@ -1,7 +1,7 @@
-"""Puts fused functions in the places of the plain model's: merged projections, norms with residuals, softmax, loss.
+"""Replaces functions of the plain model by fused ones: merged projections, norms with residuals, softmax, loss.
 
-Each replacement looks at its tensors when it is called and does what the plain module does where the kernels cannot
-work: without a compiler or Triton, on parameters that a technique divides, on layers that something wraps.
+Each replacement checks its tensors when it is called and falls back to the plain module's computation where the kernels
+do not apply: without a compiler or Triton, on parameters that a technique divides, on layers that are wrapped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ridgeline.nn.model.transformer import LMHead, MLMHead, Transformer, Transfo
 
 
 def fuse_elementwise(model: Transformer) -> None:
-    """Residual additions inside the norms behind them, biases inside activations, scale and mask inside softmax."""
+    """Fuse residual additions into the following norms, biases into activations, scale and mask into softmax."""
     for module in model.modules():
         if isinstance(module, TransformerBlock):
             module.add_norm = add_norm
@@ -38,7 +38,8 @@ def fuse_elementwise(model: Transformer) -> None:
 
 
 def fold(model: Transformer, columns: int) -> None:
-    """Let fused norms and softmax hold ``columns`` of a row at a time, so that rows of any width fit a thread block."""
+    """Make fused norms and softmax hold ``columns`` of a row at a time, so that rows of any width fit a thread
+    block."""
     for module in model.modules():
         if isinstance(module, TransformerBlock) and module.add_norm is add_norm:
             module.add_norm = partial(add_norm, columns=columns)
@@ -49,7 +50,7 @@ def fold(model: Transformer, columns: int) -> None:
 
 
 class _Bound:
-    """A function of a module and its input in the place of the module's ``forward``; can be copied and pickled."""
+    """A function of a module and its input that replaces the module's ``forward``; can be copied and pickled."""
 
     def __init__(self, function, module: nn.Module) -> None:  # type: ignore[no-untyped-def]
         self.function, self.module = function, module
@@ -116,10 +117,10 @@ def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, columns: 
 
 
 def merge_projections(model: Transformer) -> list[str]:
-    """Lay the weights of projections that read one input behind each other; returns the names of the merged groups.
+    """Store the weights of projections that read one input consecutively; returns the names of the merged groups.
 
-    Parameters keep their names and shapes: they become views of one storage. Anything that gives them storages of their
-    own later (shards that are gathered apart) makes the layer run them one by one again.
+    Parameters keep their names and shapes: they become views of one storage. If they later get separate storages (e.g.
+    shards that are gathered separately), the layer runs them one by one again.
     """
     merged = []
     for name, module in model.named_modules():
@@ -137,7 +138,7 @@ def merge_projections(model: Transformer) -> list[str]:
 
 
 def lay_together(parts: list[nn.Module]) -> bool:
-    """Make the weights of plain linears views of one storage; False where they cannot be."""
+    """Make the weights of plain linears views of one storage; False if that is not possible."""
     if not all(_plain(p) for p in parts):
         return False
     weights = [p.weight for p in parts]
@@ -155,7 +156,7 @@ def _plain(module: nn.Module | None) -> bool:
 
 
 def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) of the merged product in the dtype that it runs in; None where it cannot run."""
+    """(weight, bias) of the merged product in its compute dtype; None if it cannot run."""
     if not all(_plain(p) for p in parts):
         return None
     weights, biases = [p.weight for p in parts], [p.bias for p in parts]
@@ -170,7 +171,7 @@ def _merged(x: Tensor, parts: list[nn.Module]) -> tuple[Tensor, Tensor | None] |
 
 
 def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is turned in place."""
+    """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
     found = _merged(x, parts)
     if found is None:

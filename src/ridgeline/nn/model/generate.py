@@ -13,7 +13,7 @@ Cache = dict[str, LayerCache]
 
 
 def make_cache(model: Transformer, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-    """An empty cache for ``length`` positions of ``batch`` sequences, next to the weights and in their dtype."""
+    """An empty cache for ``length`` positions of ``batch`` sequences, on the weights' device and in their dtype."""
     spec, weight = model.spec, next(model.parameters())
     shape = (batch, spec.num_kv_heads, length, spec.head_dim)
     return {name: model.cache_of(shape, dtype or weight.dtype, weight.device) for name in model.layers}

@@ -1,4 +1,4 @@
-"""Deterministic weights: the same for the same seed, whatever the device, the dtype or the way the model is cut."""
+"""Deterministic weights: the same for the same seed, independent of device, dtype and how the model is divided."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESIDUAL = ("o_proj", "o_proj.weight", "down_proj", "down_proj.weight")
 def build(
     spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Transformer:
-    """The model of ``spec`` with fresh weights. On device "meta": shapes only."""
+    """The model of ``spec`` with newly initialized weights. On device "meta": shapes only."""
     with torch.device("meta"):
         model = Transformer(spec)
     if torch.device(device).type == "meta":
@@ -32,24 +32,25 @@ def build(
 def materialize(
     model: Transformer, device: torch.device | str, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> None:
-    """Give a model that stands on the meta device memory on ``device``, and initialize it from ``seed``."""
+    """Allocate a meta-device model on ``device``, and initialize it from ``seed``."""
     allocate(model, device, dtype)
     init_weights(model, seed)
 
 
 def allocate(model: Transformer, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Give a model that stands on the meta device uninitialized memory of ``dtype`` on ``device``."""
+    """Allocate uninitialized memory of ``dtype`` on ``device`` for a meta-device model."""
     model.to(dtype)
     model.to_empty(device=device)
-    model.tie()  # to_empty gives every mention of a shared parameter its own memory
+    model.tie()  # to_empty gives every reference to a shared parameter its own memory
 
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
-    """Initialize every parameter: normal(0, 0.02), norms 1, biases 0, projections into the residual stream narrower.
+    """Initialize every parameter: normal(0, 0.02), norms 1, biases 0, projections into the residual stream with a
+    smaller deviation.
 
-    The latter by 1/√(2·layers), as in GPT-2. Each parameter has its own random stream, keyed by the seed and its
-    name and drawn on the CPU in float32: a pipeline stage, a shard or another device gets the very same numbers.
+    Those are scaled by 1/√(2·layers), as in GPT-2. Each parameter has its own random stream, keyed by the seed and its
+    name and drawn on the CPU in float32: a pipeline stage, a shard or another device gets exactly the same numbers.
     """
     layers = model.spec.num_layers
     for name, parameter in model.named_parameters():

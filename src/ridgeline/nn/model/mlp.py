@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) · up (arXiv:2002.05202). Saves gate and up only; autograd's own chain would keep silu(gate) too."""
+    """silu(gate) · up (arXiv:2002.05202). Saves only gate and up; autograd's own chain would also save silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def expand(mlp: MLP, x: Tensor) -> Tensor:
-    """What the last projection reads, [..., inner], from ``x`` [..., hidden]."""
+    """The last projection's input, [..., inner], from ``x`` [..., hidden]."""
     if mlp.gate_proj is None:
         return ACTIVATIONS[mlp.activation](mlp.up_proj(x))
     return gated(mlp.activation, mlp.gate_proj(x), mlp.up_proj(x))
@@ -66,7 +66,7 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(h, f, bias=spec.mlp_bias)
         self.down_proj = nn.Linear(f, h, bias=spec.mlp_bias)
         self.expand = expand
-        """Everything up to the activation; a technique may put a fused function in its place."""
+        """Everything up to the activation; a technique may replace it by a fused function."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., hidden] → [..., hidden]."""

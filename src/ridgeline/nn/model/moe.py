@@ -27,7 +27,7 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(e, f, h))
         self.down_proj = nn.Parameter(torch.empty(e, h, f))
         self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
-        """The product of rows and one expert's weight; a technique may put a narrower one in its place."""
+        """The product of rows and one expert's weight; a technique may replace it by a low-precision one."""
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """``rows`` [n, h] sorted by expert, ``counts[e]`` of them for expert e → [n, h] in the same order."""
@@ -44,13 +44,13 @@ class Experts(nn.Module):
             else:
                 inner = gated(self.activation, self.linear(part, gate[e]), inner)
             outputs.append(self.linear(inner, down[e]))
-        if not outputs:  # no row came: gradients of zero all the same, for other ranks wait to sum theirs with them
+        if not outputs:  # no rows: gradients of zero nevertheless, because other ranks wait to sum theirs with them
             return rows + (up[0][0, 0] + gate[0][0, 0] + down[0][0, 0])
         return torch.cat(outputs)
 
 
 class MoE(nn.Module):
-    """Router, dispatch of every token to its k experts, and the weighted sum of what they return."""
+    """Router, dispatch of every token to its k experts, and the weighted sum of their outputs."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class MoE(nn.Module):
         self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=False)
         self.experts = Experts(spec)
         self.run: Callable[[Experts, Tensor, list[int]], Tensor] = lambda experts, rows, counts: experts(rows, counts)
-        """Has the experts compute sorted rows: here, or wherever they are held."""
+        """Runs the experts on sorted rows: here, or wherever they are held."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` [N, h] → weights [N, k] (float32 or wider) and experts [N, k] of every token, best first."""

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, and the dtype rule that every module of the twin follows."""
+"""RMSNorm and LayerNorm, and the dtype rule that every module of the model follows."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ Rope = tuple[Tensor, Tensor]
 
 
 class Rotary:
-    """Makes the tables that :func:`rotate` reads.
+    """Creates the tables that :func:`rotate` reads.
 
-    The tables are a cache and no state: they are neither parameters nor buffers, so a model that was built on the meta
-    device, moved, cast or copied needs no care. They are computed when first asked for, per device and dtype.
+    The tables are a cache, not state: they are neither parameters nor buffers, so a model that was built on the meta
+    device, moved, cast or copied needs no special handling. They are computed on first use, per device and dtype.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -27,7 +27,7 @@ class Rotary:
         self._tables: dict[tuple[torch.device, torch.dtype], Rope] = {}
 
     def cached(self) -> list[Tensor]:
-        """The tables that are held now."""
+        """The currently cached tables."""
         return [t for pair in self._tables.values() for t in pair]
 
     def inverse_frequencies(self, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The torch twin: one transformer that runs every family a ModelSpec can describe.
+"""The torch model: one transformer that runs every family a ModelSpec can describe.
 
 Shapes: B batch, S sequence, V vocabulary, H hidden.
 """
@@ -32,7 +32,8 @@ from ridgeline.spec.model import ModelSpec
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """An embedding left as it is: PyTorch's own initialization, on the meta device, imports for most of a second."""
+    """An uninitialized embedding: PyTorch's own initialization, on the meta device, spends most of a second on
+    imports."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
@@ -49,7 +50,7 @@ class InputEmbedding(nn.Module):
         self.token_types = _table(spec.token_types, h) if spec.token_types else None
         self.norm = make_norm(spec, h) if spec.embedding_norm else None
         self.part: Callable[[Tensor], Tensor] = lambda rows: rows
-        """What this rank takes of rows [..., S, H], where the sequence is divided after the lookup."""
+        """Selects this rank's part of rows [..., S, H], where the sequence is divided after the lookup."""
 
     def forward(self, ids: Tensor, positions: Tensor | None, token_types: Tensor | None, start: int = 0) -> Tensor:
         """``ids`` [B, S] → [B, S, H]; ``positions`` default to ``start``, ``start`` + 1, …, ``token_types`` to 0."""
@@ -88,7 +89,7 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = make_norm(spec, spec.hidden_size)
         self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
         self.add_norm: AddNorm = add_then_norm
-        """A residual addition and the norm that reads it; a technique may put a fused kernel in its place."""
+        """A residual addition and the norm that reads it; a technique may replace it by a fused kernel."""
 
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, H] → [B, S, H]."""
@@ -130,8 +131,8 @@ class MLMHead(nn.Module):
 
 
 class ClassifyHead(nn.Module):
-    """BERT's pooler and classifier: dense, tanh, then logits: [..., H] → [..., labels]. A text's class is what it says
-    of the first token."""
+    """BERT's pooler and classifier: dense, tanh, then logits: [..., H] → [..., labels]. A text is classified by its
+    first token."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -170,13 +171,13 @@ class Transformer(nn.Module):
         self.head: LMHead | MLMHead | ClassifyHead | None = HEADS[spec.head](spec)
         self.rotary = Rotary(spec) if spec.position == "rope" else None
         self.sequence_parts = 1
-        """Ranks over which the hidden states that come in (in a model without ``embed``) divide the sequence."""
+        """Number of ranks over which the incoming hidden states (in a model without ``embed``) divide the sequence."""
         self.cache_of: CacheOf = plain_cache
-        """How generation keeps a layer's keys and values; a technique may put a smaller form in its place."""
+        """Creates the cache of a layer's keys and values; a technique may replace it by a smaller format."""
         self.tie()
 
     def tie(self) -> None:
-        """Let a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""
+        """Make a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""
         if self.spec.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.out.weight = self.embed.tokens.weight
 
@@ -189,7 +190,7 @@ class Transformer(nn.Module):
 
     @property
     def backend(self) -> AttentionBackend:
-        """How attention is computed."""
+        """The attention backend."""
         return next(m.backend for m in self.layers.modules() if isinstance(m, Attention))
 
     def forward(

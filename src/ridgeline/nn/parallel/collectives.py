@@ -1,4 +1,4 @@
-"""Collectives that autograd knows: what one direction does, the other undoes.
+"""Collectives with autograd support: backward runs the transposed collective.
 
 Activations are plain tensors, this rank's part or whole; S is the sequence dimension, 1.
 """
@@ -20,12 +20,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def local(t: Tensor) -> Tensor:
-    """This rank's part of a parameter, divided or not. Differentiable: the gradient comes out divided alike."""
+    """This rank's part of a parameter, divided or not. Differentiable: the gradient is divided in the same way."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def placed(part: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the shape of this rank's part of ``like``, divided as that is."""
+    """A tensor of the shape of this rank's part of ``like``, divided in the same way."""
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(
@@ -71,7 +71,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Megatron's g: partial results are summed; each gets the gradient of the sum."""
+    """Megatron's g: partial results are summed; each rank gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -127,13 +127,14 @@ def enter(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
 
 
 def leave(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
-    """After layers that are divided by input: the sum of the ranks' partial results, whole or in parts."""
+    """After layers that are divided by input: the sum of the ranks' partial results, full or divided along the
+    sequence."""
     y: Tensor = (_Scatter if sequence else _Sum).apply(x, group)  # type: ignore[no-untyped-call]
     return y
 
 
 class Gathered:
-    """A gathered tensor that several layers read: kept in parts, and gathered once more for their weight gradients.
+    """A gathered tensor that several layers read: stored in parts, and gathered once more for their weight gradients.
 
     It does not hold the part itself: under recomputation that would outlive the forward pass.
     """
@@ -144,7 +145,7 @@ class Gathered:
         self.whole: Tensor | None = None
 
     def again(self, part: Tensor) -> Tensor:
-        """The whole tensor, in backward; the last reader lets it go."""
+        """The full tensor, in backward; the last reader frees it."""
         if self.whole is None:
             self.whole = gather_sequence(part, self.group)
             self.left = self.readers

@@ -1,4 +1,5 @@
-"""The real side of tensor and sequence parallelism: modules that compute on their part of a divided parameter.
+"""The torch implementation of tensor and sequence parallelism: modules that compute on their part of a divided
+parameter.
 
 Parameters become ``DTensor`` s on the tensor-parallel axis, so that sharding, checkpoints and norms know what they
 are; the arithmetic runs on plain local tensors with the collectives of :mod:`ridgeline.nn.parallel.collectives`.
@@ -28,7 +29,7 @@ from ridgeline.nn.quant.quantized import QuantizedLinear
 from ridgeline.spec.model import COLUMN, ROW
 
 Partial = Literal["never", "sequence", "always"]
-"""When a replicated parameter's gradient is only a part: where it works on a part of the sequence, or ever."""
+"""When a replicated parameter's gradient is partial: only if it works on a part of the sequence, or always."""
 
 
 def divided(whole: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -44,7 +45,7 @@ class Divider:
 
     mesh: DeviceMesh
     sequence: bool = False
-    """Whether what lies between the divided layers is divided along the sequence."""
+    """Whether activations between the divided layers are divided along the sequence."""
     _replicated: list[tuple[nn.Module, str, Partial]] = field(default_factory=list)
     _placed: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
@@ -70,7 +71,7 @@ class Divider:
         self._replicated.append((module, name, is_partial))
 
     def transformer(self, model: Transformer) -> None:
-        """Divide a whole model, or the layers and ends of it that are here."""
+        """Divide a whole model, or those of its layers and ends that this rank has."""
         for block in model.layers.values():
             self.block(block)
         if model.embed is not None:
@@ -107,7 +108,7 @@ class Divider:
                     self.place(module, "weight", Replicate(), "always")
 
     def rest(self, module: nn.Module) -> None:
-        """What every rank holds whole, and works on a part of the sequence with."""
+        """What every rank replicates, and applies to a part of the sequence."""
         for name, _ in list(module.named_parameters(recurse=False)):
             self.place(module, name, Replicate(), "sequence")
         if isinstance(module, nn.Linear):

@@ -1,7 +1,8 @@
-"""Layers divided over ranks for use without training: plain modules with their part of a weight, dense or quantized.
+"""Layers divided over ranks for inference: plain modules with their part of a weight, dense or quantized.
 
-All ranks have the same rows. Attention and feed-forward layers are cut as Megatron-LM cuts them (arXiv:1909.08053),
-mixtures so too, or into whole experts; either way one all-reduce of a sub-layer's output [..., h] completes it.
+All ranks have the same rows. Attention and feed-forward layers are divided as in Megatron-LM (arXiv:1909.08053),
+mixtures in the same way, or into whole experts; in both cases one all-reduce of a sub-layer's output [..., h] completes
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OUT, IN = 0, 1
 
 
 class RowPart(nn.Module):
-    """A linear layer cut by input: the ranks' products are summed, and the bias is added once."""
+    """A linear layer divided by input: the ranks' products are summed, and the bias is added once."""
 
     def __init__(self, part: nn.Module, bias: Tensor | None, group: ProcessGroup) -> None:
         super().__init__()
@@ -47,10 +48,10 @@ def _summed(inner: Any, group: ProcessGroup, x: Tensor) -> Tensor:
 
 
 def divide(block: nn.Module, group: ProcessGroup, experts: bool = True) -> None:
-    """Keep of one layer this rank's heads and feed-forward columns. ``experts``: of a mixture's experts too, or they
-    are left whole.
+    """Keep this rank's heads and feed-forward columns of one layer. ``experts``: also of a mixture's experts; otherwise
+    they are left whole.
 
-    Raises :class:`Incompatible` for weights in a code that cannot be cut.
+    Raises :class:`Incompatible` for weights in a format that cannot be divided.
     """
     for name, child in block.named_children():
         if name not in ("attention", "mlp"):
@@ -71,7 +72,7 @@ def divide(block: nn.Module, group: ProcessGroup, experts: bool = True) -> None:
 def cut(module: nn.Module, dim: int, group: ProcessGroup) -> nn.Module:
     """This rank's part of a linear layer: some of its outputs, with their biases, or of its inputs, without the bias.
 
-    Raises :class:`Incompatible` for weights in a code that cannot be cut.
+    Raises :class:`Incompatible` for weights in a format that cannot be divided.
     """
     at, of = group.rank(), group.size()
     if isinstance(module, PackedLinear):
@@ -96,7 +97,7 @@ def _whole(what: object) -> Incompatible:
 
 
 def _part(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's part, so that the whole can go."""
+    """A copy of this rank's part, so that the full weight can be freed."""
     return whole.detach().chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
@@ -110,14 +111,14 @@ def _cut_experts(experts: nn.Module, leaf: str, dim: int, group: ProcessGroup) -
 
 @dataclass
 class HeldExperts:
-    """Runs the experts that this rank holds, ``count`` from number ``first`` on, over rows that every rank has."""
+    """Runs this rank's experts, ``count`` from number ``first`` on, over rows that every rank has."""
 
     first: int
     count: int
 
     def __call__(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """``rows`` [N·k, h] sorted by expert, ``counts`` [E] of them for each → what the experts here return in its
-        place, and zeros: over all ranks it adds up to the whole."""
+        """``rows`` [N·k, h] sorted by expert, ``counts`` [E] of rows per expert → the outputs of this rank's experts in
+        their rows, zeros elsewhere: the sum over all ranks is the full result."""
         start, mine = sum(counts[: self.first]), counts[self.first : self.first + self.count]
         stop = start + sum(mine)
         out = torch.zeros_like(rows)

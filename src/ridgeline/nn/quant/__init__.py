@@ -1,1 +1,1 @@
-"""Number formats of weights and activations, and layers that compute from them."""
+"""Number formats of weights and activations, and layers that compute with them."""

@@ -1,8 +1,8 @@
-"""How a layer's input is quantized when the model runs, and the same computed in floating point.
+"""How a layer's input is quantized at inference, and the same computed in floating point.
 
 With the dequantized weight, ``F.linear(fake_quantize(x, code), weight)`` is what an int8 kernel gives, up to summation
-order: products of codes times the scales of row and column. The mixed decomposition of LLM.int8 is no exception, as its
-full-precision part multiplies the same dequantized weights (arXiv:2208.07339, section 3.2).
+order: products of integers times the scales of row and column. This also holds for the mixed decomposition of LLM.int8,
+as its full-precision part multiplies the same dequantized weights (arXiv:2208.07339, section 3.2).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InputCode:
-    """How a layer's input is quantized when the model runs; weights alone are stored if a layer has none."""
+    """How a layer's input is quantized at inference; a layer without one has only quantized weights."""
 
     bits: int = 8
     scale: float | None = None
-    """Of the whole input, calibrated; None: of each token, when it comes (largest magnitude / (2^(bits-1) - 1))."""
+    """Scale of the whole input, calibrated; None: per token, at run time (largest magnitude / (2^(bits-1) - 1))."""
     threshold: float = 0.0
     """Inputs (columns of what the layer reads) in which any value has at least this magnitude are computed in full
     precision (LLM.int8); 0: none."""
 
 
 class Coded(NamedTuple):
-    """Inputs [..., in] as integers."""
+    """Quantized inputs [..., in]."""
 
     codes: Tensor
     """[..., in] whole numbers of at most 2^(bits-1) - 1, in the dtype of the inputs; 0 where an input is wide."""
     scale: Tensor
-    """[..., 1] of each token, or a scalar."""
+    """Scale: [..., 1] per token, or a scalar."""
     wide: Tensor | None
     """bool [in]: inputs that are computed in full precision; None: none can be."""
 
@@ -52,9 +52,9 @@ def code_input(x: Tensor, code: InputCode) -> Coded:
 
 
 def fake_quantize(x: Tensor, code: InputCode) -> Tensor:
-    """What a layer computes with in the place of ``x`` [..., in]: codes times scale, in the dtype of ``x``.
+    """Replaces ``x`` [..., in] by quantized and dequantized values, in the dtype of ``x``.
 
-    Gradients pass the rounding as if it were not there (straight through).
+    Gradients ignore the rounding (straight-through).
     """
     values = x.detach()
     codes, scale, wide = code_input(values, code)

@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from ridgeline.nn.quant.quantized import QuantizedLinear
 
 ROUNDS = 15
-"""Alternations by default."""
+"""Default number of alternations."""
 _AT_ONCE = 1 << 16
-"""Weights that are fitted, or expanded, at once on a CPU."""
+"""Number of weights that are fitted, or expanded, at once on a CPU."""
 
 
 def moved(bits: int) -> float:

@@ -1,10 +1,10 @@
-"""Number formats that are narrower than arithmetic: how tensors are coded in them, and back.
+"""Low-precision number formats: encoding tensors in them, and decoding.
 
 Float8 with one scale per tensor (arXiv:2209.05433): e4m3 for values and weights, e5m2 for gradients of activations. A
 code is ``value · scale`` rounded to the format; dividing by the scale decodes it.
 
 Blockwise 8-bit dynamic codes (arXiv:2110.02861; the map of arXiv:1511.04561): each block is divided by its largest
-magnitude and rounded to the nearest of 256 values that lie densest near zero.
+magnitude and rounded to the nearest of 256 values that are densest near zero.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def quantize(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # ---- blockwise 8-bit dynamic codes ----------------------------------------------------------------------------------
 
 _AT_ONCE = 1 << 17
-"""Elements that are coded at once on a CPU: their temporaries stay in its caches."""
+"""Number of elements that are encoded at once on a CPU: their temporaries stay in its caches."""
 
 
 @lru_cache(maxsize=8)

@@ -1,6 +1,6 @@
-"""What a quantizer chose for one weight matrix, and its exact packing into bits.
+"""The quantization result for one weight matrix, and its exact packing into bits.
 
-This one record is what solvers return, formats write and read, and kernels are fed from; nothing is rounded again.
+Solvers return this record, formats write and read it, and kernels are built from it; nothing is rounded again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Stored(Protocol):
-    """What a weight [out, in] is stored as when it is not dense: :class:`Packed` integers, or a code of our own."""
+    """The stored form of a weight [out, in] that is not dense: :class:`Packed` integers, or a format of our own."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -21,18 +21,18 @@ class Stored(Protocol):
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits over weights, all that belongs to it counted."""
+        """Stored bits per weight, including all metadata."""
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight."""
 
     def rows(self, start: int, stop: int) -> Stored:
-        """The same for some of the rows (layers solved together are cut apart again)."""
+        """The record for some of the rows (layers that were solved together are separated again)."""
 
 
 @dataclass(frozen=True)
 class PackedOutliers:
-    """Entries of a weight [out, in] that are kept aside, added to what the codes say."""
+    """Entries of a weight [out, in] that are stored separately as outliers."""
 
     index: Tensor
     """int32 [k], into the flattened weight, ascending."""
@@ -82,7 +82,7 @@ class Packed:
         return weight.to(dtype)
 
     def rows(self, start: int, stop: int) -> Packed:
-        """The same for some of the rows (layers solved together are cut apart again)."""
+        """The record for some of the rows (layers that were solved together are separated again)."""
         width = self.shape[1]
         outliers = self.outliers
         if outliers is not None:
@@ -93,7 +93,7 @@ class Packed:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits over weights: codes, scales, zeros (packed like codes) and outliers."""
+        """Stored bits per weight: codes, scales, zeros (packed like codes) and outliers."""
         out, width = self.shape
         total = self.bits * width * out + 8 * self.scale.nbytes
         total += 0 if self.zero is None else self.bits * self.zero.numel()
@@ -108,7 +108,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         codes, bits = spread.flatten(1), 1
     short = -codes.shape[1] % (32 // bits)
     parts = torch.nn.functional.pad(codes, (0, short)) if short else codes
-    while bits < 8:  # neighbors become one, of twice the bits
+    while bits < 8:  # neighbors are combined into one code of twice the bits
         parts, bits = parts[:, 1::2].bitwise_left_shift(bits).bitwise_or_(parts[:, ::2]), 2 * bits
     return parts.reshape(-1).view(torch.int32).view(len(codes), -1)
 

@@ -1,8 +1,8 @@
-"""Linear layers that compute from low-bit codes: few rows straight from them, many from a weight that is expanded.
+"""Linear layers that compute from low-bit weights: few rows directly from them, many from a dequantized weight.
 
-Two ways to compute. *Exact* expands to fp32: the reference. *Fast* is what the hardware is quickest at; on a CPU it
-rounds activations to bf16, for PyTorch's kernels for packed weights take a scalar path on any other type. Activations
-are quantized to integers only where an :class:`InputCode` says so, in both ways alike.
+Two ways to compute. *Exact* dequantizes to fp32: the reference. *Fast* is what is fastest on the hardware; on a CPU it
+rounds activations to bf16, because PyTorch's kernels for packed weights take a scalar path on any other type.
+Activations are quantized to integers only where an :class:`InputCode` is given, in both ways alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, NIBBLE_GROUPS, held
 
 _BLOCK = 2**20
-"""Weights that are expanded at a time."""
+"""Number of weights that are expanded at a time."""
 _NIBBLE_ROWS = 64
 """A multiple of the rows that kernels for nibbles interleave."""
 
@@ -44,7 +44,7 @@ def _cpu_has(feature: str) -> bool:
 
 @lru_cache(maxsize=1)
 def wide_dtype() -> torch.dtype:
-    """What a CPU multiplies expanded weights in: bf16 where it has matrix units for it, else fp32."""
+    """Dtype in which a CPU multiplies dequantized weights: bf16 if it has matrix units for it, else fp32."""
     return torch.bfloat16 if _cpu_has("amx_tile") else torch.float32
 
 
@@ -75,7 +75,7 @@ def nibble_layout() -> Int4Layout | None:
 
 @lru_cache(maxsize=1)
 def multiplies_int8() -> bool:
-    """Whether this CPU multiplies int8 by itself, and exactly: without VNNI, sums of two products saturate."""
+    """Whether this CPU multiplies int8 natively and exactly: without VNNI, sums of two products saturate."""
     if not _cpu_has("vnni"):
         return False
     extreme = torch.full((32, 64), 127, dtype=torch.int8)
@@ -112,7 +112,7 @@ class Codes(nn.Module):
         self.out, self.width = out, width
 
     def hold(self, **tensors: Tensor | None) -> None:
-        """Make tensors frozen parameters."""
+        """Register tensors as frozen parameters."""
         for name, t in tensors.items():
             setattr(self, name, None if t is None else nn.Parameter(t, requires_grad=False))
 
@@ -157,7 +157,7 @@ class Codes(nn.Module):
 
 
 class Words(Codes):
-    """The bits as they are stored, in 32-bit words along the inputs."""
+    """The bits as stored, in 32-bit words along the inputs."""
 
     words: Tensor
     scale: Tensor
@@ -354,7 +354,7 @@ def make_codes(packed: Packed, device: torch.device, fast: bool = True) -> Codes
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that holds codes only. The record it is made from need not be kept."""
+    """A linear layer that holds only quantized weights. The record it is created from need not be kept."""
 
     def __init__(
         self, packed: Packed, bias: Tensor | None = None, input: InputCode | None = None, fast: bool = True,
@@ -368,13 +368,13 @@ class PackedLinear(nn.Module):
         self.codes = make_codes(packed, device, fast).to(device)
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(device), requires_grad=False)
         self.aside: nn.Parameter | None = None
-        """Values of the entries that are kept aside, which ``_aside`` has in rows."""
+        """Values of the outliers, which ``_aside`` stores in rows."""
         if packed.outliers is not None and packed.outliers.index.numel():
             index, values = packed.outliers.index.long(), packed.outliers.values.float()
             self._keep_aside(torch.stack((index // self.in_features, index % self.in_features)), values, device)
 
     def _keep_aside(self, at: Tensor, values: Tensor, device: torch.device) -> None:
-        """Keep entries ``at`` [2, k] (rows, columns) in full precision."""
+        """Store the outliers ``at`` [2, k] (rows, columns) in full precision."""
         shape = (self.out_features, self.in_features)
         self._aside = torch.sparse_coo_tensor(at, values, shape, device=device, check_invariants=False).coalesce()
         self.aside = nn.Parameter(self._aside.values(), requires_grad=False)
@@ -404,7 +404,7 @@ class PackedLinear(nn.Module):
         return new
 
     def dense(self) -> Tensor:
-        """The weight [out, in] in fp32, as it is computed with."""
+        """The weight [out, in] in fp32, as used in computation."""
         weight = self.codes.rows(0, self.out_features, torch.float32)
         return weight if self.aside is None else weight + self._aside.to_dense()
 

@@ -1,4 +1,5 @@
-"""Models whose linear layers compute from low-bit codes: loaded from a compressed checkpoint, or coded in place."""
+"""Models whose linear layers compute from low-bit weights: loaded from a compressed checkpoint, or quantized in
+place."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class PackedExperts(nn.Module):
 
 
 class Dense(nn.Module):
-    """One expert's projection that a checkpoint has uncompressed."""
+    """One expert's projection that is uncompressed in the checkpoint."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -179,5 +180,5 @@ def _fits(packed: Packed | Ternary, shape: tuple[int, ...], name: str) -> None:
 
 
 def holds_codes(model: nn.Module) -> list[PackedLinear]:
-    """The layers of a model that compute from codes."""
+    """The layers of a model that compute from quantized weights."""
     return [m for m in model.modules() if isinstance(m, PackedLinear)]

@@ -43,7 +43,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
 
 
 class _ExpandedMatmul(torch.autograd.Function):
-    """x · Wᵀ keeping only what W is stored as: it is expanded again for the input gradient."""
+    """x · Wᵀ that saves only the stored form of W: it is expanded again for the input gradient."""
 
     @staticmethod
     def forward(ctx, x, expand, *stored):  # type: ignore[no-untyped-def]
@@ -60,8 +60,8 @@ class _ExpandedMatmul(torch.autograd.Function):
 class QuantizedLinear(nn.Module):
     """A frozen linear layer with a quantized weight.
 
-    What it stores are plain parameters without gradient whose rows are those of the weight, so that anything that
-    shards parameters shards them along whole rows. A subclass adds them in ``__init__`` and says how to expand them.
+    The weight is stored in plain parameters without gradient whose rows are those of the weight, so that anything that
+    shards parameters shards them along whole rows. A subclass adds them in ``__init__`` and defines how to expand them.
     """
 
     stored: ClassVar[tuple[str, ...]] = ("codes", "scales")
@@ -74,21 +74,21 @@ class QuantizedLinear(nn.Module):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
     def keep(self, **stored: torch.Tensor) -> None:
-        """Make tensors its frozen parameters."""
+        """Register tensors as its frozen parameters."""
         for name, t in stored.items():
             setattr(self, name, nn.Parameter(t, requires_grad=False))
 
     @staticmethod
     def expand(*stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [out, in] in ``dtype`` from (parts of) what is stored."""
+        """The weight [out, in] in ``dtype`` from (parts of) the stored tensors."""
         raise NotImplementedError
 
     def cut_by_input(self, name: str) -> bool:
-        """Whether a stored parameter is divided when the weight is divided along its input, or held whole."""
+        """Whether a stored parameter is divided when the weight is divided along its input, or replicated."""
         return True
 
     def held(self) -> list[torch.Tensor]:
-        """This rank's part of what is stored."""
+        """This rank's part of the stored tensors."""
         return [local(self.get_parameter(name)) for name in self.stored]
 
     def dense(self) -> torch.Tensor:
@@ -124,12 +124,12 @@ class IntLinear(QuantizedLinear):
         return dequantize(codes, scales, dtype)
 
     def cut_by_input(self, name: str) -> bool:
-        """A scale of a whole row belongs to every part of it."""
+        """A whole row's scale applies to every part of it."""
         return name != "scales" or self.get_parameter(name).shape[1] > 1
 
 
 def expanded(state: dict[str, torch.Tensor], kind: type[QuantizedLinear]) -> dict[str, torch.Tensor]:
-    """A model's state with fp32 weights in the place of what layers of ``kind`` store."""
+    """A model's state with fp32 weights instead of the stored tensors of layers of ``kind``."""
     first = kind.stored[0]
     coded = {n.removesuffix(f".{first}") for n in state if n.endswith(f".{first}")}
     coded = {prefix for prefix in coded if all(f"{prefix}.{part}" in state for part in kind.stored)}
@@ -145,7 +145,7 @@ def expanded(state: dict[str, torch.Tensor], kind: type[QuantizedLinear]) -> dic
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> list[str]:
-    """Put ``make(linear)`` in the place of the ``*_proj`` linears inside the model's layers; returns their names."""
+    """Replace the ``*_proj`` linears inside the model's layers by ``make(linear)``; returns their names."""
     replaced: list[str] = []
     for name, module in list(model.named_modules()):
         for leaf, child in list(module.named_children()):

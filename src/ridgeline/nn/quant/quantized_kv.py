@@ -1,4 +1,4 @@
-"""Key/value caches that hold codes: what is read is expanded right before use (FlexGen, arXiv:2303.06865, section 4).
+"""Quantized key/value caches: values are dequantized right before use (FlexGen, arXiv:2303.06865, section 4).
 
 Shapes as in :mod:`ridgeline.nn.model.attention`: B batch, G key/value heads, T positions, D head dimension.
 """
@@ -25,7 +25,7 @@ class ByteCodes:
         self.scale = torch.empty((*shape[:-1], 1), dtype=torch.float16, device=device)
 
     def write(self, at: At, x: Tensor) -> None:
-        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        """Quantize ``x`` [B, G, S, D] into positions ``at``."""
         x = x.float()
         scale = x.abs().amax(-1, keepdim=True).div_(127.0).clamp_(2.0**-24, 65504.0).half()
         self.scale[:, :, at] = scale
@@ -37,7 +37,7 @@ class ByteCodes:
 
 
 class NibbleCodes:
-    """Two codes a byte between the least and the largest value of each group of 64 along D, which are kept as an fp16
+    """Two codes per byte between the minimum and the maximum of each group of 64 along D, which are stored as an fp16
     minimum and scale."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
@@ -48,7 +48,7 @@ class NibbleCodes:
         self.least = torch.empty(groups, dtype=torch.float16, device=device)
 
     def write(self, at: At, x: Tensor) -> None:
-        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        """Quantize ``x`` [B, G, S, D] into positions ``at``."""
         grouped = x.float().unflatten(-1, (-1, self.group))
         least = grouped.amin(-1, keepdim=True).half()
         span = grouped.amax(-1, keepdim=True) - least.float()
@@ -66,13 +66,13 @@ class NibbleCodes:
 
 
 class FloatCodes:
-    """fp8 (e4m3) without a scale; what lies beyond its range of ±448 becomes that."""
+    """fp8 (e4m3) without a scale; values outside its range of ±448 are clamped."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
 
     def write(self, at: At, x: Tensor) -> None:
-        """Code ``x`` [B, G, S, D] as positions ``at``."""
+        """Quantize ``x`` [B, G, S, D] into positions ``at``."""
         self.codes[:, :, at] = x.clamp(-448, 448).to(torch.float8_e4m3fn)
 
     def read(self, at: At, dtype: torch.dtype) -> Tensor:
@@ -95,7 +95,7 @@ class CodedCache(LayerCache):
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [B, G, S, D] behind what is there, and return all that is stored, expanded."""
+        """Append ``k`` and ``v`` [B, G, S, D], and return everything stored, dequantized."""
         start, self.length = self.length, self.length + k.shape[2]
         for held, new in zip(self.held, (k, v), strict=True):
             held.write(slice(start, self.length), new)
@@ -104,5 +104,5 @@ class CodedCache(LayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes of the cache."""
         return sum(t.nbytes for held in self.held for t in vars(held).values() if isinstance(t, Tensor))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 SIDE = 64
-"""What both sides of a weight must be multiples of."""
+"""Both dimensions of a weight must be multiples of this."""
 
 
 def is_2_4(weight: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""A pruned weight for the disk: one bit per entry, and the entries that are left.
+"""A pruned weight on disk: one bit per entry, and the nonzero entries.
 
-The field has dropped its sparse formats; elsewhere pruned weights travel densely, with zeros. No kernel computes from
-this: it is expanded when it is read.
+Other tools have dropped their sparse formats and store pruned weights densely, with zeros. No kernel computes from this
+format: it is expanded when it is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sparse:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits over weights."""
+        """Stored bits per weight."""
         return 8 * (self.mask.nbytes + self.values.nbytes) / (self.mask.shape[0] * self.width)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,7 +47,7 @@ class Sparse:
         return weight
 
     def rows(self, start: int, stop: int) -> Sparse:
-        """The same for some of the rows."""
+        """The record for some of the rows."""
         counts = unpack_bits(self.mask, 1, self.width).sum(1, dtype=torch.int64).cumsum(0)
         first = int(counts[start - 1]) if start else 0
         return Sparse(self.mask[start:stop], self.values[first : int(counts[stop - 1])], self.width)

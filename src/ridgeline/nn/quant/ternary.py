@@ -1,9 +1,10 @@
-"""Ternary weights in less than a bit: a fixed dictionary of runs (QMoE, arXiv:2310.16795).
+"""Ternary weights in less than one bit each: a fixed dictionary of runs (QMoE, arXiv:2310.16795).
 
-A row holds 0, its minimum or its maximum. Of Gaussian weights rounded so about 89 % are zero, and a sequence of such
-symbols is worth far less than a bit each. The code's words are the 2^16 most probable sequences of pairs of symbols
-when a symbol is zero with probability 0.885, at most 14 pairs long; word number w is simply written as 16 bits. A range
-coder would come closer to the entropy, but here any row decodes by table look-ups alone, all of its words at once.
+A row holds 0, its minimum or its maximum. Of Gaussian weights rounded in this way about 89 % are zero, and a sequence
+of such symbols has an entropy of far less than one bit each. The codewords are the 2^16 most probable sequences of
+pairs of symbols when a symbol is zero with probability 0.885, at most 14 pairs long; codeword number w is simply
+written as 16 bits. A range coder would come closer to the entropy, but here any row is decoded by table look-ups alone,
+all of its codewords at once.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ZEROS = 0.885
-"""The probability of a zero that the dictionary is made for."""
+"""The probability of a zero for which the dictionary is built."""
 PAIRS = 14
-"""Most pairs of symbols in a word."""
+"""Maximum number of pairs of symbols in a codeword."""
 WORDS = 1 << 16
 EXPANDED = 1 << 20
-"""Weights that are expanded at once in a product."""
+"""Number of weights that are expanded at once in a product."""
 VECTOR_LINES = 16
-"""Most rows of inputs for which a GPU decodes words while it multiplies, four rows for each decoding."""
+"""Maximum number of input rows for which a GPU decodes codewords while it multiplies, four rows for each decoding."""
 
 
 @dataclass(frozen=True)
 class Dictionary:
-    """Words of the code, most probable first. With a word, all its beginnings are words too."""
+    """Codewords, most probable first. All prefixes of a codeword are codewords too."""
 
     symbols: Tensor
     """uint8 [words, 28]: 0 zero, 1 the row's minimum, 2 its maximum; 0 behind the end."""
@@ -115,12 +116,12 @@ class Ternary:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits over weights: words, where rows begin, and their two values."""
+        """Stored bits per weight: codewords, where rows begin, and their two values."""
         total = self.codes.nbytes + self.offsets.nbytes + self.low.nbytes + self.high.nbytes
         return 8 * total / (len(self.low) * self.width)
 
     def rows(self, start: int, stop: int) -> Ternary:
-        """The same for some of the rows."""
+        """The record for some of the rows."""
         offsets = self.offsets[start : stop + 1]
         words = self.codes[int(offsets[0]) : int(offsets[-1])]
         return Ternary(words, offsets - offsets[0], self.low[start:stop], self.high[start:stop], self.width)
@@ -145,7 +146,8 @@ class Ternary:
             yield self.rows(start, min(start + step, len(self.low)))
 
     def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ for ``x`` [..., in], decoded on the way: in registers (CUDA, few rows) or by blocks of expanded rows."""
+        """x Wᵀ for ``x`` [..., in], decoded during the product: in registers (CUDA, few rows) or by blocks of expanded
+        rows."""
         from ridgeline.nn.kernels.dispatch import has_triton
 
         lines = x.numel() // self.width
@@ -157,7 +159,7 @@ class Ternary:
 
 
 class TernaryLinear(nn.Module):
-    """A frozen linear layer that holds its weight in words, and expands some rows at a time."""
+    """A frozen linear layer that stores its weight in codewords, and expands some rows at a time."""
 
     def __init__(self, code: Ternary, device: torch.device) -> None:
         super().__init__()

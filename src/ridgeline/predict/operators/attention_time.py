@@ -1,10 +1,10 @@
 """Fused-attention time: prefill in blocks of queries, decode in splits of the cache.
 
-Prefill (FlashAttention-2, arXiv:2307.08691): a block of 128 queries visits the keys it may see in tiles of 128; the
-masked half of a causal product is skipped. Decode (flash-decoding): each block reads a run of one sequence's keys and
-values, all query heads that share them together; runs are split until the processors are busy. TensorRT-LLM's decode
-kernels share key heads among at most 32 query heads (XQA); beyond that, and without sharing, every query head reads
-for itself (MMHA).
+Prefill (FlashAttention-2, arXiv:2307.08691): a block of 128 queries processes the keys it may see in tiles of 128; the
+masked half of a causal product is skipped. Decode (flash-decoding): each thread block reads a range of one sequence's
+keys and values for all query heads that share them; the ranges are split until all processors are busy. TensorRT-LLM's
+decode kernels share key heads among at most 32 query heads (XQA); beyond that, and without sharing, every query head
+reads its own (MMHA).
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from ridgeline.spec.efficiency import DecodeConstants, PrefillConstants
 
 _BLOCK = 128.0
 _TAIL = 0.5
-"""Share of the longest block's time during which the other processors have run dry."""
+"""Fraction of the longest block's time during which the other processors are idle."""
 _MERGE = 1e-5
-"""Seconds that merging costs where the keys of one block of queries are divided among processors."""
+"""Seconds to merge results where the keys of one block of queries are divided among processors."""
 _OVERLAP, _DECODE_OVERLAP = 1.2, 2.0
 """Exponent p of ``(compute^p + memory^p)^(1/p)``."""
 _MEMORY_SHARE = 0.85
-"""Share of the memory bandwidth that a prefill reaches."""
+"""Fraction of the memory bandwidth that a prefill reaches."""
 _PACKED_ROWS, _PACKED_SHARE = 16, 0.6
-"""Rows of the tile that the query heads of one key head fill in part, and the share of the tensor peak it reaches."""
+"""Rows of the tile that the query heads of one key head partly fill, and the fraction of the tensor peak it reaches."""
 _APART_SHARE = 0.15
-"""The same of a kernel in which every query head multiplies for itself, on the vector units."""
+"""The same for a kernel in which every query head is computed separately, on the vector units."""
 _CHUNK = 128
-"""Fewest keys that are worth a split of their own in decode."""
+"""Minimum number of keys per split in decode."""
 _WAVE = 0.5
-"""How much of a part-filled last wave is lost in decode: blocks differ in length."""
+"""Fraction of a partly filled last wave that is lost in decode: blocks differ in length."""
 _SHARED_HEADS = 32
 _FEW_QUERIES = 16
 
 
 def is_decode(q_len: int, kv_len: int) -> bool:
-    """Whether a few new queries look back on a longer cache."""
+    """Whether a few new queries attend to a longer cache."""
     return q_len < kv_len and q_len <= _FEW_QUERIES
 
 
 def decode_kernel(library: str, heads: int, kv_heads: int) -> str:
-    """Name of the decode kernel that ``library`` picks: flash, xqa or mmha."""
+    """Name of the decode kernel that ``library`` selects: flash, xqa or mmha."""
     if library != "trtllm":
         return "flash"
     return "xqa" if 1 < heads // kv_heads <= _SHARED_HEADS else "mmha"
@@ -57,7 +57,7 @@ def attention_time(
 ) -> GemmTime:  # fmt: skip
     """One fused kernel over ``shape`` = (batch, heads, kv_heads, q_len, kv_len, head_dim).
 
-    ``reuse``: bytes that pass between two uses of a decode's keys and values; 0: more than a cache holds.
+    ``reuse``: bytes accessed between two uses of a decode's keys and values; 0: more than a cache holds.
     """
     _, heads, kv_heads, q_len, kv_len, _ = shape
     kv = kv_dtype or dtype
@@ -83,13 +83,13 @@ def prefill(
     width = _BLOCK if rows > 64 else 64.0
     count = ceil(rows / width)
     narrow = c.narrow == "cache" or (c.narrow == "queries" and DTYPE_BYTES[dtype] < 2)
-    factor = 2.5 / c.backward_share if backward else 1.0  # five products against two
+    factor = 2.5 / c.backward_share if backward else 1.0  # five products in backward, two in forward
     rate = m.peak("fp8" if narrow else _math(dtype)) / m.units
     area = width * _BLOCK
     softmax = c.softmax_clocks * area / (_BLOCK * _BLOCK)
     if c.tensor_rate:
         softmax *= min(1.0, c.tensor_rate * m.clock / rate)
-    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + softmax / m.clock  # exponentials are taken once
+    tile = 4.0 * area * dim / (rate * c.tensor_share) * factor + softmax / m.clock  # exponentials are computed once
     if causal:  # block i of n sees everything before it and itself
         before = max(0, kv_len - q_len) / _BLOCK
         longest = before + count * width / _BLOCK
@@ -111,7 +111,7 @@ def prefill(
     element = max(2.0, DTYPE_BYTES[dtype])
     queries, keys = batch * q_len * heads * dim * element, batch * kv_len * kv_heads * dim * element
     moved = c.query_passes * queries + c.kv_passes * keys
-    near = m.resident(2.0 * (queries + keys))  # the previous kernel wrote them, this one as much again
+    near = m.resident(2.0 * (queries + keys))  # the previous kernel wrote them, this one writes the same amount
     each = near / m.l2_bandwidth + (1.0 - near) / (m.bandwidth * _MEMORY_SHARE)
     memory = (2.0 if backward else 1.0) * moved * each
     return bounded(m.slow * c.latency, overlapped(compute, memory, _OVERLAP), compute, memory)
@@ -121,14 +121,15 @@ def decode(
     m: Machine, c: DecodeConstants, shape: tuple[int, ...], kv_bytes: float, apart: bool = False, dtype: str = "bf16",
     reuse: float = 0.0,
 ) -> GemmTime:  # fmt: skip
-    """Attention of few queries over a cache of ``kv_bytes`` per element; ``apart``: each query head reads its own."""
+    """Attention of few queries over a cache of ``kv_bytes`` per element; ``apart``: each query head reads its own keys
+    and values."""
     batch, heads, kv_heads, q_len, kv_len, dim = shape
     per_key = 2.0 * dim * kv_bytes
     traffic = batch * kv_heads * max(kv_len, c.tile) * per_key + 4.0 * batch * heads * q_len * dim
     near = m.resident(reuse) if reuse else 0.0
     bandwidth = m.bandwidth * c.memory_share
     memory = traffic * (near / m.l2_bandwidth + (1.0 - near) / bandwidth)
-    if apart:  # from the cache, where the first of them left it
+    if apart:  # from the cache, where the first query head left it
         memory += batch * (heads - kv_heads) * kv_len * per_key / m.l2_bandwidth
     streams = batch * (heads if apart else kv_heads)
     rows, share = (heads, _APART_SHARE) if apart else (kv_heads * max(_PACKED_ROWS, heads // kv_heads), _PACKED_SHARE)
@@ -160,5 +161,5 @@ def decode(
 
 
 def _math(dtype: str) -> str:
-    """Products run in 16 bits where operands are narrower: what 8-bit kernels gain is in their constants."""
+    """Products run in 16 bits where operands are narrower; the gain of 8-bit kernels is in their constants."""
     return "bf16" if DTYPE_BYTES[dtype] < 2 else dtype

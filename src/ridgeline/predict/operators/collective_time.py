@@ -1,12 +1,12 @@
 """Collective time: latency and bandwidth of rings, trees and in-switch sums over the actual topology.
 
 A ring of n ranks sends (n-1)/n of a full buffer of B bytes per rank in n-1 hops, an all-reduce twice that (Thakur et
-al. 2005, doi:10.1177/1094342005051521). Each hop uses the cheapest of NCCL's three protocols: LL and LL128 trade
-bandwidth for latency by sending flags along with the data (Hu et al. 2025, arXiv:2507.04786). Across nodes, ranks of
-one node send over one network card each, side by side (rails).
+al. 2005, doi:10.1177/1094342005051521). Each hop uses the fastest of NCCL's three protocols: LL and LL128 trade
+bandwidth for latency by sending flags along with the data (Hu et al. 2025, arXiv:2507.04786). Across nodes, each rank
+of a node sends over its own network card in parallel (rails).
 
-Over PCIe, devices that reach each other's memory share host bridges and sockets (``Link.spans``); those that do not
-pass every byte through host memory.
+Over PCIe, devices with peer-to-peer access share host bridges and sockets (``Link.spans``); those without it send every
+byte through host memory.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.efficiency import CollectiveConstants
 
 _USUAL_LINK_LATENCY = 2e-6
-"""Latency of the links that the constants were fitted on: only what a link takes beyond it is added per hop."""
+"""Latency of the links that the constants were fitted on: only the excess over it is added per hop."""
 _NVLINK = 100e9
-"""Bandwidth from which a link is NVLink, where the 128 bytes behind a flag arrive whole (LL128)."""
+"""Bandwidth from which a link is assumed to be NVLink, where the 128 bytes after a flag arrive atomically (LL128)."""
 _SWITCHED = 200e9
-"""Bandwidth from which a link is taken to be a switch's, which may sum on the way."""
+"""Bandwidth from which a link is assumed to be a switch's, which may support in-network reduction."""
 _SMALLEST_SWITCHED_SUM = 4
 _HOST_SHARE = 1 / 3
 """Bandwidth through host memory, which is written and read, relative to the link's."""
 _HOST_HOP = 1.5e-6
-"""Seconds that a hop through host memory takes longer than one between devices."""
+"""Additional seconds of a hop through host memory, compared with one between devices."""
 
 
 class Path(NamedTuple):
-    """What a collective's ring or tree crosses."""
+    """The links that a collective's ring or tree uses."""
 
     local: int
-    """Ranks of the group inside one node."""
+    """Number of ranks of the group inside one node."""
     nodes: int
     inside: float
     """Bytes/s per rank of a large ring inside a node."""
     outside: float
-    """Bytes/s of all cards of the group in one node; infinite inside one."""
+    """Bytes/s of all the group's network cards in one node; infinite inside one node."""
     hop: float
-    """Seconds per hop beyond an ordinary link's, inside a node."""
+    """Seconds per hop in addition to an ordinary link's, inside a node."""
     across: float
     """Seconds per hop between nodes; 0 inside one."""
     ll128: bool
-    """Whether the protocol of that name works."""
+    """Whether the protocol of that name is available."""
 
     @property
     def bandwidth(self) -> float:
@@ -58,12 +58,12 @@ class Path(NamedTuple):
 
 
 def collective_time(op: Op, cluster: Cluster) -> Timed:
-    """Seconds of one collective among ``op.ranks`` ranks that stand ``op.stride`` apart."""
+    """Seconds of one collective among ``op.ranks`` ranks with a distance of ``op.stride``."""
     n = op.ranks
     if n < 2:
         return Timed(0.0, "link", "one rank", 0.0)
     device = cluster.device
-    kind = "all_gather" if op.kind == "ring" else op.kind  # a pass round a ring is one, hop by hop
+    kind = "all_gather" if op.kind == "ring" else op.kind  # a pass around a ring is one, hop by hop
     measured = find_rate(device, kind, "", "fp32")
     if measured is not None and measured.byte_rate:
         return Timed(measured.latency + op.link_bytes / measured.byte_rate, "link", measured.source, 0.05)
@@ -112,14 +112,14 @@ def algorithm_time(
         return start + _best_protocol(c, slow, 1, size, p, p.across)
     rounds = 2 if kind == "all_reduce" else 1
     moved = size if kind == "broadcast" else (rounds * (n - 1) + c.local) / n * size
-    # NCCL gathers and scatters in rings alone, which visit every rank of every node; a sum crosses nodes in trees.
+    # NCCL gathers and scatters only in rings, which pass every rank of every node; sums cross nodes in trees.
     hops = n - p.nodes if kind in ("all_gather", "reduce_scatter") else rounds * (p.local - 1 if p.nodes > 1 else n - 1)
     best = _best_protocol(c, slow, hops, moved, p, rounds * (p.nodes - 1) * p.across)
     if kind not in ("all_reduce", "broadcast"):
         return start + best
     levels = rounds * log2(max(2, p.local)) if p.local > 1 else 0.0
     fixed = levels * (slow * c.tree_hop + p.hop) + rounds * log2(p.nodes) * p.across
-    # Up and down a tree each node sends and receives the buffer but once, less its own part.
+    # Up and down a tree each node sends and receives the buffer only once, less its own part.
     whole = rounds * max(size / p.inside if p.local > 1 else 0.0, (p.nodes - 1) / p.nodes * size / p.outside)
     best = min(
         best,
@@ -147,7 +147,7 @@ def _best_protocol(c: CollectiveConstants, slow: float, hops: int, moved: float,
 
 
 def _alltoall(m: Machine, c: CollectiveConstants, n: int, size: float, p: Path) -> float:
-    """Every rank sends to all others at once: what stays in the node and what leaves it travel side by side."""
+    """Every rank sends to all others at once: traffic inside the node and out of it is transferred in parallel."""
     kept = (p.local - 1 + c.local) / n * size
     seconds = kept / p.inside
     if p.nodes > 1:

@@ -1,12 +1,12 @@
-"""Matrix-multiplication time: output tiles run in waves over the processors, bounded by the memory behind them.
+"""Matrix-multiplication time: output tiles run in waves over the processors, bounded by the memory hierarchy.
 
 For every tile shape and every split of k the kernel takes
 
     latency + (compute^p + memory^p)^(1/p) + fill + merging of splits,
 
-where compute is waves × one tile's time and memory is the traffic over the bandwidth that the busy processors can
-draw; the library is taken to choose the best one. A tile's time is that of its products or of loading its operands from
-the cache: a tile of h × w loads (h + w) operands for h·w products, so small ones wait for the cache. Tile and wave
+where compute is waves × one tile's time and memory is the traffic over the bandwidth that the busy processors can draw;
+the library is assumed to choose the best combination. A tile's time is that of its products or of loading its operands
+from the cache: a tile of h × w loads (h + w) operands for h·w products, so small ones wait for the cache. Tile and wave
 quantization: NVIDIA, Matrix Multiplication Background User's Guide (DU-09799-001), chapter 3; split k and stream-k:
 Osama et al. 2023 (arXiv:2301.03598). Sizes are in elements, times in seconds.
 """
@@ -29,17 +29,17 @@ _TILES = (
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 _K_STEP = 64
 _LEAST_K = 256
-"""Fewest elements of k that are worth a split of their own."""
+"""Minimum number of elements of k per split."""
 _FILL = 2.5e-7
 """Seconds to fill a tile's pipeline."""
 _MERGE = 2e-6
-"""Seconds that summing the parts of a split k costs."""
+"""Seconds to sum the parts of a split k."""
 _OVERLAP = 3.5
 """Exponent p of ``(compute^p + memory^p)^(1/p)``."""
 _STORE = 15.0
 """Bytes per clock at which one processor writes a finished tile."""
 _DRAW = 64.0
-"""Bytes per clock that one processor can draw from the cache or the memory behind it."""
+"""Bytes per clock that one processor can draw from the cache or memory."""
 
 
 class GemmTime(NamedTuple):
@@ -50,7 +50,7 @@ class GemmTime(NamedTuple):
 
 
 def constants(m: Machine, dtype: str) -> GemmConstants:
-    """The constants for operands of ``dtype``: 16-bit, 8-bit or wider, as far as each was fitted."""
+    """The constants for operands of ``dtype``: 16-bit, 8-bit or wider, if each was fitted."""
     table = m.efficiency.gemm
     if dtype in ("fp8", "int8", "int4"):
         return table.get("fp8") or table["bf16"]
@@ -64,11 +64,10 @@ def gemm_time(
     m: Machine, dtype: str, rows: int, columns: int, k: int, groups: float, traffic: float, stored: float = 0,
     reuse: float = 0.0,
 ) -> GemmTime:  # fmt: skip
-    """One kernel that multiplies ``groups`` independent pairs, ``rows`` being those of all groups together.
+    """One kernel that multiplies ``groups`` independent pairs; ``rows`` is the total over all groups.
 
-    ``traffic``: bytes read and written; ``stored``: bytes of one stored weight that is expanded
-    on the fly; 0: weights are of ``dtype``; ``reuse``: bytes of weights that pass between two uses of one; 0: more than
-    a cache holds.
+    ``traffic``: bytes read and written; ``stored``: bytes of one stored weight that is expanded on the fly; 0: weights
+    are of ``dtype``; ``reuse``: bytes of weights accessed between two uses of one; 0: more than a cache holds.
     """
     return tiled(m, constants(m, dtype), dtype, rows, columns, k, groups, traffic, stored, reuse)
 
@@ -77,7 +76,7 @@ def tiled(
     m: Machine, c: GemmConstants, dtype: str, rows: int, columns: int, k: int, groups: float = 1.0,
     traffic: float = 0.0, stored: float = 0.0, reuse: float = 0.0,
 ) -> GemmTime:  # fmt: skip
-    """As :func:`gemm_time`, with given constants and nothing remembered."""
+    """As :func:`gemm_time`, with given constants and no caching."""
     units, slow, p = m.units, m.slow, _OVERLAP
     width = DTYPE_BYTES[dtype]
     each = max(1.0, rows / groups)
@@ -120,10 +119,10 @@ def tiled(
 
 
 def _memory(m: Machine, c: GemmConstants, read: float, written: float, weights: float, reuse: float) -> float:
-    """Seconds of all traffic at full bandwidth: from memory what no cache holds, through the cache everything.
+    """Seconds of all traffic at full bandwidth: uncached traffic from memory, all of it through the cache.
 
-    Activations come out of the cache if they fit in it beside the weights and twice the results, which leave it late;
-    weights if those that pass between two of their uses fit, too.
+    Activations come from the cache if they fit together with the weights and twice the results, which are evicted late;
+    weights if those accessed between two of their uses fit, too.
     """
     passing = read + 2.0 * written
     far = (read + written) * (1.0 - m.resident(passing + weights))
@@ -151,7 +150,8 @@ def _share(m: Machine, c: GemmConstants, peak: float) -> float:
 
 
 def quantize_time(m: Machine, c: GemmConstants, elements: float) -> float:
-    """Seconds to scale a 16-bit tensor to 8 bits by its own largest value: read for it, read again, write."""
+    """Seconds to scale a 16-bit tensor to 8 bits by its own largest value: one read for the maximum, one read, one
+    write."""
     near = m.resident(4.0 * elements)
     each = near / m.l2_bandwidth + (1.0 - near) / (m.bandwidth * c.quantize_share)
     return m.slow * c.quantize_latency + 5.0 * elements * each

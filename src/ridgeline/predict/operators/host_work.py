@@ -1,4 +1,4 @@
-"""Work outside the device: copies over the host link, the CPU's optimizer step, disks."""
+"""Work outside the device: copies over the host link, the CPU's optimizer step, disk I/O."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "ho
           "host_read": "host"}  # fmt: skip
 """Kinds of host operators, and the stream each runs on."""
 _LINK_SHARE = 0.80
-"""Share of the host link's bandwidth that pinned copies reach."""
+"""Fraction of the host link's bandwidth that pinned copies reach."""
 _HOST_BANDWIDTH = 256e9
 """Bytes/s of an ordinary server's memory: a DGX-2's, of two Xeon Platinum 8168 with six channels of DDR4-2666 each."""
 _UPDATE_SHARE = 0.5
-"""Share of it under a vectorized AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters (arXiv:2101.06840, table
-4)."""
+"""Fraction of it reached by a vectorized AdamW: 28 bytes per parameter in 0.22 s per 10⁹ parameters (arXiv:2101.06840,
+table 4)."""
 _CORE_BANDWIDTH = 5e9
 """Bytes/s of it that one core updates at most (assumption)."""
 _CORE_ATTENTION = 0.77e9
@@ -24,13 +24,14 @@ is as many bytes/s, on a server of 16 cores."""
 _HOST_CORES = 48
 """Cores of an ordinary server: a DGX-2's."""
 _HOST_LINKS = 4.0
-"""Devices of a node whose host links work at full rate at once; more share them (PCIe switches, host memory)."""
+"""Number of devices per node whose host links reach full rate simultaneously; more share them (PCIe switches, host
+memory)."""
 _DISK_BANDWIDTH = 6e9
 """Bytes/s of one node's NVMe: assumption, two drives."""
 
 
 def host_time(op: Op, cluster: Cluster) -> Timed:
-    """Seconds of a copy or of the CPU's update for one rank, while its node's other ranks do the same."""
+    """Seconds of a copy or of the CPU's update for one rank, while the node's other ranks do the same."""
     ranks = cluster.devices_per_node
     if op.kind == "host_update":
         host = cluster.device.host

@@ -1,7 +1,9 @@
-"""Operator time: a measured rate where there is one, else the model of the operator's kind on the device's datasheet.
+"""Operator time: a measured rate where there is one, otherwise the model for the operator's kind with the device's
+datasheet.
 
-Matrix multiplications are in ``gemm.py``, fused attention in ``attention.py``, collectives in ``collective.py``;
-everything else moves bytes. On a CPU without measured rates a plain roofline answers.
+Matrix multiplications are in ``gemm.py``, fused attention in ``attention_time.py``, collectives in
+``collective_time.py``; all other operators are bounded by the bytes they move. On a CPU without measured rates a plain
+roofline is used.
 """
 
 from __future__ import annotations
@@ -24,29 +26,29 @@ class Timed(NamedTuple):
     bound: str
     source: str
     spread: float = 0.1
-    """Relative error that 68 % of such estimates stay within."""
+    """Relative 68 % error of such estimates."""
 
 
 _CPU_SHARE = {"gemm": 0.70, "bmm": 0.40, "attention": 0.35}
-"""Share of a CPU's peak that well-tuned kernels reach on large shapes: class defaults, which `probe` replaces."""
+"""Fraction of a CPU's peak that well-tuned kernels reach on large shapes: class defaults, which `probe` replaces."""
 _CPU_MEMORY_SHARE = 0.70
 _CPU_SPREAD = 0.35
 _MEASURED_SPREAD = 0.08
 
 
 def peak_flops(device: Device, dtype: str) -> float:
-    """Dense peak of ``dtype``; one without units of its own runs at the rate of the next wider."""
+    """Dense peak of ``dtype``; without dedicated units it runs at the rate of the next wider dtype."""
     return machine(device).peak(dtype)
 
 
 def find_rate(device: Device, kind: str, direction: str, dtype: str) -> Rate | None:
-    """The measured rate of a kind of operator, most specific key first; None when it was not measured."""
+    """The measured rate of a kind of operator, most specific key first; None if it was not measured."""
     rates = device.rates
     return rates.get(f"{kind}.{direction}.{dtype}") or rates.get(f"{kind}.{dtype}")
 
 
 def op_time(op: Op, device: Device) -> Timed:
-    """Seconds of one call of ``op`` on ``device``; collectives and copies have files of their own."""
+    """Seconds of one call of ``op`` on ``device``; collectives and copies have their own modules."""
     if op.kernel == "packed" and "attention_pool" in device.rates:
         return _packed_attention(op, device)
     rate = _low_rate(op, device) or find_rate(device, op.kind, op.direction, op.dtype) if device.rates else None
@@ -66,9 +68,9 @@ def op_time(op: Op, device: Device) -> Timed:
 def _low_rate(op: Op, device: Device) -> Rate | None:
     """The measured rate of a forward product with few rows, or with quantized weights.
 
-    ``gemm_rowsM.D`` is the rate of M rows in bytes, weights above all; between two M, a byte's time is interpolated.
-    Above the last of them codes are expanded first: ``gemm_many.D`` is the product with expanded weights, ``expand.D``
-    the expansion, in bytes of codes; both take their time.
+    ``gemm_rowsM.D`` is the rate of M rows in bytes, mostly weights; between two values of M, the time per byte is
+    interpolated. Above the largest M weights are dequantized first: ``gemm_many.D`` is the product with dequantized
+    weights, ``expand.D`` the dequantization, in bytes of codes; the times of both add up.
     """
     if op.kind != "gemm" or op.direction != "forward" or len(op.shape) != 3:
         return None
@@ -87,8 +89,8 @@ def _low_rate(op: Op, device: Device) -> Rate | None:
 
 
 def _packed_attention(op: Op, device: Device) -> Timed:
-    """Attention of sequences one by one over a pool: of one new token each it waits for the cached keys and values;
-    a chunk's product is as fast as any, and where the pool holds codes, reads these back too."""
+    """Attention of sequences one by one over a pool: with one new token each it is bound by reading the cached keys and
+    values; a chunk's product runs at the normal rate, and if the pool is quantized, it is dequantized too."""
     batch, _, kv_heads, q_len, kv_len, dim = op.shape
     rate = device.rates.get(f"attention_pool.{op.kv_dtype}" if op.kv_dtype else "attention_pool")
     rate = rate or device.rates["attention_pool"]
@@ -122,7 +124,7 @@ def _modeled(op: Op, m: Machine) -> Timed:
         seconds = quantize_time(m, constants(m, "fp8"), op.bytes / 3.0)
         return Timed(seconds, "memory", m.source, m.spread("pointwise"))
     compute = op.flops / m.peak(op.dtype)
-    near = m.resident(op.bytes)  # the previous kernel left it there
+    near = m.resident(op.bytes)  # the previous kernel left it in the cache
     memory = op.bytes * (near / m.l2_bandwidth + (1.0 - near) / m.bandwidth) / e.pointwise_share
     return _bounded(m.slow * e.pointwise_latency, compute, memory, m.source, m.spread("pointwise"))
 
@@ -134,5 +136,5 @@ def _bounded(latency: float, compute: float, memory: float, source: str, spread:
 
 
 def roof_seconds(op: Op, device: Device) -> float:
-    """The least time the device's peak and bandwidth allow."""
+    """The least time allowed by the device's peak and bandwidth."""
     return max(op.flops / peak_flops(device, op.dtype), op.bytes / device.memory_bandwidth)

@@ -1,1 +1,1 @@
-"""The time of serving: an engine's iterations and the schedule that makes them."""
+"""Serving time: an engine's iterations and their schedule."""

@@ -1,4 +1,4 @@
-"""Requests and when they come: a renewal process, a closed loop, or a recorded trace."""
+"""Requests and their arrival times: a renewal process, a closed loop, or a recorded trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ridgeline.spec.workload import Serve
 
 
 class Arrival(NamedTuple):
-    """One request: seconds of arrival, prompt tokens, tokens to generate (at least one)."""
+    """One request: arrival time in seconds, prompt tokens, tokens to generate (at least one)."""
 
     arrival: float
     prompt: int
@@ -33,7 +33,7 @@ def requests(w: Serve) -> list[Arrival]:
     rng = random.Random(w.seed)
     if w.trace:
         found = read_trace(Path(w.trace), w.requests)
-        scale = 1.0 if w.rate is None else _rate(found) / w.rate  # a given rate stretches the trace
+        scale = 1.0 if w.rate is None else _rate(found) / w.rate  # a given rate rescales the trace
         return [Arrival(r.arrival * scale, r.prompt, r.output) for r in found]
     count = w.requests or 1000
     if w.concurrency is not None:
@@ -48,7 +48,8 @@ def requests(w: Serve) -> list[Arrival]:
 
 class Arrivals:
     """Requests on their way to an engine, which they reach ``request_s`` after they were sent; those that are not
-    ``accepted`` are refused. ``concurrency`` closes the loop: a client sends its next request when it is answered."""
+    ``accepted`` are rejected. ``concurrency`` closes the loop: a client sends its next request when the previous one is
+    answered."""
 
     def __init__(
         self, requests: Sequence[Arrival], concurrency: int | None, request_s: float,
@@ -58,14 +59,14 @@ class Arrivals:
         self.closed = concurrency is not None
         self.upcoming = self.refused = 0
         self.sent = [math.nan] * len(requests)
-        """When each was sent."""
+        """Time at which each request was sent."""
         self._due: list[tuple[float, int]] = []
         for _ in range(concurrency or 0):
             self.answered(0.0)
 
     @property
     def next(self) -> float:
-        """When the next request reaches the engine; infinite: none will."""
+        """When the next request reaches the engine; infinite if there is none."""
         if self.closed:
             return self._due[0][0] + self.request_s if self._due else math.inf
         if self.upcoming < len(self.requests):
@@ -84,7 +85,7 @@ class Arrivals:
                     yield i
 
     def answered(self, at: float) -> None:
-        """A client of a closed loop sends its next request, and the one after if that is refused."""
+        """A client of a closed loop sends its next request, and another one if that is rejected."""
         while self.closed and self.upcoming < len(self.requests):
             i = self.upcoming
             self.upcoming += 1
@@ -138,7 +139,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
         ) from None
     except (KeyError, ValueError, TypeError) as e:
         raise UserError(
-            f"trace {path} has a line that is no request: {e}",
+            f"trace {path} has a line that is not a request: {e}",
             "CSV needs TIMESTAMP,ContextTokens,GeneratedTokens; JSON lines timestamp, input_length, output_length",
         ) from None
     if not found:
@@ -156,7 +157,7 @@ def _open(path: Path) -> IO[str]:
 
 def _csv_rows(f: IO[str]) -> Iterator[Arrival]:
     for row in csv.DictReader(f):
-        stamp = row["TIMESTAMP"][:26]  # microseconds: Python reads no finer
+        stamp = row["TIMESTAMP"][:26]  # microseconds: Python parses no finer resolution
         at = datetime.fromisoformat(stamp).timestamp()
         yield Arrival(at, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
 

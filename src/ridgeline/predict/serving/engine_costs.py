@@ -1,10 +1,11 @@
-"""Inference engines: what the serving software adds to the operators, as a few named constants, and its scheduling
-without a plan: techniques of the plan add to that (:meth:`Technique.scheduling`), and Ridgeline's own has none else.
+"""Inference engines: what the serving software adds to the operators, as a few named constants, and its default
+scheduling: techniques of the plan extend it (:meth:`Technique.scheduling`), and for Ridgeline's own engine they define
+it.
 
-Host time follows one rule: what the host does while the GPU works counts only where it takes longer, what it does
-while the GPU waits is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it
-and the dispatch of its operators. Scheduling, sampling and detokenizing are added, unless the engine overlaps them with
-the iteration under way. Seconds are of a host of 2020 (Zen 2, as in a DGX A100); ``HOST_SPEED`` scales them for others.
+Host time follows one rule: host work that overlaps with the GPU counts only where it takes longer, host work while the
+GPU is idle is added. An iteration replayed as a CUDA graph costs the GPU's time, an eager one the larger of it and the
+dispatch of its operators. Scheduling, sampling and detokenization are added, unless the engine overlaps them with the
+current iteration. Seconds are for a host of 2020 (Zen 2, as in a DGX A100); ``HOST_SPEED`` scales them for others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ridgeline.techniques.technique import Technique
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """Constants of one serving engine and generation."""
+    """Constants of one serving engine and version."""
 
     name: str
     title: str
@@ -34,71 +35,74 @@ class EngineCosts:
     dispatch_s: float
     """Host seconds to issue one operator of an eager iteration."""
     iteration_s: float
-    """Seconds between iterations that nothing hides."""
+    """Seconds between iterations that nothing overlaps."""
     schedule_s: float
-    """Seconds to compose an iteration and hand out its tokens: hidden behind the GPU where the engine overlaps them."""
+    """Seconds to compose an iteration and return its tokens: hidden behind the GPU where the engine overlaps them."""
     sequence_s: float
     """The same per running sequence."""
     layer_s: float
-    """Seconds per layer that an iteration with prompts takes beyond the GPU's: attention is outside the graphs, so that
-    every layer is launched and waited for by itself."""
+    """Additional seconds per layer in an iteration with prompts: attention is outside the graphs, so every layer is
+    launched and synchronized separately."""
     prefill_share: float
     """Rate of a prompt's kernels inside a model, relative to the same kernels timed alone in a loop: real data and
-    several kinds of kernel in turn leave lower clocks and colder caches."""
+    alternating kinds of kernels lead to lower clocks and colder caches."""
     request_s: float
-    """Seconds a request spends outside iterations (HTTP, tokenizer, queues), all in its time to the first token."""
+    """Seconds that a request spends outside iterations (HTTP, tokenizer, queues), all included in its time to first
+    token."""
     max_num_seqs: int
     max_num_batched_tokens: int
     chunked: bool
-    """Whether a prompt may be cut over several iterations."""
+    """Whether a prompt may be split over several iterations."""
     continuous: bool = True
-    """Whether requests join while others run."""
+    """Whether requests can join a running batch."""
     padded: bool = False
-    """Whether every sequence of an iteration takes as many rows as the longest."""
+    """Whether every sequence of an iteration is padded to the longest."""
     mixes: bool = True
-    """Whether prompts and decode steps share an iteration (else prompts go first, and decoding waits)."""
+    """Whether prompts and decode steps share an iteration (otherwise prompts go first, and decoding waits)."""
     reserves: bool = False
-    """Whether a request is admitted only when its whole output has room (else preemption by recomputation)."""
+    """Whether a request is admitted only when its whole output fits (otherwise preemption by recomputation)."""
     shares: bool = True
     """Whether equal prefixes share blocks of the cache."""
     block_size: int = 16
-    """Tokens of a block of the cache."""
+    """Number of tokens per block of the cache."""
     overlap: bool = False
-    """Whether an iteration is composed while the one before it still runs."""
+    """Whether an iteration is composed while the previous one is running."""
     kernel: str = ""
-    """Library of its attention kernels: flash, trtllm, or packed: a call per sequence on views of the pool (CPU)."""
+    """Library of its attention kernels: flash, trtllm, or packed: one call per sequence on views of the pool (CPU)."""
     fused: bool = True
-    """Whether it merges products of one input, and norms with what is beside them."""
+    """Whether it merges products of the same input, and norms with adjacent operators."""
     admission_s: float = 0.0
-    """Seconds that the first iteration of a request waits for its reading (HTTP, JSON) beside the engine."""
+    """Seconds that the first iteration of a request is delayed by its parsing (HTTP, JSON) in parallel with the
+    engine."""
     expand_share: float = 0.33
-    """Rate of a prompt's products whose weights are expanded on the fly (4 bits): kernels made for few rows."""
+    """Relative rate of a prompt's products whose weights are dequantized on the fly (4 bits), with kernels optimized
+    for few rows."""
     one_shot: bool = True
     """Whether small all-reduces are one kernel over NVLink instead of a library's ring."""
     flash: bool = True
-    """Whether attention is one kernel without being asked; if not, every query head reads its keys and values."""
+    """Whether attention is one fused kernel by default; if not, every query head reads its own keys and values."""
     gap_s: float = 0.0
-    """Seconds that the GPU waits between two kernels that are launched one by one."""
+    """Seconds that the GPU is idle between two kernels that are launched individually."""
     stream_share: float = 0.0
-    """Share of the memory's bandwidth at which products of few rows read weights, by kernels of its own; 0: a
-    library's."""
+    """Fraction of the memory bandwidth at which products of few rows read weights, using the engine's own kernels; 0:
+    library kernels."""
     stream_bytes: float = math.inf
-    """Most bytes per clock and multiprocessor at which they do."""
+    """Maximum bytes per clock and multiprocessor at which they do."""
     code_bytes: float = math.inf
-    """The same of weights that are codes of 4 bits."""
+    """The same for 4-bit weights."""
     hop_s: float = 0.0
-    """Seconds in which a token or a piece of a prompt goes on to the next card, where cards hold layers in turn."""
+    """Seconds to pass a token or a chunk of a prompt to the next card, where the layers are distributed over cards."""
     logit_reads: int = 1
-    """Times that choosing a token reads a row of logits; the one is part of the constants above."""
+    """How many times a row of logits is read to choose a token; the first is part of the constants above."""
     memory_share: float = 0.9
-    """Share of device memory the engine takes."""
+    """Fraction of device memory that the engine uses."""
     spill_tokens: int = 0
-    """Prompt tokens in one eager iteration beyond which each costs ``spill_s`` more; 0: never."""
+    """Number of prompt tokens in one eager iteration beyond which each costs ``spill_s`` more; 0: no limit."""
     spill_s: float = 0.0
     source: str = ""
 
     def scheduling(self, techniques: Iterable[Technique]) -> Scheduling:
-        """What the engine does by itself, and what techniques make of it."""
+        """The engine's default scheduling, as changed by the plan's techniques."""
         limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, continuous=self.continuous,
                         chunked=self.chunked, reserve=self.reserves, padded=self.padded)  # fmt: skip
         s = Scheduling(limits=limits, block_size=self.block_size, share_prefixes=self.shares,
@@ -109,12 +113,12 @@ class EngineCosts:
 
 
 PLANNED = "plan"
-"""Where no engine is named: its schedule is what the plan says."""
+"""Used when no engine is named: the schedule follows from the plan."""
 BARE: dict[str, Any] = {
     "continuous": False, "chunked": False, "reserves": True, "padded": True, "shares": False,
     "logit_reads": Scheduling.logit_reads,
 }  # fmt: skip
-"""How an engine schedules that has nothing but what techniques bring."""
+"""Scheduling of an engine that only uses the plan's techniques."""
 
 ENGINES: dict[str, EngineCosts] = {
     e.name: e
@@ -215,18 +219,18 @@ ALIASES = {
     "tensorrt": "trtllm",
     "vllm-v1": "vllm",
 }
-"""Other spellings."""
+"""Alternative spellings."""
 
 HOST_SPEED = {"hopper": 0.70, "blackwell": 0.60, "ada": 0.8, "cdna3": 0.75}
-"""Host seconds relative to a DGX A100's, by the device's architecture: servers come with the host of their year.
-Assumptions from the hosts' single-thread speeds; only Hopper's enters the fits, and there it scales constants that are
-fitted on Hopper anyway, so that no open row tests these ratios."""
+"""Host seconds relative to a DGX A100's, by the device's architecture: servers use the hosts of their year. Assumptions
+based on the hosts' single-thread speeds; only Hopper's enters the fits, and there it scales constants that are fitted
+on Hopper anyway, so no open data tests these ratios."""
 
 
 def find_engine(name: str, device: Device) -> EngineCosts:
     """The engine called ``name``, with its host seconds as measured, or scaled to the device's usual host. Without a
-    name: Ridgeline's own on this machine, elsewhere the host seconds of vLLM and a schedule of which nothing is given
-    but by the plan."""
+    name: Ridgeline's own on this machine; elsewhere the host seconds of vLLM and a schedule that follows only from the
+    plan."""
     key = engine_name(name, device.name) or PLANNED
     key = ALIASES.get(key, key)
     if key not in ENGINES:
@@ -247,7 +251,7 @@ def find_engine(name: str, device: Device) -> EngineCosts:
 
 
 def own_engine(device: Device) -> EngineCosts:
-    """Ridgeline's own engine on a CPU, where operators run when they are called."""
+    """Ridgeline's own engine on a CPU, which runs operators synchronously."""
     engine, known = replace(ENGINES[OWN], dispatch_s=0.0, kernel="packed"), device.host_latency
     if "serve.reply" not in known:  # not probed, or by an older version
         return engine
@@ -262,7 +266,7 @@ def own_engine(device: Device) -> EngineCosts:
 
 
 def engine_of(e: Experiment) -> EngineCosts | None:
-    """The engine of an inference experiment; None: the plain torch twin."""
+    """The engine of an inference experiment; None: plain generation with the torch model."""
     name: str = getattr(e.workload, "engine", "")
     return find_engine(name, e.cluster.device) if name else None
 
@@ -281,8 +285,9 @@ def fuse(g: Graph, engine: EngineCosts, model: ModelSpec) -> Graph:
 
     Query, key and value in one product, gate and up in one, a residual addition with the norm after it (and the 8-bit
     copy that it writes), and the rotations of queries and keys (with their norms) in one kernel that also writes the
-    cache. Kernels for a residual with its norm are of RMS norms: layer norms stay apart. Models without rotations write
-    the cache in a kernel of its own, and biases of what ranks sum up are added after the sum.
+    cache. Fused residual and norm kernels are for RMS norms: layer norms stay separate. Models without rotary
+    embeddings write the cache in a separate kernel, and biases of layers whose outputs are summed over ranks are added
+    after the sum.
     """
 
     def each(b: Block) -> None:
@@ -330,7 +335,7 @@ def _fuse(b: Block, model: ModelSpec) -> None:
 
 
 def _side_by_side(ops: list[Op]) -> Op:
-    """Products of one input with several weights as one product: the input is read once."""
+    """Several products of the same input as one product: the input is read once."""
     rows, _, inner = ops[0].shape[-3:]
     shape = (*ops[0].shape[:-3], rows, sum(o.shape[-2] for o in ops), inner)
     traffic = sum(o.bytes for o in ops) - sum(_input_bytes(o) for o in ops[1:])
@@ -339,7 +344,7 @@ def _side_by_side(ops: list[Op]) -> Op:
 
 
 def _input_bytes(op: Op) -> float:
-    """What a product's traffic holds of its rows: 8-bit ones are half as wide as their results."""
+    """Bytes of a product's traffic that are its rows: 8-bit rows are half as large as its results."""
     rows, out, inner = op.shape[-3:]
     read, written = rows * inner, rows * out * (2 if op.dtype == "fp8" else 1)
     weights = 0.0 if op.weight_bytes else out * inner * op.experts

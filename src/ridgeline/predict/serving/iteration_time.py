@@ -29,7 +29,7 @@ from ridgeline.techniques.technique import Technique
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
         12288, 16384, 32768, 65536, 131072)  # fmt: skip
 FEW_ROWS = 8
-"""Rows up to which a product is a matter of reading the weights, and engines have kernels of their own for it."""
+"""Maximum number of rows for which a product is bound by reading the weights, and engines have special kernels."""
 ATTENTION = ("attention", "bmm", "softmax", "mask")
 
 
@@ -62,11 +62,11 @@ class Interpolated:
 
 
 class Parts:
-    """The operators' times of one model, plan and engine: what is the same whatever the requests' lengths.
+    """The operators' times of one model, plan and engine, which do not depend on the requests' lengths.
 
-    Attributes are tables over the tokens of an iteration: ``body`` (all layers but attention), ``head`` (over
-    sequences), ``links`` (collectives of the body), ``expanded`` (products of weights stored narrow), in seconds; and
-    ``weights``, what those that rest outside the device take to arrive.
+    Attributes are tables over the tokens of an iteration: ``body`` (all layers except attention), ``head`` (over
+    sequences), ``links`` (collectives of the body), ``expanded`` (products of quantized weights), in seconds; and
+    ``weights``, the transfer times of weights stored off the device.
     """
 
     def __init__(self, e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> None:
@@ -83,7 +83,8 @@ class Parts:
         self.dispatch_s = engine.dispatch_s * sum(n * r for n, r in ops)
 
     def graph(self, batch: int, q_len: int, kv_len: int) -> Graph:
-        """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens; to read."""
+        """The rewritten, fused graph of ``batch`` sequences over their last ``q_len`` of ``kv_len`` tokens;
+        read-only."""
         alone = q_len == kv_len == 1
         if alone and batch in self._graphs:
             return self._graphs[batch]
@@ -111,7 +112,7 @@ class Parts:
         return min(ring, one_shot(op, self.cluster)) if self.engine.one_shot else ring
 
     def _streamed(self, op: Op) -> float:
-        """Least seconds in which the engine's kernels read the weights of a product."""
+        """Minimum seconds in which the engine's kernels read the weights of a product."""
         codes = op.weight_dtype not in ("", op.dtype) and DTYPE_BYTES.get(op.weight_dtype, 0.0) < 1
         engine, device = self.engine, self.cluster.device
         each = min(engine.stream_bytes, engine.code_bytes if codes else math.inf)
@@ -122,14 +123,14 @@ class Parts:
         return (op.weight_bytes or max(1.0, op.experts) * out * inner * DTYPE_BYTES[op.dtype]) / rate
 
     def total(self, g: Graph, *, attention: bool, head: bool | None = None) -> float:
-        """Seconds of attention or of all else, in all blocks, in the head, or in all but the head."""
+        """Seconds of attention or of everything else, in all blocks, in the head, or in everything except the head."""
         total = 0.0
         for b in g.blocks:
             if head is None or b.is_head == head:
                 chosen = [o for o in b.forward if (o.module == "attention" and o.kind in ATTENTION) == attention]
                 seconds = sum(self.seconds(o) for o in chosen)
                 more = 0.0 if attention else len(chosen) * self.cluster.device.in_step(g.tokens)
-                total += b.repeat * max(seconds / 2, seconds + more)  # what caches save has its limits
+                total += b.repeat * max(seconds / 2, seconds + more)  # cache savings are limited
         return total
 
     def _links(self, g: Graph) -> float:
@@ -146,7 +147,7 @@ _MOST_PARTS = 32
 
 
 def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engine: EngineCosts) -> Parts:
-    """The :class:`Parts` of an inference experiment, remembered for others that differ only in their workload."""
+    """The :class:`Parts` of an inference experiment, cached for others that differ only in their workload."""
     device = cluster.device
     mesh = (tuple(e.parallel.items()), cluster.devices_per_node, cluster.nodes)
     key = (e.model, tuple(e.plan.strings()), mesh, e.dtype, engine)
@@ -160,10 +161,10 @@ def parts_of(e: Experiment, techniques: list[Technique], cluster: Cluster, engin
 
 
 class Iterations:
-    """The cost surface of one replica (``data_parallel`` of them share the arrivals).
+    """The cost model of one replica (``data_parallel`` of them share the arrivals).
 
-    ``contexts`` are the least and largest numbers of cached tokens a sequence will have, between which decode attention
-    is taken as linear.
+    ``contexts`` are the smallest and largest numbers of cached tokens of a sequence, between which decode attention is
+    assumed to be linear.
     """
 
     def __init__(
@@ -193,14 +194,14 @@ class Iterations:
         device = cluster.device
         logits = 4.0 * e.model.vocab_size / e.parallel.get("tp", 1)
         self._choosing = (s.logit_reads - 1) * logits / device.memory_bandwidth if device.kind == "gpu" else 0.0
-        """Seconds of a row of logits that is read again; on a CPU what the engine's measured time has of it."""
+        """Seconds of each additional read of a row of logits; on a CPU, its part of the engine's measured time."""
 
     def head(self, rows: int) -> float:
-        """Seconds of the logits of ``rows`` sequences, and of the choice among them."""
+        """Seconds to compute the logits of ``rows`` sequences and choose tokens from them."""
         return self.parts.head(rows) + rows * self._choosing
 
     def prompt_attention(self, q: int, before: int) -> float:
-        """Attention seconds of a prompt chunk of ``q`` tokens behind ``before`` that are cached already."""
+        """Attention seconds of a prompt chunk of ``q`` tokens after ``before`` tokens that are already cached."""
         own = self._chunk(q)
         return own if not before else own + (self._behind(q) - own) * before / self.contexts[1]
 
@@ -210,17 +211,16 @@ class Iterations:
         return a / tokens, b / tokens
 
     def between(self, n: int) -> float:
-        """Seconds added to a decode iteration with ``n`` sequences for each token that it makes, while the GPU
-        waits."""
+        """Seconds added to a decode iteration with ``n`` sequences for each token generated, while the GPU is idle."""
         return self._waits(n) / self._drafts(n)[2]
 
     def floor(self, n: int) -> float:
-        """Seconds, for each token, of what runs beside the GPU in a decode iteration with ``n`` sequences (the host's
-        work, the arrival of weights): it takes at least that long."""
+        """Seconds per token of what overlaps with the GPU in a decode iteration with ``n`` sequences (the host's work,
+        the transfer of weights): the iteration takes at least that long."""
         return self._beside(n) / self._drafts(n)[2]
 
     def _one(self, n: int) -> tuple[float, float]:
-        """(a, b) of an iteration that makes one token for each of ``n`` sequences."""
+        """(a, b) of an iteration that generates one token for each of ``n`` sequences."""
         found = self._plain.get(n)
         if found is None:
             low, high = self.contexts
@@ -230,7 +230,7 @@ class Iterations:
         return found
 
     def _drafts(self, n: int) -> tuple[float, float, float]:
-        """(a, b, tokens made for each sequence) of a decode iteration: with drafts where these make more a second."""
+        """(a, b, tokens generated per sequence) of a decode iteration, with drafts if they increase throughput."""
         found = self._drafted.get(n)
         if found is None:
             found = (*self._one(n), 1.0)
@@ -245,7 +245,7 @@ class Iterations:
         return (max(a + b * cached, self._beside(n)) + self._waits(n)) / tokens
 
     def _checked(self, n: int, s: Speculation) -> tuple[float, float, float]:
-        """Drafts one after another, and a pass over them and one token more (arXiv:2211.17192)."""
+        """Drafts one after another, and a verification pass over them and one more token (arXiv:2211.17192)."""
         rows, (low, high) = s.tokens + 1, self.contexts
         short, long = (self.parts.attention(n, rows, c + rows) for c in (low, high))
         slope = max(0.0, (long - short) / (high - low))
@@ -267,11 +267,11 @@ class Iterations:
         return max(hidden + (self.dispatch_s if eager or not e.graphs else 0.0), self.parts.weights.beside)
 
     def mixed(self, prompts: list[tuple[int, int]], n: int, cached: int, pads: int = 0) -> float:
-        """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which then
-        draft nothing.
+        """Seconds of an iteration of prompt chunks ``(tokens, tokens before)`` and ``n`` decoding sequences, which do
+        not draft then.
 
-        ``cached``: tokens that the decoding sequences have in the cache, in all. ``pads``: rows that are computed
-        beside the tokens, but for attention.
+        ``cached``: total number of cached tokens of the decoding sequences. ``pads``: padding rows that are computed in
+        addition to the tokens, except in attention.
         """
         new = sum(q for q, _ in prompts)
         if not new:
@@ -295,9 +295,9 @@ class Iterations:
 
 
 def one_shot(op: Op, cluster: Cluster) -> float:
-    """Seconds of an all-reduce as one kernel that reads its peers' buffers: all of them, or a share and a second pass.
+    """Seconds of an all-reduce as one kernel that reads its peers' buffers: all of them, or a part and a second pass.
 
-    Infinite where there is no direct link, across nodes, and for other collectives.
+    Infinite without a direct link, across nodes, and for other collectives.
     """
     link, n, device = cluster.device.link, op.ranks, cluster.device
     if op.kind != "all_reduce" or link is None or not link.p2p or n < 2 or n > cluster.devices_per_node:
@@ -305,5 +305,5 @@ def one_shot(op: Op, cluster: Cluster) -> float:
     bandwidth = link.across(n)
     once = link.latency + (n - 1) * op.link_bytes / bandwidth
     twice = 3 * link.latency + 2 * (n - 1) / n * op.link_bytes / (bandwidth * 0.8)
-    barrier = n / 2 * link.latency  # every rank signals and awaits its peers
+    barrier = n / 2 * link.latency  # every rank signals and waits for its peers
     return device.launch_latency + barrier + min(once, twice)

@@ -1,4 +1,4 @@
-"""Memory of a serving engine: what weights and workspace leave for the key/value cache, and what a token takes."""
+"""Memory of a serving engine: what weights and workspace leave for the key/value cache, and the bytes per token."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import techniques_of
 
 BLOCK = 16
-"""Tokens of one block of the cache; half of one per sequence is empty on average."""
+"""Number of tokens per block of the cache; half of one per sequence is empty on average."""
 WORKSPACE = 1.4
-"""Bytes that the largest iteration takes, relative to its largest operator and the residual stream: the operators' own
-buffers and the allocator's fragments. With it, an engine profiled for 64 prompts of 512 tokens of llama2-70b on two
-A100 has room for as few of them as was measured (open data, one configuration)."""
+"""Bytes of the largest iteration, relative to its largest operator and the residual stream: the operators' own buffers
+and the allocator's fragmentation. With it, an engine profiled for 64 prompts of 512 tokens of llama2-70b on two A100
+has room for as few of them as was measured (open data, one configuration)."""
 GRAPH_POOL = 1.0e9
 """Bytes of captured CUDA graphs and their static buffers (order of magnitude, vLLM's start-up log)."""
 
 
 class Room(NamedTuple):
-    """The cache of one device."""
+    """Cache capacity of one device."""
 
     tokens: int
-    """Cached tokens that fit, over all sequences; 0 when the weights alone do not."""
+    """Number of cached tokens that fit, over all sequences; 0 if the weights alone do not."""
     bytes_per_token: float
     peak: Peak
     reason: str
-    """The sum in words."""
+    """The calculation in words."""
 
 
 def bytes_per_token(e: Experiment) -> float:
-    """Bytes of keys and values of one token on one device; a layer with a window keeps only that, so it counts not."""
+    """Bytes of keys and values of one token on one device; a layer with a sliding window keeps a bounded number, so it
+    is not counted."""
     m = e.model
     layers = m.num_layers - m.windowed_layers if m.window_every > 1 else m.num_layers
     dtype = next(filter(None, (t.cache_dtype for t in techniques_of(e.plan))), e.dtype)
@@ -47,7 +48,7 @@ def bytes_per_token(e: Experiment) -> float:
 
 
 def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) -> Room:
-    """What is left for the cache. ``largest``: tokens of the largest iteration."""
+    """Memory left for the cache. ``largest``: number of tokens of the largest iteration."""
     device = surface.cluster.device
     g = surface.graph(1, 1, 1)
     weights = g.resident_bytes
@@ -70,7 +71,7 @@ def room(e: Experiment, surface: Iterations, engine: EngineCosts, largest: int) 
 
 
 def pool_room(surface: Iterations, s: Scheduling, w: Serve) -> tuple[Room, int, int]:
-    """The pool of Ridgeline's own engine, its blocks, and the longest prompt and output together."""
+    """The pool of Ridgeline's own engine, its blocks, and the maximum length of prompt and output together."""
     e, device = surface.e, surface.cluster.device
     weights = surface.graph(1, 1, 1).resident_bytes
     work = workspace(surface.graph(s.limits.max_num_batched_tokens, 1, 1))

@@ -1,13 +1,14 @@
-"""The schedule of a serving engine, played iteration by iteration: budget, order, blocks, and preempted sequences.
+"""The schedule of a serving engine, simulated iteration by iteration: token budget, order, blocks, and preemption.
 
-What an engine does by itself and what the plan's techniques add is one
-:class:`~ridgeline.spec.scheduling.Scheduling`. Set as Ridgeline's own engine is (:mod:`ridgeline.serve.scheduler`),
-they make the very batches that it computes (a test compares them). Requests are taken to differ, so that only a
-preempted one finds its own blocks again.
+What an engine does by default and what the plan's techniques add is one :class:`~ridgeline.spec.scheduling.Scheduling`.
+With the settings of Ridgeline's own engine (:mod:`ridgeline.serve.scheduler`), it forms exactly the batches that the
+engine computes (a test compares them). Requests are assumed to differ, so that only a preempted one finds its own
+blocks again.
 
-Sequences that decode advance together: one counter of decode iterations says how far each is, who ends when, and how
-many need a block next, so that an iteration costs the same for one sequence as for hundreds, and a stretch in which
-nobody can come or go is one event. Only where one must be preempted, or pads count, is every sequence looked at.
+Decoding sequences advance together: one counter of decode iterations determines how far each is, which ends when, and
+how many need a block next, so that an iteration costs the same for one sequence as for hundreds, and a run in which
+nothing can arrive or finish is one event. Only where one must be preempted, or padding counts, is every sequence
+considered separately.
 """
 
 from __future__ import annotations
@@ -25,42 +26,42 @@ from ridgeline.spec.scheduling import Scheduling
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request on its way."""
+    """State of one request."""
 
     index: int
     prompt: int
     tokens: int
-    """The prompt and what was made so far."""
+    """The prompt and the tokens generated so far."""
     most: int
-    """Tokens at its end."""
+    """Number of tokens when it finishes."""
     computed: int = 0
     blocks: int = 0
     committed: int = 0
-    """Leading blocks whose contents are known by their hash."""
+    """Number of leading blocks whose contents are known by their hash."""
     order: int = -1
-    """Admission number while it runs; else -1."""
+    """Admission number while it is running; otherwise -1."""
     offset: int = 0
-    """While it decodes along: ``computed`` less the counter of decode iterations."""
+    """While it decodes with the others: ``computed`` minus the counter of decode iterations."""
 
     @property
     def decodes(self) -> bool:
-        """Whether its prompt is through, and all of its tokens but the last."""
+        """Whether its prompt, and all of its tokens except the last, have been computed."""
         return self.tokens > self.prompt and self.tokens == self.computed + 1
 
 
 class BlockPool:
-    """Numbers of blocks: blank, held, and cached with the oldest going first, as the real pool keeps them."""
+    """Block counts: blank, in use, and cached with the oldest evicted first, as in the real pool."""
 
     def __init__(self, count: int, size: int, share: bool) -> None:
         self.size, self.share = size, share
         self.blank = count
         self.cached: OrderedDict[SimulatedRequest, int] = OrderedDict()
-        """Leading blocks of sequences that let go of them, the last of which are given away first."""
+        """Number of leading cached blocks of released sequences; the last are evicted first."""
         self.kept = 0
 
     @property
     def free(self) -> int:
-        """Blocks that can be had."""
+        """Number of available blocks."""
         return self.blank + self.kept
 
     def needed(self, tokens: int) -> int:
@@ -68,19 +69,19 @@ class BlockPool:
         return -(-tokens // self.size)
 
     def match(self, job: SimulatedRequest) -> None:
-        """Take up what is left of a sequence's blocks."""
+        """Reuse what is left of a sequence's cached blocks."""
         found = self.cached.pop(job, 0)
         self.kept -= found
         job.blocks = job.committed = found
         job.computed = found * self.size
 
     def commit(self, job: SimulatedRequest) -> None:
-        """Full blocks become known."""
+        """Register full blocks for reuse."""
         if self.share:
             job.committed = max(job.committed, job.computed // self.size)
 
     def grow(self, job: SimulatedRequest, tokens: int) -> bool:
-        """Blocks for ``tokens`` tokens, if they can be had."""
+        """Allocate blocks for ``tokens`` tokens, if available."""
         missing = max(0, self.needed(tokens) - job.blocks)
         if missing > self.free:
             return False
@@ -89,7 +90,7 @@ class BlockPool:
         return True
 
     def take(self, count: int) -> None:
-        """Give away blocks: blank ones first, then the oldest that are cached."""
+        """Allocate blocks: blank ones first, then the oldest cached ones."""
         taken = min(count, self.blank)
         self.blank -= taken
         count -= taken
@@ -103,7 +104,7 @@ class BlockPool:
                 del self.cached[oldest]
 
     def release(self, job: SimulatedRequest) -> None:
-        """Let go of a sequence's blocks."""
+        """Release a sequence's blocks."""
         self.blank += job.blocks - job.committed
         if job.committed:
             self.cached[job] = job.committed
@@ -113,8 +114,8 @@ class BlockPool:
 
 class Simulation:
     """One engine serving ``requests``; ``concurrency`` closes the loop. They reach it after ``request_s`` and slow the
-    iteration that they come in by ``admission_s``. ``blocks``: of the pool; ``longest``: prompt and output together;
-    ``mixes``: whether prompts and decoding share an iteration (else prompts go first). With ``record``, ``steps``
+    iteration in which they arrive by ``admission_s``. ``blocks``: in the pool; ``longest``: prompt and output together;
+    ``mixes``: whether prompts and decoding share an iteration (otherwise prompts go first). With ``record``, ``steps``
     holds every batch: the tokens of each of its sequences, in order."""
 
     def __init__(
@@ -132,7 +133,7 @@ class Simulation:
         unset = [math.nan] * len(requests)
         self.out = SimulationOutcome(self.arrivals.sent, unset, [*unset], [r.output for r in requests])
         self.steps: list[list[int]] | None = [] if record else None
-        # Of the sequences that decode: see _gather.
+        # State of the decoding sequences: see _gather.
         self.counted, self.step, self.cached = False, 0, 0
         self.ends: list[tuple[int, int, SimulatedRequest]] = []
         self.late: list[SimulatedRequest] = []
@@ -158,7 +159,8 @@ class Simulation:
     # ---- on counters -------------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Count those that decode by their ends and by their places in their last block; the others are late."""
+        """Count the decoding sequences by their ends and by their positions in their last block; the others are handled
+        separately."""
         self.counted, self.cached = True, 0
         self.ends, self.late, self.places = [], [], [0] * self.pool.size
         for job in self.running:
@@ -174,7 +176,7 @@ class Simulation:
             self.late.append(job)
 
     def _scatter(self) -> None:
-        """What the counters say, written to each sequence."""
+        """Write the counters' state back to each sequence."""
         for _, _, job in self.ends if self.counted else ():
             self._known(job)
         self.counted = False
@@ -186,7 +188,8 @@ class Simulation:
         self.pool.commit(job)
 
     def _together(self) -> bool | None:
-        """The next iteration or stretch of them, whether there was any; None: a sequence must be preempted first."""
+        """Run the next iteration or run of them, returns whether there was any; None: a sequence must be preempted
+        first."""
         if not self.counted:
             self._gather()
         lim, going = self.limits, len(self.ends)
@@ -221,7 +224,7 @@ class Simulation:
         return True
 
     def _pass(self, rows: dict[SimulatedRequest, int], going: int, need: int) -> None:
-        """Time passes with ``rows`` and the ``going`` that decode; ``need`` blocks are theirs already."""
+        """Advance time with ``rows`` and the ``going`` decoding sequences; ``need`` blocks are already theirs."""
         ones = [job for job, n in rows.items() if n == 1]
         cached = (self.cached if going else 0) + sum(job.computed for job in ones) + going + len(ones)
         most = 1 if rows else self.ends[0][0] - self.step
@@ -244,7 +247,7 @@ class Simulation:
                 self._sort_in(job)
 
     def _blocks(self, k: int) -> int:
-        """Blocks that the sequences that decode take in their next ``k`` iterations."""
+        """Number of blocks that the decoding sequences need in their next ``k`` iterations."""
         if self.limits.reserve:
             return 0
         size = self.pool.size
@@ -325,7 +328,7 @@ class Simulation:
         return self.pool.grow(job, self._extent(job, n))
 
     def _admit(self, plan: dict[SimulatedRequest, int], budget: int, alone: bool = True) -> None:
-        """Let those in the queue join; ``alone``: with nobody but those in ``plan``."""
+        """Admit requests from the queue; ``alone``: only together with those in ``plan``."""
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             job = self.waiting[0]
             self.pool.match(job)
@@ -343,7 +346,7 @@ class Simulation:
     # ---- iterations --------------------------------------------------------------------------------------------------
 
     def _time(self, prompts: list[tuple[int, int]], decoding: int, cached: int, most: int, pads: int = 0) -> int:
-        """Let an iteration pass, or up to ``most`` like it until somebody arrives who could join; how many."""
+        """Run one iteration, or up to ``most`` like it until a request arrives that could join; returns how many."""
         k = 1
         if prompts:
             seconds = self.costs.mixed(prompts, decoding, cached, pads)
@@ -362,7 +365,7 @@ class Simulation:
         return k
 
     def _step(self, plan: dict[SimulatedRequest, int], steady: bool) -> None:
-        """Compute ``plan``, and where nobody comes or goes (``steady``), what follows it."""
+        """Compute ``plan`` and, if no request arrives or finishes (``steady``), the following iterations."""
         prompts = [(n, job.computed) for job, n in plan.items() if n > 1]
         decoding = len(plan) - len(prompts)
         cached = sum(job.computed for job in plan) - sum(before for _, before in prompts) + decoding
@@ -377,17 +380,17 @@ class Simulation:
             self._computed(job, n if n > 1 else k)
 
     def _lasting(self, plan: dict[SimulatedRequest, int]) -> int:
-        """How many iterations like this one follow each other, if nobody arrives."""
-        if any(job.tokens == job.prompt for job in plan):  # a prompt of one token: its first answer is an event
+        """Number of equal iterations in a row, if no request arrives."""
+        if any(job.tokens == job.prompt for job in plan):  # a prompt of one token: its first output is an event
             return 1
         k, n = min(job.most - job.tokens for job in plan), len(plan)
         tight = not self.limits.reserve and self.pool.free < n * (k // self.pool.size + 1)
         return 1 if tight else k
 
     def _computed(self, job: SimulatedRequest, n: int) -> bool:
-        """``n`` more tokens of a sequence have their keys and values; the last known one leads to another. Whether it
-        ends."""
-        if job.tokens == job.computed + 1:  # each of them made the next
+        """Record that keys and values of ``n`` more tokens of a sequence are computed; the last known token yields the
+        next one. Returns whether the sequence ends."""
+        if job.tokens == job.computed + 1:  # each of them generated the next
             job.tokens += n
         elif job.tokens == job.computed + n:
             job.tokens += 1

@@ -80,7 +80,7 @@ def _micro_batch(e: Experiment, techniques: list[Technique]) -> Experiment:
 def _plain(
     prefill: Graph, decode: Graph, e: Experiment, techniques: list[Technique], cluster: Cluster
 ) -> tuple[float, float]:
-    """(first token, mean further token) of the torch twin; Simpson's rule over the growing context."""
+    """(first token, mean further token) of generation with the torch model; Simpson's rule over the growing context."""
     w = e.workload
     assert isinstance(w, Generate)
     first, middle = (pass_seconds(g, cluster) for g in (prefill, decode))
@@ -98,10 +98,10 @@ def engine_times(
 ) -> tuple[float, float, int]:
     """(mean seconds to the first token, mean seconds per further token, waves) of a batch that starts together.
 
-    Prompts fill iterations up to the engine's token budget; decoding starts when all are through. Decode iterations are
-    linear in the cached tokens, so their mean is the one at the mean context. Where the cache is too small for all, the
-    batch runs in waves, and the times are those of the first. ``stages``: as many ``cluster``s hold the layers in turn;
-    a token visits one after another, the pieces of a prompt follow each other.
+    Prompts fill iterations up to the engine's token budget; decoding starts when all are processed. Decode iterations
+    are linear in the cached tokens, so their mean is the one at the mean context. Where the cache is too small for all,
+    the batch runs in waves, and the times are those of the first. ``stages``: the layers are distributed over this many
+    ``cluster``s in sequence; a token passes through one after another, the chunks of a prompt are pipelined.
     """
     last = w.prompt_len + w.output_len
     surface = Iterations(e, techniques, cluster, engine, (w.prompt_len, last))

@@ -1,4 +1,4 @@
-"""Weights that rest outside the device: what bringing them takes of a forward pass."""
+"""Weights stored off the device: the cost of fetching them in a forward pass."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Transfers(NamedTuple):
 
 
 def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
-    """What the layers of ``g`` that rest outside the device take to arrive.
+    """Transfer times of the weights of ``g`` that are stored off the device.
 
-    Of what is fetched ahead, disk, host link and computation work at the same time, and the slowest sets the pace. A
-    CPU copies host memory with the cores that compute, so its copies hide behind nothing.
+    For prefetched weights, disk, host link and computation work in parallel, and the slowest is the bottleneck. A CPU
+    copies host memory with the cores that compute, so its copies cannot overlap.
     """
     busy, before = {"disk": 0.0, "h2d": 0.0, "d2h": 0.0}, 0.0
     for b in g.blocks:
@@ -40,7 +40,7 @@ def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
 
 
 def pass_seconds(g: Graph, cluster: Cluster) -> float:
-    """Seconds of one forward pass of the torch twin, the weights' arrival included."""
+    """Seconds of one forward pass with the torch model, including the transfer of weights."""
     found = weight_transfers(g, cluster)
     if not any(found):
         return simulate(g, cluster, []).seconds

@@ -1,10 +1,10 @@
-"""In-step factors: how operators inside a training step differ from the same operators timed one by one.
+"""In-step factors: how operators inside a training step differ from the same operators timed in isolation.
 
-In a step that runs for minutes the card is hot and at its power limit, nothing is warm in the cache, and a framework
-copies and casts around its kernels. One factor per group of kinds says how much longer operators then take. They are
-fitted on public training runs on A100 (``benchmarks/predict_training.py``), the same for all models and GPUs. What
-differs between models and stacks has causes of its own: the kernel of attention, how many kernels a chain of small
-operators takes, what is converted between number formats, what runs beside what.
+In a step that runs for minutes the card is hot and at its power limit, caches are cold, and a framework copies and
+casts around its kernels. One factor per group of kinds says how much longer operators then take. They are fitted on
+public training runs on A100 (``benchmarks/predict_training.py``), the same for all models and GPUs. Differences between
+models and stacks are modeled separately: the kernel of attention, how many kernels a chain of small operators takes,
+what is converted between number formats, what overlaps with what.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ridgeline.spec.device import Cluster, Device
 
 
 class InStepFactors(NamedTuple):
-    """Factors on the seconds of operators, and what a step costs beside them."""
+    """Factors on the seconds of operators, and additional costs of a step."""
 
     gemm: float = 1.0
-    """All matrix products but fused attention."""
+    """All matrix products except fused attention."""
     attention: float = 1.0
     """Fused attention."""
     biased: float = 1.0
     """Fused attention that adds a bias to its scores."""
     portable: float = 1.0
-    """Fused attention of Ampere's kernels on a device that has better ones."""
+    """Fused attention with Ampere kernels on a newer device."""
     pointwise: float = 1.0
-    """What only moves bytes: norms, activations, residual additions, losses, casts: eager frameworks run several
+    """Memory-bound operators: norms, activations, residual additions, losses, casts; eager frameworks run several
     kernels for each."""
     fused: float = 1.0
-    """The same where fused kernels or a compiler make one of them."""
+    """The same where they are fused into one kernel, by hand or by a compiler."""
     dispatch: float = 0.0
-    """Seconds that the host spends to launch one operator; the device waits when it is faster."""
+    """Seconds that the host takes to launch one operator; the device waits when it is faster."""
     spread: float = 0.0
     """Relative standard deviation of one rank's step time: a step ends with the slowest of its ranks."""
 
@@ -43,7 +43,8 @@ class InStepFactors(NamedTuple):
         return getattr(self, name) if name else 1.0
 
     def straggling(self, ranks: int) -> float:
-        """Relative delay of the slowest of ``ranks``: the mean maximum of n normal draws is about √(2 ln n) σ."""
+        """Relative delay of the slowest of ``ranks``: the expected maximum of n normal variables is about √(2 ln n)
+        σ."""
         return self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
 
 
@@ -53,7 +54,7 @@ _THROTTLE = 0.31
 _MOST_THROTTLED = 1.2
 GROUPS = ("gemm", "attention", "biased", "pointwise", "fused")
 ALONE = InStepFactors()
-"""Operators as they are timed one by one."""
+"""Operators as timed in isolation."""
 TRAINING = InStepFactors(
     gemm=1.075, attention=1.075, biased=1.82, portable=1.6, pointwise=2.30, fused=1.50, dispatch=5e-5, spread=0.004
 )
@@ -69,12 +70,12 @@ FUSED_DISPATCH = 8e-6
 
 
 def group(kind: str, kernel: str = "") -> str:
-    """The group of a kind of operator; empty for those that are fused as they are counted."""
+    """The group of a kind of operator; empty for those whose fusion is already counted."""
     return kernel if kernel in (BIASED, PORTABLE) else _GROUP.get(kind, "pointwise")
 
 
 def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
-    """The factors on this cluster: a CPU's, and a device's measured in real steps, needs no factors."""
+    """Factors for this cluster: a CPU's, and a device's measured in real steps, are all 1."""
     device = cluster.device
     if device.kind != "gpu":
         return ALONE
@@ -85,10 +86,10 @@ def training_factors(cluster: Cluster, fused: bool) -> InStepFactors:
 
 
 def throttle(device: Device) -> float:
-    """How much longer matrix products take once the power limit has brought the clock down.
+    """How much longer matrix products take once the power limit has lowered the clock.
 
     A short measurement runs at the boost clock, a training run does not: the more FLOP/s per watt the datasheet
-    promises, the less of them last. 1 on an A100, whose runs the factors are fitted on, and 1.2 on an H100, which gives
+    promises, the less is sustained. 1 on an A100, on whose runs the factors are fitted, and 1.2 on an H100, which gives
     the published 41 and 43 % of the peak of Llama 3 405B at 8192 tokens (arXiv:2407.21783, table 4).
     """
     peak = device.peak_flops.get("bf16") or device.peak_flops.get("fp16") or 0.0

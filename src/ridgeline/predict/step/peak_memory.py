@@ -1,4 +1,4 @@
-"""Memory by category: every tensor of the step with its lifetime; the peak, and what makes it.
+"""Memory by category: every tensor of the step with its lifetime, and the composition of the peak.
 
 The sweep follows autograd: saved activations grow in forward and shrink in backward, while gradients appear;
 working copies of weights (gathered, cast) live from first use to their block's backward, or (ZeRO-3) around each use.
@@ -14,7 +14,8 @@ from ridgeline.graph.schedule import in_flight
 
 
 class Instant(Enum):
-    """What a step is doing when its memory may be at its peak; the value is what a :class:`Peak` says of a block."""
+    """What a step is doing when its memory may be at its peak; the value is the text in a :class:`Peak`, with the
+    block's name."""
 
     FORWARD = "forward of {}"
     BACKWARD = "backward of {}"
@@ -25,7 +26,7 @@ class Instant(Enum):
 
 @dataclass(slots=True)
 class Peak:
-    """The instant of peak: bytes per category on one rank, and where in the step it is."""
+    """The memory peak: bytes per category on one rank, and where in the step it occurs."""
 
     categories: dict[str, float]
     instant: str
@@ -37,7 +38,7 @@ class Peak:
 
 
 class _Sizes:
-    """Bytes of one repeat of a block, summed once."""
+    """Sizes of one repeat of a block, summed once."""
 
     __slots__ = ("backward", "block", "forward", "full", "gradients", "is_layer", "keeps", "saved", "sharded", "states",
                  "stored", "tile", "work")  # fmt: skip
@@ -47,7 +48,7 @@ class _Sizes:
         self.is_layer = b.is_layer
         self.saved = b.saved_bytes
         self.tile = 0.0
-        """The largest piece of what passes through the device in pieces."""
+        """The largest piece of what is processed on the device in pieces."""
         self.work = self.stored = self.states = self.gradients = self.full = 0.0
         self.sharded = False
         for p in b.params:
@@ -65,8 +66,8 @@ class _Sizes:
         self.keeps = 0.0 if g.host_activations and self.is_layer else self.saved - b.hosted
         """Saved bytes that stay on the device."""
         self.forward, self.backward = (b.recomputed + extra for extra in _beside_saved(b))
-        """Temporaries of each direction, as seen beside all that the block saves."""
-        if g.host_activations and self.is_layer:  # what it saves comes and goes as a whole
+        """Temporaries of each direction, on top of everything that the block saves."""
+        if g.host_activations and self.is_layer:  # its saved activations are moved as a whole
             self.forward, self.backward = b.recomputed + b.workspace, b.recomputed + b.backward_workspace
         if b.is_head:
             self.backward += _last_products(b)
@@ -78,8 +79,8 @@ def _width(op: Op) -> float:
 
 
 def _last_products(b: Block) -> float:
-    """What the head's backward makes first, while all activations are there: the gradient of its weight, and the input
-    that the product reads, where that was kept in parts (gathered, and once more in its shape)."""
+    """What the head's backward allocates first, while all activations are alive: the gradient of its weight, and the
+    product's input if that was kept in parts (gathered, and once more in its shape)."""
     size = 0.0
     for op in b.backward:
         if op.name == "head.out.dw":
@@ -90,10 +91,11 @@ def _last_products(b: Block) -> float:
 
 
 def _beside_saved(b: Block) -> tuple[float, float]:
-    """Workspace of a block's forward and backward beside all that it saves, each at the worse of two instants.
+    """Workspace of a block's forward and backward on top of everything that it saves, each at the worse of two points.
 
-    In forward, attention has its scores when nothing of the MLP is saved yet, and the probabilities among them are what
-    is saved. In backward the MLP's gradients come first; when those of attention come, what it saved is gone.
+    In forward, attention has its scores before anything of the MLP is saved, and the probabilities among them are what
+    is saved. In backward the MLP's gradients come first; when those of attention are computed, what the MLP saved has
+    been freed.
     """
     mlp = b.saved_by_mlp
     probs = sum(s.bytes for name, s in b.saved.items() if name.endswith(".probs"))
@@ -120,12 +122,12 @@ def training_peak(g: Graph) -> Peak:
             earlier = own.get(id(b.params))
             own[id(b.params)] = replace(b, repeat=b.repeat + earlier.repeat) if earlier else b
         held = in_flight(pipe.schedule, rank, pipe.degree, g.accumulation, pipe.chunks)
-        # The first backward pass, while all that may be in flight is, finds no gradients yet.
+        # In the first backward pass, with all micro-batches in flight, there are no gradients yet.
         mine = list(own.values())
         late = 0.0
         if pipe.schedule == "zero_bubble":
             late = (min(rank, g.accumulation - 1) + 1) * sum(_output_gradients(b) * b.repeat for b in mine)
-        # One message is on its way out, and one of each kind on its way in.
+        # One message is being sent, and one of each kind received.
         virtual = pipe.degree * pipe.chunks
         sends = sum(v < virtual - 1 for v in range(rank, virtual, pipe.degree))
         receives = sends + sum(v > 0 for v in range(rank, virtual, pipe.degree))
@@ -139,7 +141,7 @@ def training_peak(g: Graph) -> Peak:
 
 def resting(g: Graph, place: int | None = None) -> dict[str, float]:
     """Bytes that a rank holds between steps: parameters, gradients (whether or not they outlive the step) and optimizer
-    states. ``place``: on which place of the pipeline; None: the mean. What uneven shards differ by is averaged."""
+    states. ``place``: index of the pipeline stage; None: the mean. Uneven shards are averaged."""
     blocks, places = g.blocks, g.stages
     if g.pipeline and place is not None:
         stages = g.cut(g.pipeline.degree * g.pipeline.chunks)
@@ -154,8 +156,8 @@ def resting(g: Graph, place: int | None = None) -> dict[str, float]:
 
 
 def resident(g: Graph) -> dict[str, float]:
-    """Bytes of parameters, optimizer states and gradients that a rank holds during the update, on an average rank: the
-    peak of the rank that needs most is no lower."""
+    """Bytes of parameters, optimizer states and gradients that an average rank holds during the update, a lower bound
+    for the peak of the rank that needs most."""
     found = {"parameters": 0.0, "optimizer": 0.0, "gradients": 0.0}
     taken = g.fused_update or (g.host_states and not g.gradients_resident)  # one by one, in the backward pass
     for b in g.blocks:
@@ -171,7 +173,8 @@ def resident(g: Graph) -> dict[str, float]:
 
 
 def _output_gradients(b: Block) -> float:
-    """Gradients of the outputs of linear layers and norms, which wait for the weights' turn (schedule zero_bubble)."""
+    """Gradients of the outputs of linear layers and norms, which are kept for delayed weight gradients (schedule
+    zero_bubble)."""
     size = 0.0
     for op in b.backward:
         if op.kind == "gemm" and op.role == "weight_gradient" and not b.is_head:
@@ -183,7 +186,7 @@ def _output_gradients(b: Block) -> float:
 
 @dataclass(slots=True, frozen=True)
 class _Live:
-    """Bytes that come and go within a step."""
+    """Bytes that are allocated and freed within a step."""
 
     gathered: float
     gradients: float
@@ -192,7 +195,7 @@ class _Live:
 
 
 class _Sweep:
-    """Walks one rank's step block by block and remembers the instant that needs most."""
+    """Walks through one rank's step block by block and records the peak."""
 
     def __init__(
         self, g: Graph, blocks: list[Block], sizes: dict[int, _Sizes], held: float, accumulates: bool, late: float = 0.0
@@ -224,16 +227,16 @@ class _Sweep:
         self.all_gradients = 0.0 if self.leave else sum(s.gradients * n for s, n in known)
         self.accumulated = (accumulates or g.gradients_resident) and not self.leave
         self.base_gradients = self.all_gradients if self.accumulated else 0.0
-        # What is no layer is gathered and reduced together.
+        # Everything outside the layers is gathered and reduced together.
         whole = self.sharded and g.pipeline is None
         self.ends = sum(s.full * n for s, n in known if not s.is_layer) if whole else 0.0
-        # What a reduction read is freed by the next one: at first that of the last micro-batch's ends.
+        # A reduction's input is freed by the next reduction: at first that of the last micro-batch's end.
         self.before = self.ends if g.reduce_every_micro_batch and g.accumulation > 1 else 0.0
 
     def _parameters(self) -> None:
         g, known = self.g, self.known
         self.gathered = self.layer = 0.0
-        if g.host_parameters:  # here while they are used: what is no layer all the time, a layer and the next one
+        if g.host_parameters:  # on the device: everything outside the layers, a layer and the next one
             self.gathered = sum(s.stored * n for s, n in known if not s.is_layer)
             self.layer = max((s.stored for s, _ in known if s.is_layer), default=0.0)
         self.layers = sum(n for s, n in known if s.is_layer)
@@ -249,7 +252,7 @@ class _Sweep:
         self.moved = max((s.saved for s, _ in known if s.is_layer), default=0.0) if g.host_activations else 0.0
 
     def peak(self) -> Peak:
-        """Categories and instant of the most that the step needs."""
+        """Categories and time of the step's peak."""
         self._forward()
         self._backward()
         self._consider(Instant.UPDATE, "", 0.0, self.all_gradients, 0.0, self.after_update)
@@ -279,7 +282,7 @@ class _Sweep:
         return self.g.keep_gathered or not self.sharded or not s.is_layer
 
     def _forward(self) -> None:
-        """Saved activations and kept working copies pile up on those of the micro-batches already in flight."""
+        """Saved activations and kept working copies accumulate on those of the micro-batches already in flight."""
         for s, repeat in self.runs:
             keep = self._keeps_gathered(s)
             for first in (0, repeat - 1) if repeat > 1 else (0,):
@@ -300,7 +303,7 @@ class _Sweep:
             self.gathered += s.work * repeat if keep else 0.0
 
     def _backward(self) -> None:
-        """In reverse, activations go and gradients come."""
+        """In reverse order, activations are freed and gradients allocated."""
         gradients = self.base_gradients
         waits = 0.0  # unreduced gradients of the head: it is reduced with the embedding, after everything
         for s, repeat in reversed(self.runs):
@@ -316,7 +319,7 @@ class _Sweep:
                 gradients += s.gradients * repeat
 
     def _backward_of(self, s: _Sizes, repeat: int, done: int, gradients: float, waits: float) -> None:
-        """One of ``repeat`` equal blocks in a row, ``done`` of which went backward before it."""
+        """One of ``repeat`` equal blocks in a row, ``done`` of which have already run backward."""
         b, g = s.block, self.g
         grad = 0.0 if self.accumulated or self.leave else s.gradients
         left = self.saved - s.keeps * done + b.hosted

@@ -34,31 +34,31 @@ class TimedStep:
     seconds: float
     events: list[StreamEvent]
     exposed: float
-    """Seconds in which communication keeps compute waiting."""
+    """Seconds in which compute waits for communication."""
     inline: float = 0.0
-    """Those of them that collectives inside blocks (tensor and context parallel) take."""
+    """The part of it caused by collectives inside blocks (tensor and context parallel)."""
     communication: float = 0.0
     """Seconds of communication, hidden and exposed."""
     bubble: float = 0.0
     """Seconds in which a rank waits for its pipeline neighbors (mean over the ranks)."""
     slowed: float = 0.0
-    """Seconds that compute lost to collectives running beside it."""
+    """Seconds that compute is slowed by concurrent collectives."""
     dispatch: float = 0.0
     """Seconds in which the device waits for the host to launch the next operator."""
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication behind compute."""
+        """Seconds of communication that overlap with compute."""
         return max(0.0, self.communication - self.exposed)
 
 
 @dataclass(slots=True)
 class Streams:
-    """Streams with a clock each. Without overlap (a CPU's ranks share their cores) they are one."""
+    """Streams with a clock each. Without overlap (a CPU's ranks share their cores) there is only one."""
 
     overlap: bool
     share: float = 0.0
-    """Share of compute's speed that a running collective takes."""
+    """Fraction of compute's speed that a running collective takes."""
     record: bool = True
     events: list[StreamEvent] = field(default_factory=list)
     clocks: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "link": 0.0, "out": 0.0, "in": 0.0})
@@ -68,13 +68,13 @@ class Streams:
 
     @property
     def compute(self) -> float:
-        """When the compute stream is free."""
+        """Time at which the compute stream is free."""
         return self.clocks["compute"]
 
     def run(self, name: str, phase: str, seconds: float, after: float = 0.0, inline: float = 0.0) -> float:
-        """Run on the compute stream once ``after`` (a communication's end) has passed; returns the end.
+        """Run on the compute stream after the time ``after`` (the end of a communication); returns the end.
 
-        ``inline`` seconds of collectives inside the block keep it waiting.
+        ``inline`` seconds of collectives inside the block make it wait.
         """
         now = self.clocks["compute"]
         start = max(now, after)
@@ -118,7 +118,7 @@ class BlockTimes:
     forward_inline: float = 0.0
     backward_inline: float = 0.0
     gather_forward: list[tuple[str, float]] = field(default_factory=list)
-    """(stream, seconds) of what must be there before forward."""
+    """(stream, seconds) of transfers required before forward."""
     gather_backward: list[tuple[str, float]] = field(default_factory=list)
     reduce: list[tuple[str, float]] = field(default_factory=list)
     store: list[tuple[str, float]] = field(default_factory=list)
@@ -132,7 +132,7 @@ def seconds_of(op: Op, cluster: Cluster, factors: InStepFactors = ALONE) -> floa
 
 
 def timed_of(op: Op, cluster: Cluster) -> Timed:
-    """Seconds, bound and source of any operator timed alone."""
+    """Seconds, bound and source of any operator in isolation."""
     if op.timed is not None and op.timed[0] is cluster:
         known: Timed = op.timed[1]
         return known
@@ -142,7 +142,7 @@ def timed_of(op: Op, cluster: Cluster) -> Timed:
         timed = collective_time(op, cluster)
     else:
         timed = op_time(op, cluster.device)
-    keep_time(op, (cluster, timed))  # the step and then its breakdown ask, and a search in every plan that shares it
+    keep_time(op, (cluster, timed))  # used by the step and its breakdown, and in a search by every plan that shares it
     return timed
 
 
@@ -194,8 +194,8 @@ def simulate(
 ) -> TimedStep:
     """Time one step: forward, backward (per micro-batch), then the update.
 
-    Parameter gathers are prefetched one block ahead; reductions run behind the rest of backward; the update waits. With
-    a pipeline, the schedule's action list decides. ``record`` keeps every event, and plays every micro-batch.
+    Parameter gathers are prefetched one block ahead; reductions overlap with the rest of backward; the update waits.
+    With a pipeline, the schedule's action list decides. ``record`` keeps every event, and simulates every micro-batch.
     """
     if g.pipeline:
         return _pipelined(g, cluster, update, factors, record)
@@ -295,7 +295,7 @@ def _finish(s: Streams, g: Graph, cluster: Cluster, update: list[Op], factors: I
 
 
 def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFactors, record: bool) -> TimedStep:
-    """Every virtual stage timed by itself, then the schedule played; reductions follow the last backward."""
+    """Every virtual stage timed separately, then the schedule simulated; reductions follow the last backward."""
     pipe = g.pipeline
     assert pipe is not None
     ranks, chunks = pipe.degree, pipe.chunks
@@ -351,7 +351,7 @@ def _pipelined(g: Graph, cluster: Cluster, update: list[Op], factors: InStepFact
 
 
 def _late(parts: list[tuple[str, float]], compute: float) -> float:
-    """What a prefetch one block ahead leaves exposed."""
+    """The part of a prefetch one block ahead that is exposed."""
     return max(0.0, sum(x for _, x in parts) - compute) if parts else 0.0
 
 

@@ -27,7 +27,7 @@ from ridgeline.techniques.technique import Technique
 COMMUNICATOR_BYTES = 0.25e9
 """Device memory of one communicator's channels (assumption)."""
 FRAGMENTATION = 0.03
-"""Share of the step's changing tensors that the allocator's blocks (512 bytes, 2 MiB, …) waste (assumption)."""
+"""Fraction of the step's changing tensors that the allocator's block sizes (512 bytes, 2 MiB, …) waste (assumption)."""
 
 
 def update_ops(g: Graph, e: Experiment) -> list[Op]:
@@ -40,7 +40,7 @@ def update_ops(g: Graph, e: Experiment) -> list[Op]:
 
 
 def timed(g: Graph, update: list[Op], cluster: Cluster, record: bool = False) -> tuple[TimedStep, float]:
-    """The step of one rank, and the seconds that it then waits for the slowest."""
+    """The step of one rank, and the seconds that it waits for the slowest."""
     factors = training_factors(cluster, g.fused)
     step = simulate(g, cluster, update, factors, record)
     delay = (step.seconds - step.exposed) * factors.straggling(cluster.size)
@@ -88,7 +88,7 @@ def predict_training(e: Experiment, techniques: list[Technique]) -> Result:
 
 
 def with_overheads(peak: Peak, e: Experiment) -> Peak:
-    """Adds what a GPU's allocator and communicators take beyond the tensors."""
+    """Add a GPU's allocator and communicator overhead."""
     if e.cluster.device.kind != "gpu":
         return peak
     at = dict(peak.categories)
@@ -99,7 +99,7 @@ def with_overheads(peak: Peak, e: Experiment) -> Peak:
 
 
 def _expose(rows: list[Row], g: Graph, step: TimedStep) -> None:
-    """Exposed seconds of each collective: those inside blocks in proportion, the others by what is left."""
+    """Exposed seconds of each collective: those inside blocks proportionally, the others from the remainder."""
     inside = {o.name for b in g.blocks for o in (*b.forward, *b.backward) if o.axis}
     for within, exposed in ((True, step.inline), (False, step.exposed - step.inline)):
         moved = [r for r in rows if r.phase == "communication" or r.kind == "host_update"]
@@ -110,7 +110,7 @@ def _expose(rows: list[Row], g: Graph, step: TimedStep) -> None:
 
 
 def _waits(step: TimedStep, delay: float) -> list[Row]:
-    """Rows for the seconds in which no operator of this rank makes progress."""
+    """Rows for the time in which no operator of this rank makes progress."""
     parts = {
         ("pipeline bubble", "bubble", "bubble"): step.bubble,
         ("slowed by collectives", "contention", "link"): step.slowed,

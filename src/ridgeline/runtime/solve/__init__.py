@@ -1,5 +1,5 @@
-"""Solvers of layer-wise compression: a weight and its inputs' second moments in, a cheaper weight out.
+"""Solvers of layer-wise compression: they map a weight and its inputs' second moments to a compressed weight.
 
-Notation: a linear layer y = x Wᵀ with W [out, in]; H = (2/n) Xᵀ X [in, in] over n calibration inputs X [n, in]. What is
-minimized is the layer error tr((W - Q) H (W - Q)ᵀ) = 2/n · |X (W - Q)ᵀ|².
+Notation: a linear layer y = x Wᵀ with W [out, in]; H = (2/n) Xᵀ X [in, in] over n calibration inputs X [n, in]. The
+objective is the layer error tr((W - Q) H (W - Q)ᵀ) = 2/n · |X (W - Q)ᵀ|².
 """

@@ -1,7 +1,7 @@
 """Per-channel scales of a site's input, folded into what produces it: x → x / s, columns of the readers · s.
 
-The block's function stays the same; what changes is the range of the site's input and of its weights, and so what
-quantization does to them (SmoothQuant, arXiv:2211.10438; AWQ, arXiv:2306.00978; FPTQ, arXiv:2308.15987).
+The block's function stays the same; the range of the site's input and of its weights changes, and with it the
+quantization error (SmoothQuant, arXiv:2211.10438; AWQ, arXiv:2306.00978; FPTQ, arXiv:2308.15987).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def readers(block: TransformerBlock, site: str) -> list[nn.Linear]:
 
 
 def unfoldable(block: TransformerBlock, site: str) -> str:
-    """Why nothing in the block can take the site's scale; empty: something can."""
+    """Why nothing in the block can absorb the site's scale; empty if something can."""
     mlp = block.mlp
     if site.startswith("mlp") and not isinstance(mlp, MLP):
-        return "the norm before a mixture is read by its router too, and its experts are not at hand"
+        return "the norm before a mixture is read by its router too, and its experts are not available here"
     if site in ("attention.qkv", "mlp.up"):
         return "no norm stands before it" if block.post_norm else ""
     if site == "attention.o":
@@ -44,7 +44,7 @@ def unfoldable(block: TransformerBlock, site: str) -> str:
 
 
 def sources(block: TransformerBlock, site: str) -> list[Tensor]:
-    """Parameters whose rows (or entries) each make one channel of the site's input, and scale with it."""
+    """Parameters whose rows (or entries) each produce one channel of the site's input, and scale with it."""
     if site == "attention.qkv":
         module: nn.Module = block.attention_norm
     elif site == "mlp.up":

@@ -1,4 +1,4 @@
-"""Value grids: what a weight may become. A grid fits its parameters on a weight, then snaps columns of it.
+"""Value grids: the values that a weight may take. A grid fits its parameters to a weight, then snaps columns of it.
 
 Solvers work on Wᵀ, so that a column of W is contiguous; ``snap`` is given a column index and writes in place.
 """
@@ -23,10 +23,10 @@ class Fitted(Protocol):
         """Whether a row's values are the same in all its columns."""
 
     def snap(self, x: Tensor, column: int, out: Tensor) -> None:
-        """Write the nearest values of the grid to ``x`` [out] for this column of W into ``out``."""
+        """Write to ``out`` the grid values nearest to ``x`` [out] for this column of W."""
 
     def pack(self, weight: Tensor, outliers: PackedOutliers | None = None) -> Stored | None:
-        """The record of a weight [out, in] that lies on the grid; None where the grid has no codes."""
+        """The stored form of a weight [out, in] that is on the grid; None if the grid has none."""
 
 
 class Grid(Protocol):
@@ -50,7 +50,7 @@ class Affine:
     symmetric: bool = True
     mse: bool = False
     scale_dtype: torch.dtype = torch.float16
-    """What scales are stored in; the grid uses them as stored, so that a file says exactly what was solved."""
+    """Dtype of the scales; the grid uses them as stored, so that a file holds exactly what was solved."""
 
     def fit(self, weight: Tensor) -> FittedAffine:
         """Scales and zeros of ``weight``."""
@@ -112,7 +112,7 @@ class FittedAffine:
         out.round_().add_(zero).clamp_(0, 2**self.grid.bits - 1).sub_(zero).mul_(scale)
 
     def pack(self, weight: Tensor, outliers: PackedOutliers | None = None) -> Packed:
-        """Codes of a weight's nearest values on the grid."""
+        """Integer codes of a weight's nearest grid values."""
         out, width = weight.shape
         group = self.grid.group_size or width
         codes = (weight.view(out, -1, group) / self.scale.unsqueeze(-1)).round_().add_(self.zero.unsqueeze(-1))
@@ -123,14 +123,14 @@ class FittedAffine:
 
 @dataclass(frozen=True)
 class TernaryGrid:
-    """Per row: its minimum, 0, and its maximum (QMoE, arXiv:2310.16795). The wide range leaves most weights at
-    zero, which is what the code of :mod:`ridgeline.nn.quant.ternary` lives on."""
+    """Per row: its minimum, 0, and its maximum (QMoE, arXiv:2310.16795). The wide range rounds most weights to zero,
+    which the encoding of :mod:`ridgeline.nn.quant.ternary` relies on."""
 
     scale_dtype: torch.dtype = torch.float16
-    """What the two values are stored in; the grid uses them as stored."""
+    """Dtype of the two values; the grid uses them as stored."""
 
     def fit(self, weight: Tensor) -> FittedTernary:
-        """The extremes of each row, 0 among them."""
+        """The extremes of each row, including 0."""
         low, high = weight.amin(1).clamp_max(0), weight.amax(1).clamp_min(0)
         return FittedTernary(low.to(self.scale_dtype), high.to(self.scale_dtype))
 
@@ -150,7 +150,7 @@ class FittedTernary:
         out.copy_(kept)
 
     def pack(self, weight: Tensor, outliers: PackedOutliers | None = None) -> Code:
-        """Words of a weight on the grid."""
+        """Codewords of a weight on the grid."""
         assert outliers is None
         return Code.encode((weight < 0).to(torch.uint8) + 2 * (weight > 0).to(torch.uint8), self.low, self.high)
 

@@ -1,4 +1,4 @@
-"""What calibration inputs leave behind: second moments and peaks, accumulated chunk by chunk in fp32."""
+"""Statistics of calibration inputs: second moments and peaks, accumulated chunk by chunk in fp32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Gram:
         self.rows = 0
 
     def add(self, x: Tensor) -> None:
-        """Rows [..., width]."""
+        """Accumulate rows [..., width]."""
         x = x.reshape(-1, x.shape[-1]).float()
         n = len(x)
         if n:
@@ -29,6 +29,6 @@ class InputPeak:
         self.value = torch.zeros(width, dtype=torch.float32, device=device)
 
     def add(self, x: Tensor) -> None:
-        """Rows [..., width]."""
+        """Accumulate rows [..., width]."""
         if x.numel():
             torch.maximum(self.value, x.reshape(-1, x.shape[-1]).float().abs().amax(0), out=self.value)

@@ -1,4 +1,4 @@
-"""Supports: which entries of a weight may differ from zero. Scores are [out, in]; what scores least goes."""
+"""Sparsity masks: which entries of a weight may be nonzero. Scores are [out, in]; the lowest are pruned."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from torch import Tensor
 
 
 class Support(Protocol):
-    """A rule that is asked block by block of columns during a sweep, so that it sees weights as they then stand."""
+    """A rule that is applied block by block of columns during a sweep, so that it sees the current weights."""
 
     @property
     def span(self) -> int:
-        """Columns that are decided together: 0: a whole block at once; m of n:m."""
+        """Number of columns that are decided together; 0: a whole block at once; m for n:m."""
 
     def keep(self, scores: Tensor, columns: slice) -> Tensor:
-        """bool, shaped as ``scores`` [columns, out] (transposed, as solvers work)."""
+        """Boolean mask, shaped as ``scores`` [columns, out] (transposed, as solvers work)."""
 
 
 @dataclass(frozen=True)
 class Unstructured:
-    """The ``sparsity`` least entries of each block of columns, over all rows (SparseGPT's adaptive rows)."""
+    """Prunes the fraction ``sparsity`` of lowest scores in each block of columns, over all rows (SparseGPT's adaptive
+    rows)."""
 
     sparsity: float
     span: int = 0
 
     def keep(self, scores: Tensor, columns: slice) -> Tensor:
-        """All but exactly round(sparsity · entries) of the block."""
+        """Keeps all but exactly round(sparsity · entries) entries of the block."""
         return without_least(scores.reshape(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
 
 
@@ -42,7 +43,7 @@ class NM:
 
     @property
     def span(self) -> int:
-        """Columns that are decided together."""
+        """Number of columns that are decided together."""
         return self.m
 
     def keep(self, scores: Tensor, columns: slice) -> Tensor:
@@ -51,7 +52,7 @@ class NM:
 
 
 class Given:
-    """A support that was decided before: bool [out, in]."""
+    """A mask that was decided earlier: bool [out, in]."""
 
     span = 0
 
@@ -59,7 +60,7 @@ class Given:
         self._mask = mask.t()
 
     def keep(self, scores: Tensor, columns: slice) -> Tensor:
-        """Its own part."""
+        """The corresponding part of the mask."""
         return self._mask[columns]
 
     def permuted(self, orders: Sequence[Tensor]) -> Given:

@@ -1,8 +1,8 @@
-"""The column sweep of Optimal Brain Surgeon: GPTQ, SparseGPT, both jointly, and ternary experts are this one function.
+"""The column sweep of Optimal Brain Surgeon, shared by GPTQ, SparseGPT, their combination, and ternary experts.
 
-Columns are fixed one after the other: snapped to a grid, or dropped from the support, and what that costs is undone as
-far as possible in the columns that are still free (arXiv:2210.17323, algorithm 1; arXiv:2301.00774, algorithm 1). The
-one inverse that is needed, of H over the columns still free, is read off the rows of one Cholesky factor.
+Columns are fixed one after another: snapped to a grid, or dropped from the mask, and the resulting error is compensated
+as far as possible in the columns that are still free (arXiv:2210.17323, algorithm 1; arXiv:2301.00774, algorithm 1).
+The one inverse that is needed, of H over the columns still free, is read from the rows of one Cholesky factor.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ridgeline.runtime.solve.grid import Fitted
 from ridgeline.runtime.solve.support import Given, Support, reordered
 
 BLOCK = 128
-"""Columns after which the rest of the weight is updated, by one matrix product."""
+"""Number of columns after which the rest of the weight is updated, by one matrix product."""
 INNER = 16
-"""Columns after which the rest of the block is: until then an update touches only these."""
+"""Number of columns after which the rest of the block is updated: before that an update touches only these."""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What a solver found."""
+    """Result of a solver."""
 
     weight: Tensor
-    """[out, in]: on the grid, within the support."""
+    """[out, in]: on the grid, within the mask."""
     keep: Tensor | None
-    """bool [out, in], the support; None: dense."""
+    """bool [out, in], the mask; None: dense."""
     damp: float
-    """The damping that was needed, as a share of H's mean diagonal; inf: H was not usable, the result is plain
+    """The damping that was needed, as a fraction of H's mean diagonal; inf: H was not usable, the result is plain
     rounding."""
 
     @property
     def notes(self) -> dict[str, Any]:
-        """The damping for a report (JSON has no infinity), and whether nothing could be made up for."""
+        """The damping for a report (JSON has no infinity), and whether no error compensation was possible."""
         if math.isfinite(self.damp):
             return {"damp": self.damp}
         return {"damp": None, "fallback": "H cannot be factored, even damped: no column made up for another"}
@@ -54,7 +54,7 @@ def relative_error(weight: Tensor, found: Tensor, gram: Tensor) -> float:
 def inverse_factor(gram: Tensor, damp: float) -> tuple[Tensor, float]:
     """(U, damping used): U upper triangular with Uᵀ U = (H + λI)⁻¹, λ = damp · mean diagonal.
 
-    Damping rises tenfold, twice, where the factorization fails; after that it is inf and U the identity.
+    Damping increases tenfold, up to twice, where the factorization fails; after that it is inf and U the identity.
     """
     mean = gram.diagonal().mean()
     for factor in (1, 10, 100):
@@ -80,9 +80,9 @@ def sweep(
 ) -> Solved:
     """Snap ``weight`` [out, in] (fp32) to ``grid`` within ``support`` under H = ``gram`` [in, in].
 
-    ``act_order`` visits columns by falling diagonal of H; grids keep the parameters of their own columns ("static
-    groups"), so nothing of the order remains in the result. Not for n:m supports, whose groups are neighbors. Inputs
-    that are never active (zero on the diagonal) get weight 0.
+    ``act_order`` visits columns by decreasing diagonal of H; grids keep the parameters of their own columns ("static
+    groups"), so the result does not depend on the order's layout. Not for n:m masks, whose groups are adjacent columns.
+    Inputs that are never active (zero on the diagonal) get weight 0.
     """
     return sweep_stack(weight.unsqueeze(0), [gram], grid, support, act_order, damp, block)[0]
 
@@ -96,11 +96,11 @@ def sweep_stack(
     damp: float = 0.01,
     block: int = BLOCK,
 ) -> list[Solved]:
-    """:func:`sweep` for several problems of one shape, side by side: ``weight`` [problems, out, in] and each one's H.
+    """:func:`sweep` for several problems of one shape, batched: ``weight`` [problems, out, in] and each one's H.
 
-    ``grid`` and ``support`` are of all rows, [problems · out, in]. Every problem has its own order and its own damping,
-    and falls back by itself. Of more than one, the support can only be a given one, and in ``act_order`` a grid's
-    values must be those of whole rows. Beside its arguments it holds one [in, in] and three [out, in] for each problem.
+    ``grid`` and ``support`` cover all rows, [problems · out, in]. Every problem has its own order, damping and
+    fallback. With more than one problem, the mask must be given in advance, and with ``act_order`` a grid's values must
+    be the same for whole rows. In addition to its arguments it holds one [in, in] and three [out, in] for each problem.
     """
     count, out, width = weight.shape
     assert count == 1 or support is None or isinstance(support, Given)
@@ -138,9 +138,10 @@ def sweep_stack(
 def _fix_columns(
     w: Tensor, upper: Tensor, grid: Fitted | None, columns: list[int], support: Support | None, block: int
 ) -> Tensor | None:
-    """Put ``w`` [in, problems, out] on the grid, in place, by the factors U [problems, in, in] of each; the support.
+    """Put ``w`` [in, problems, out] on the grid, in place, using the factors U [problems, in, in] of each; returns the
+    mask.
 
-    ``upper`` is divided by its diagonal in place, so that what is made up for is the plain difference.
+    ``upper`` is divided by its diagonal in place, so that the compensated error is the plain difference.
     """
     width = len(w)
     flat = w.view(width, -1)
@@ -167,7 +168,7 @@ def _fix_columns(
             kept[a:b] = keep(slice(a, b))
         start = a
         for j in range(a, b):
-            if j == start + inner:  # what the last few columns left to the rest of the block, in one product
+            if j == start + inner:  # the error that the last few columns leave to the rest of the block, in one product
                 make_up(slice(start, j), slice(j, b), errors[start - a : j - a])
                 start = j
             if kept is not None and span and j % span == 0:

@@ -1,4 +1,4 @@
-"""What techniques that leave the base frozen and train a little beside it share on the analytic side."""
+"""Shared analytic code of the techniques that freeze the base model and train a small addition to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ridgeline.runtime.train_build import TrainBuild
 
 Adapt = Callable[[Block, Op, str], None]
-"""Adds to a block what adapts one of its linear layers: block, the layer's forward operator, the saved activation that
+"""Adds an adapter's operators to a block, given the block, the layer's forward operator and the saved activation that
 is its input."""
 
 
@@ -29,29 +29,29 @@ class Adapting(Technique):
     leaves: ClassVar[tuple[str, ...]]
     """Names of the adapter's tensors at each layer."""
     from_zero: ClassVar[bool] = True
-    """Whether what decides the adapter's effect is zero at the start."""
+    """Whether the tensor that determines the adapter's effect starts at zero."""
     in_peft: ClassVar[bool] = False
-    """Whether its folders are those of the ``peft`` library."""
+    """Whether its checkpoints use the format of the ``peft`` library."""
 
-    if TYPE_CHECKING:  # each kind has this option, in its own place among the others
+    if TYPE_CHECKING:  # every adapter has this option; each class declares it at its own position
         targets: tuple[str, ...]
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """As it is: what else it can do changes the result, not the speed."""
+        """The defaults only: the other options change quality, not speed."""
         return [cls.model_validate({})]
 
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
-        """The adapter around one linear layer, at its start: as if it were not there."""
+        """Create the adapter around one linear layer, initialized so that it has no effect."""
         raise NotImplementedError
 
     def check_whole(self, e: Experiment) -> None:
-        """Refuse to be divided, as every adapter but LoRA does."""
+        """Refuse tensor parallelism, which only LoRA supports."""
         self.needs("tp" not in e.parallel, "tensor_parallel divides linear layers, and of adapters only those of lora",
                    "use lora, or zero or pipeline instead of tensor_parallel")  # fmt: skip
 
     def build(self, run: TrainBuild) -> None:
-        """Put the adapters in place, freeze the rest."""
+        """Insert the adapters and freeze the rest."""
         from ridgeline.nn.adapters.adapter import put
 
         for i, name in enumerate(chosen(run.model.spec, self.targets)):
@@ -60,22 +60,22 @@ class Adapting(Technique):
         run.trainable = lambda name: name.rpartition(".")[2] in self.leaves
 
     def compact(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A model's whole state as trained → the tensors that a folder keeps."""
+        """A model's full training state → the tensors that a checkpoint stores."""
         return {n: t for n, t in state.items() if n.rpartition(".")[2] in self.leaves}
 
     def expand(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`compact`: the adapter's tensors as trained."""
+        """The inverse of :meth:`compact`: the adapter's tensors in the form in which they train."""
         return state
 
 
 def peft_kind() -> type[Adapting]:
-    """The plain kind of adapter that a folder of the ``peft`` library holds."""
+    """The plain adapter type that a checkpoint of the ``peft`` library holds."""
     return next(cls for cls in registry().values() if issubclass(cls, Adapting) and vars(cls).get("in_peft"))
 
 
 def check_targets(technique: Adapting, e: Experiment, targets: Iterable[str]) -> None:
-    """Every target must name a linear layer; a pipeline's first stage must have something to train; the optimizer must
-    move it."""
+    """Every target must name a linear layer, a pipeline's first stage must have something to train, and the optimizer
+    must be able to update the adapter."""
     known = linears(e.model)
     for t in targets:
         if not matching(t, known):
@@ -148,7 +148,7 @@ def _freeze(b: Block) -> None:
 
 
 def _needless(targets: set[str], post_norm: bool) -> list[str]:
-    """Backward operators that the first layer does not run: those of tensors that depend on no adapter."""
+    """Backward operators that the first layer skips: those of tensors that depend on no adapter."""
 
     def linear(name: str) -> list[str]:
         return [f"{name}.dx", f"{name}.lora_a.dx", f"{name}.accumulate"]
@@ -177,7 +177,7 @@ def _needless(targets: set[str], post_norm: bool) -> list[str]:
 
 
 def unwrapped(state: dict[str, Tensor], leaves: Iterable[str]) -> dict[str, Tensor]:
-    """A model's state without the adapters' own tensors, the base's named as if nothing were around them."""
+    """A model's state without the adapters' tensors, with the base's parameters under their original names."""
     gone = set(leaves)
     adapted = {n.rpartition(".")[0] for n in state if n.rpartition(".")[2] in gone}
     out: dict[str, Tensor] = {}
@@ -191,8 +191,8 @@ def unwrapped(state: dict[str, Tensor], leaves: Iterable[str]) -> dict[str, Tens
 
 
 def train_matrix(b: Block, op: Op, source: str, leaf: str, tensors: tuple[str, ...], work: float, back: float) -> None:
-    """Add ``tensors`` of the weight's shape that train through the layer's product: its weight gradient is computed as
-    if the base trained. ``work`` and ``back``: matrices that are made beside it in forward and backward."""
+    """Add ``tensors`` of the weight's shape that train through the layer's product: the weight gradient is computed as
+    if the base were trained. ``work`` and ``back`` are the extra matrices computed in forward and backward."""
     m, n, k = op.shape
     w = DTYPE_BYTES[op.dtype]
     size = float(n * k) * w

@@ -1,4 +1,4 @@
-"""AlphaTuning: binary-coded weights of which one scale per group trains."""
+"""AlphaTuning: binary-coded weights of which only one scale per group is trained."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class AlphaTuning(Technique):
     phase: ClassVar[Phase] = "adapt"
 
     bits: int = Field(default=4, ge=1, le=8)
-    """Sign vectors per group, and so bits per weight."""
+    """Sign vectors per group, which is also the number of bits per weight."""
     group_size: int = Field(default=0, ge=0)
     """Weights that share scales along the input dimension; 0: the whole row, as in the paper."""
     rounds: int = Field(default=15, ge=0)
     """Alternations between scales and signs after the greedy fit."""
 
     def check(self, e: Experiment) -> None:
-        """Signs come in bytes, and groups divide rows."""
+        """Signs are packed into bytes, so widths must be multiples of 8, and groups must divide the rows."""
         self.needs("tp" not in e.parallel, "tensor-parallel ranks that divide a row would share its scale",
                    "divide the model by zero:stage=3 or pipeline instead")  # fmt: skip
         for p in e.model.block_parameters(0):
@@ -54,9 +54,9 @@ class AlphaTuning(Technique):
                        f" {p.name}'s input width {width}", f"use a divisor of {width}, or 0 for a row")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Signs and scales in the place of weights; each use expands a matrix; all else is frozen.
+        """Store signs and scales instead of weights; each use expands a matrix; everything else is frozen.
 
-        The weight's gradient is still multiplied out, then summed over each group. Nothing below the first layer's
+        The weight's gradient is still computed in full, then summed over each group. Nothing below the first layer's
         linears needs gradients.
         """
         blocks: list[Block] = []
@@ -112,7 +112,7 @@ class AlphaTuning(Technique):
                 ):  # the gradient and one plane of signs are read, a scale per group written
                     total = Op(f"{op.name}.sum", op.module, "reduce", "backward", 0, 4.125 * n, param=op.param)
                     ops.insert(at + 1, total)
-                else:  # every plane passes over the sum
+                else:  # the sum is read and written once per plane
                     moved = n * (self.bits / 8 + 8.0 * self.bits - 4.0)
                     expand = Op(f"{op.name}.dequantize", op.module, "cast", op.direction, 0, moved, "binary",
                                 param=op.param)  # fmt: skip
@@ -122,7 +122,7 @@ class AlphaTuning(Technique):
         b.backward_workspace = max(b.backward_workspace, largest)
 
     def build(self, run: TrainBuild) -> None:
-        """Code the linears of every block; only their first scales train."""
+        """Encode the linears of every block; only their first scales train."""
         from ridgeline.nn.quant.bcq import BinaryLinear
         from ridgeline.nn.quant.quantized import replace_linears
 
@@ -130,7 +130,7 @@ class AlphaTuning(Technique):
         run.trainable = lambda name: name.endswith(".alpha")
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Signs and scales multiplied out."""
+        """Expand signs and scales into plain weights."""
         from ridgeline.nn.quant.bcq import BinaryLinear
         from ridgeline.nn.quant.quantized import expanded
 

@@ -1,4 +1,4 @@
-"""BitFit: train biases alone."""
+"""BitFit: train biases only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class BitFit(Adapting):
-    """Train a bias of every linear layer: beside the base's own, or a zero one where it has none.
+    """Train a bias for every linear layer: added to the base's own, or starting at zero where it has none.
 
-    Norms keep theirs: most decoders' norms have no bias.
+    Norms are unchanged: most decoders' norms have no bias.
     """
 
     card: ClassVar[Card] = Card(
@@ -45,7 +45,7 @@ class BitFit(Adapting):
     """The linear layers whose biases train: last names, ``all-linear``, or globs or regular expressions."""
 
     def check(self, e: Experiment) -> None:
-        """Targets must exist; nothing else may train beside the base."""
+        """Targets must exist; no other part of the base may train."""
         self.check_whole(e)
         check_targets(self, e, self.targets)
 
@@ -54,13 +54,13 @@ class BitFit(Adapting):
         return adapt(g, e, self.targets, _add)
 
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
-        """A bias of zeros."""
+        """A bias that starts at zero."""
         from ridgeline.techniques.adapters.bitfit_torch import BitFitLinear
 
         return BitFitLinear(base)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Biases added to the base's. Raises :class:`UserError` where it has none to add to."""
+        """Add the biases to the base's. Raises :class:`UserError` where the base has no bias to add to."""
         out = unwrapped(state, self.leaves)
         for name, value in state.items():
             layer, _, leaf = name.rpartition(".")

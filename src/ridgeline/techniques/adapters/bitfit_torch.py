@@ -1,4 +1,4 @@
-"""BitFit: biases alone (Ben-Zaken et al. 2022, arXiv:2106.10199)."""
+"""BitFit: train biases only (Ben-Zaken et al. 2022, arXiv:2106.10199)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ridgeline.nn.parallel.collectives import local
 
 
 class BitFitLinear(Adapter):
-    """y = base(x) + b, with b [out] zero at the start: what is added to the base's bias, if it has one."""
+    """y = base(x) + b, where b [out] starts at zero and is added to the base's bias, if there is one."""
 
     leaves: ClassVar[tuple[str, ...]] = ("adapter_bias",)
 
@@ -27,10 +27,10 @@ class BitFitLinear(Adapter):
         return y + local(self.adapter_bias).to(y.dtype)
 
     def weight(self) -> Tensor:
-        """The base's."""
+        """The base's weight."""
         return dense(self.base)
 
     def bias(self) -> Tensor:
-        """The base's and the task's together."""
+        """The sum of the base's bias and the trained one."""
         own, mine = self.base.bias, local(self.adapter_bias)
         return mine if own is None else local(own) + mine

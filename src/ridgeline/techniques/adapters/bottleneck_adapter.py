@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class BottleneckAdapter(Adapting):
     """Down-project, GELU, up-project, add: after attention and after the feed-forward layer, before their residual
-    additions. It starts as the identity. Norms stay as they are."""
+    additions. The adapter starts as the identity. Norms are not trained."""
 
     card: ClassVar[Card] = Card(
         name="bottleneck_adapter",
@@ -46,7 +46,7 @@ class BottleneckAdapter(Adapting):
     """The last linear layer of each sub-layer to adapt."""
 
     def check(self, e: Experiment) -> None:
-        """Targets must exist, and be wider than the bottleneck."""
+        """Targets must exist and be wider than the bottleneck."""
         self.check_whole(e)
         check_targets(self, e, self.targets)
         for name, (out, _) in chosen(e.model, self.targets).items():
@@ -55,7 +55,7 @@ class BottleneckAdapter(Adapting):
                        f"use a size below {out}")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Freeze everything; two thin GEMMs, an activation and an addition per target."""
+        """Freeze everything; add two thin GEMMs, an activation and an addition per target."""
         return adapt(g, e, self.targets, self._add)
 
     def _add(self, b: Block, op: Op, source: str) -> None:
@@ -88,7 +88,7 @@ class BottleneckAdapter(Adapting):
         b.saved[f"{name}_mid"] = Saved(m * r * w, frozenset({f"{up.name}.dw"}))
 
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
-        """An adapter that is the identity."""
+        """An adapter that starts as the identity."""
         import torch
 
         from ridgeline.techniques.adapters.bottleneck_adapter_torch import BottleneckLinear
@@ -96,6 +96,6 @@ class BottleneckAdapter(Adapting):
         return BottleneckLinear(base, self.size, torch.Generator().manual_seed(seed * 1_000_003 + layer))
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """There is none: raises :class:`UserError`."""
+        """Always raises :class:`UserError`: the adapter cannot be merged."""
         raise UserError("bottleneck adapters are not linear: no plain model equals the adapted one",
                         "save the adapter instead of exporting the model")  # fmt: skip

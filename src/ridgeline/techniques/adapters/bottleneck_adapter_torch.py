@@ -16,7 +16,8 @@ from ridgeline.spec.errors import UserError
 class BottleneckLinear(Adapter):
     """h + gelu(h D + d) U + u for the output h = base(x) of a sub-layer's last linear.
 
-    D [size, width] is random and small; U [width, size], d and u are zero at the start, so that it is the identity.
+    D [size, width] starts small and random; U [width, size], d and u start at zero, so that the adapter starts as the
+    identity.
     """
 
     leaves: ClassVar[tuple[str, ...]] = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
@@ -31,11 +32,11 @@ class BottleneckLinear(Adapter):
         self.adapter_up_bias = nn.Parameter(like.new_zeros(width))
 
     def delta(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sub-layer's output, adapted."""
+        """The sub-layer's output with the adapter applied."""
         inner = F.gelu(F.linear(y, local(self.adapter_down), local(self.adapter_down_bias)))
         return y + F.linear(inner, local(self.adapter_up), local(self.adapter_up_bias))
 
     def weight(self) -> Tensor:
-        """There is none: it is not linear."""
+        """Always raises: the adapter is not linear, so no weight represents it."""
         raise UserError("a bottleneck adapter is not linear, so that no weight of the base can hold it",
                         "keep it as an adapter (adapter_config.json beside its tensors)")  # fmt: skip

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class DiffPruning(Adapting):
-    """Weights are W + d ∘ z: a difference d, and gates z that a penalty on their expected number pushes shut.
+    """Weights are W + d ∘ z: a difference d, and gates z that a penalty on the expected number of open gates closes.
 
-    The gates follow the hard-concrete distribution. The penalty's gradient is applied to them apart from the loss's,
-    after each update, as AdamW decays weights. What is saved or exported is projected: of all differences only the
-    largest magnitudes, a share ``density``, are kept.
+    The gates follow the hard-concrete distribution. The penalty's gradient is applied to them separately from the
+    loss's, after each update, in the way AdamW decays weights. What is saved or exported is projected: only the
+    differences of largest magnitude, a fraction ``density`` of all, are kept.
     """
 
     card: ClassVar[Card] = Card(
@@ -46,21 +46,21 @@ class DiffPruning(Adapting):
     leaves: ClassVar[tuple[str, ...]] = ("adapter_diff", "adapter_gate")
 
     density: float = Field(default=0.005, gt=0, le=1)
-    """Share of the adapted weights that may differ in what is saved."""
+    """Fraction of the adapted weights that may differ in what is saved."""
     penalty: float = Field(default=0.1, ge=0)
-    """Weight of the expected number of open gates, each counted by itself."""
+    """Coefficient of the penalty on the expected number of open gates."""
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
     """The linear layers to adapt: last names, ``all-linear``, or globs or regular expressions."""
 
     def check(self, e: Experiment) -> None:
-        """Targets must exist; the weights must be plain, and the updated ones here."""
+        """Targets must exist; the weights must be plain tensors, and the optimizer must update them in place."""
         self.check_whole(e)
         refuse(self, e, "masters", "{other} keeps the gates in a copy that the penalty does not reach",
                "drop {other}, or have it keep none (mixed_precision:weights=fp32)")  # fmt: skip
         check_targets(self, e, self.targets)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Freeze everything; two tensors of the shape of each weight train, and are put together at every use."""
+        """Freeze everything; two tensors of the shape of each weight train, and are combined with it at every use."""
 
         def add(b: Block, op: Op, source: str) -> None:
             train_matrix(b, op, source, "adapter_gated", self.leaves, 3.0, 4.0)
@@ -68,13 +68,13 @@ class DiffPruning(Adapting):
         return adapt(g, e, self.targets, add)
 
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
-        """No difference, gates open."""
+        """A zero difference with open gates."""
         from ridgeline.nn.adapters.diff import DiffLinear
 
         return DiffLinear(base, layer=layer)  # type: ignore[arg-type]
 
     def build(self, run: TrainBuild) -> None:
-        """Put the adapters in place; push the gates shut after each update."""
+        """Insert the adapters; apply the gate penalty after each update."""
         import torch
 
         from ridgeline.nn.adapters.adapter import placed
@@ -109,7 +109,7 @@ class DiffPruning(Adapting):
         return projected(found, self.density) if found else found
 
     def compact(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Places (of the weight, row after row) and values of the differences that are kept, and the shape."""
+        """Positions (in the weight, row-major) and values of the differences that are kept, and the shape."""
         import torch
 
         out = {}
@@ -121,7 +121,8 @@ class DiffPruning(Adapting):
         return out
 
     def expand(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Differences with gates that are open where they are kept, and shut elsewhere: training goes on with these."""
+        """Differences with gates that are open where they are kept and closed elsewhere; training resumes from
+        these."""
         import torch
 
         out = {}
@@ -137,7 +138,7 @@ class DiffPruning(Adapting):
         return out
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Projected differences added to the weights."""
+        """Add the projected differences to the weights."""
         out = unwrapped(state, self.leaves)
         for name, diff in self._kept(state).items():
             out[f"{name}.weight"] = out[f"{name}.weight"] + diff

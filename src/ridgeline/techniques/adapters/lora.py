@@ -52,20 +52,21 @@ class LoRA(Adapting):
     """The linear layers to adapt: last names, ``all-linear``, or globs or regular expressions over full names such as
     ``layers.0.attention.q_proj``."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the update's input that is zeroed in training, the same at every run of a step; none in evaluation."""
+    """Dropout rate of the update's input in training, with the same mask each time a step is run; none in
+    evaluation."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), which keeps the update's size at high ranks (arXiv:2312.03732)."""
 
     dora: bool = False
-    """Learn the lengths of the weight's rows beside their directions (DoRA, arXiv:2402.09353)."""
+    """Learn the norms of the weight's rows separately from their directions (DoRA, arXiv:2402.09353)."""
 
     @property
     def scale(self) -> float:
-        """What the update is multiplied by."""
+        """Factor that the update is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def check(self, e: Experiment) -> None:
-        """Targets must exist, and the rank must be below the smaller side of each."""
+        """Targets must exist, and the rank must be below the smaller dimension of each."""
         check_targets(self, e, self.targets)
         for name, shape in chosen(e.model, self.targets).items():
             leaf, side = name.rpartition(".")[2], min(shape)
@@ -100,7 +101,7 @@ class LoRA(Adapting):
             )
             b.backward += [dx, dw]
             b.params.append(Param(part.param, out * inner, "fp32", True, 4.0, shape=(out, inner), grad_bytes=4.0))
-        if self.dropout:  # drawn and applied, and both once more in backward
+        if self.dropout:  # the mask is drawn and applied, and both again in backward
             drop = Op(f"{op.name}.lora_drop", op.module, "cast", bytes=4.0 * m * k * w, dtype=op.dtype)
             b.forward.insert(b.forward.index(down), drop)
             b.backward.append(changed(drop, name=f"{drop.name}.bwd", direction="backward", bytes=5.0 * m * k * w))
@@ -113,7 +114,7 @@ class LoRA(Adapting):
         b.saved[f"{op.name}.lora_mid"] = Saved(m * r * w, frozenset({f"{up.name}.dw"}))
 
     def _rescale(self, b: Block, op: Op) -> list[Op]:
-        """DoRA: the lengths of the sum's rows, and one pass that brings them to the learned ones."""
+        """DoRA: compute the norms of the sum's rows, and one pass that rescales them to the learned norms."""
         m, n, k = op.shape
         r, w = self.rank, DTYPE_BYTES[op.dtype]
         name = f"{op.name}.lora_m"
@@ -123,12 +124,12 @@ class LoRA(Adapting):
         b.backward.append(changed(scale, name=f"{name}.bwd", direction="backward", bytes=4.0 * m * n * w))
         b.params.append(Param(name, n, "fp32", True, 4.0, shape=(n,), grad_bytes=4.0))
         b.saved[f"{name}.scaled"] = Saved(m * n * w, frozenset({f"{name}.bwd"}))
-        b.saved[f"{name}.stats"] = Saved(8.0 * n, frozenset({f"{name}.bwd"}))  # lengths, and their ratio to the learned
+        b.saved[f"{name}.stats"] = Saved(8.0 * n, frozenset({f"{name}.bwd"}))  # the norms; ratio to the learned
         b.workspace = max(b.workspace, 1.0 * n * k * w)
         return [sizes, scale]
 
     def build(self, run: TrainBuild) -> None:
-        """Wrap each target linear, freeze the rest."""
+        """Wrap each target linear and freeze the rest."""
         import torch
 
         from ridgeline.nn.adapters.adapter import put
@@ -148,7 +149,7 @@ class LoRA(Adapting):
         run.trainable = lambda name: name.rpartition(".")[2] in self.leaves
 
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
-        """A low-rank update that is zero."""
+        """A low-rank update that starts at zero."""
         import torch
 
         from ridgeline.nn.adapters.lora_linear import LoRALinear
@@ -157,7 +158,7 @@ class LoRA(Adapting):
         return LoRALinear(base, self.rank, self.scale, generator, layer=layer, dora=self.dora)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Updates merged into the weights."""
+        """Merge the updates into the weights."""
         from ridgeline.nn.adapters.lora_linear import merged
 
         return merged(state, self.scale)

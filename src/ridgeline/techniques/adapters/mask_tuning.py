@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class MaskTuning(Adapting):
-    """Learn a binary mask over each weight matrix instead of changing it: real scores, cut at a threshold, whose
-    gradients pass straight through. One bit per weight is all that a task keeps."""
+    """Learn a binary mask over each weight matrix instead of changing it: real-valued scores, compared with a
+    threshold, whose gradients pass straight through. A task stores only one bit per weight."""
 
     card: ClassVar[Card] = Card(
         name="mask_tuning",
@@ -40,21 +40,21 @@ class MaskTuning(Adapting):
     from_zero: ClassVar[bool] = False
 
     start: float = 0.02
-    """Scores at the start: above the threshold, so that all weights are used."""
+    """Initial scores: above the threshold, so that all weights are used."""
     threshold: float = 0.01
-    """A weight is used while its score is above it."""
+    """A weight is used when its score is above this."""
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
     """The linear layers to mask: last names, ``all-linear``, or globs or regular expressions."""
 
     def check(self, e: Experiment) -> None:
-        """Targets must exist, scores start above the threshold, weights be plain."""
+        """Targets must exist, scores must start above the threshold, and weights must be plain tensors."""
         self.check_whole(e)
         self.needs(self.start > self.threshold, f"start {self.start:g} is not above threshold {self.threshold:g}: all"
                    " weights would be off", "use a higher start")  # fmt: skip
         check_targets(self, e, self.targets)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Freeze everything; a score per weight trains, and every use masks one matrix."""
+        """Freeze everything; one score per weight trains, and every use masks one matrix."""
 
         def add(b: Block, op: Op, source: str) -> None:
             train_matrix(b, op, source, "adapter_masked", self.leaves, 1.25, 2.0)
@@ -62,13 +62,13 @@ class MaskTuning(Adapting):
         return adapt(g, e, self.targets, add)
 
     def around(self, base: nn.Module, seed: int = 0, layer: int = 0) -> Adapter:
-        """All weights on."""
+        """A mask that keeps all weights."""
         from ridgeline.nn.adapters.mask import MaskLinear
 
         return MaskLinear(base, self.start, self.threshold)  # type: ignore[arg-type]
 
     def compact(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Bits, eight a byte, and the shape."""
+        """Mask bits, packed eight to a byte, and the shape."""
         import torch
 
         from ridgeline.nn.adapters.mask import pack
@@ -81,7 +81,7 @@ class MaskTuning(Adapting):
         return out
 
     def expand(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scores as far above or below the threshold as they were at the start."""
+        """Scores as far above or below the threshold as the initial scores were."""
         import torch
 
         from ridgeline.nn.adapters.mask import unpack
@@ -95,7 +95,7 @@ class MaskTuning(Adapting):
         return out
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights that are off become zeros."""
+        """Set the masked weights to zero."""
         out = unwrapped(state, self.leaves)
         for key in [k for k in state if k.endswith(".adapter_scores")]:
             name = key.removesuffix(".adapter_scores")

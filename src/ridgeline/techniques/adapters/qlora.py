@@ -42,26 +42,26 @@ class QLoRA(LoRA):
     )
 
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
-    """The linear layers to adapt, by default all (section 4 of the paper), as in ``lora``."""
+    """The linear layers to adapt; all by default (section 4 of the paper). Same syntax as in ``lora``."""
 
     paged: bool = False
-    """Keep the optimizer's states in host memory, but for those that are being updated."""
+    """Keep the optimizer's states in host memory, except those that are being updated."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """States on the device, and paged."""
+        """Optimizer states on the device, and paged."""
         return [cls(paged=paged) for paged in (False, True)]
 
     def owns(self) -> frozenset[Part]:
-        """Pages are a home of their own for the optimizer's states."""
+        """Paged states determine where the optimizer's states are stored."""
         return self.card.owns | ({"optimizer"} if self.paged else frozenset())
 
     def stored(self) -> dict[str, Any]:
-        """LoRA's options; where optimizer states rest is nothing to a checkpoint."""
+        """LoRA's options; a checkpoint does not depend on where optimizer states are stored."""
         return {k: v for k, v in super().stored().items() if k != "paged"}
 
     def check(self, e: Experiment) -> None:
-        """What LoRA asks; the base is quantized once, and divided between blocks only."""
+        """The same checks as LoRA; the base is quantized once, and can only be divided between blocks."""
         super().check(e)
         if self.paged:
             no_masters(self, e)
@@ -77,9 +77,10 @@ class QLoRA(LoRA):
                                f"use a degree whose parts are multiples of {_BLOCK}, or zero:stage=3")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink, and every use first expands one weight matrix; then as LoRA.
+        """Shrink the weights and expand one weight matrix before every use; then as LoRA.
 
-        Beside the codes each block of a row has a scale of a byte, and each row its mean and largest deviation.
+        Besides its 4-bit codes, each block of a row has a one-byte scale, and each row the mean and largest deviation
+        of its scales.
         """
 
         def quantize(b: Block) -> None:
@@ -110,7 +111,7 @@ class QLoRA(LoRA):
         return super().rewrite(g.each_block(quantize, layers_only=True), e)
 
     def build(self, run: TrainBuild) -> None:
-        """Replace the linears of every block by codes, then adapt them."""
+        """Replace the linears of every block by quantized ones, then adapt them."""
         from ridgeline.nn.quant.nf4 import NF4Linear
         from ridgeline.nn.quant.quantized import replace_linears
 
@@ -122,7 +123,7 @@ class QLoRA(LoRA):
             page_states(run)
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Codes expanded, updates merged into them."""
+        """Dequantize the weights and merge the updates into them."""
         from ridgeline.nn.quant.nf4 import NF4Linear
         from ridgeline.nn.quant.quantized import expanded
 
@@ -130,7 +131,7 @@ class QLoRA(LoRA):
 
 
 def _page_states(g: Graph) -> None:
-    """The optimizer's states rest in host memory; each part's come to the device for its update, and go back."""
+    """Optimizer states are kept in host memory; each part's are copied to the device for its update, and back."""
     for b in g.blocks:
         size = sum(p.numel / p.state_shards for p in b.params if p.trainable) * g.optimizer_bytes
         if size:

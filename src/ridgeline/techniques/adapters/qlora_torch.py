@@ -1,5 +1,5 @@
-"""Paged optimizer states: they rest in host memory and are on the device while their page is updated
-(arXiv:2305.14314, section 3, where CUDA's unified memory moves the pages).
+"""Paged optimizer states: kept in host memory and copied to the device while their page is updated (arXiv:2305.14314,
+section 3, where CUDA's unified memory moves the pages).
 
 A page is the states of one part of the model: embedding, a layer, head. Its host memory is pinned where there is a GPU.
 """
@@ -24,14 +24,14 @@ from ridgeline.spec.workload import Training
 class _Page:
     key: str
     places: list[tuple[nn.Parameter, str]]
-    """Parameter and state of each tensor in the store, in its order."""
+    """Parameter and state of each tensor in the store, in the store's order."""
     inner: torch.optim.Optimizer
     groups: list[int]
-    """Which of the engine's groups each of the inner optimizer's is."""
+    """Which of the engine's parameter groups each of the inner optimizer's groups corresponds to."""
 
 
 class PagedOptimizer(torch.optim.Optimizer):
-    """The workload's optimizer on one page after the other; ``state`` shows the host's tensors."""
+    """Runs the workload's optimizer on one page after another; ``state`` exposes the host's tensors."""
 
     def __init__(self, run: TrainBuild, store: TieredStore, groups: list[dict[str, Any]], w: Training,
                  make: MakeOptimizer) -> None:  # fmt: skip
@@ -48,7 +48,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _rest(self, name: str, trained: list[nn.Parameter], inner: torch.optim.Optimizer, groups: list[int]) -> None:
-        """Make a page's states by a step of length 0, and put them into the store."""
+        """Create a page's states with a step at learning rate 0, and move them into the store."""
         lengths = [g["lr"] for g in inner.param_groups]
         for g in inner.param_groups:
             g["lr"] = 0.0
@@ -76,7 +76,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Bring each page to the device, update its parameters, and take it back."""
+        """Copy each page to the device, update its parameters, and copy it back."""
         for page in self.pages:
             for i, group in zip(page.groups, page.inner.param_groups, strict=True):
                 group["lr"] = self.param_groups[i]["lr"]
@@ -95,12 +95,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.store.sync()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy states into host memory in place."""
+        """Copy states into the existing host memory."""
         load_in_place(self, state_dict)
 
 
 def page_states(run: TrainBuild) -> None:
-    """Let the run's optimizer keep its states in host memory."""
+    """Make the run's optimizer keep its states in host memory."""
     store = run.store = run.store or TieredStore(run.device)
     inner = run.update.make_optimizer
     run.update.make_optimizer = lambda groups, w: PagedOptimizer(run, store, groups, w, inner)

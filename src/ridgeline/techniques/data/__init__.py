@@ -1,1 +1,1 @@
-"""What a training run is fed, and when: sequence lengths, mixtures, schedules."""
+"""Training data and schedules: sequence lengths, mixtures, budgets."""

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Cramming(Technique):
-    """Tie a run to a budget of minutes, joules or tokens: learning rate and batch size follow the share that is spent,
-    and training ends with it.
+    """Limit a run to a budget of minutes, joules or tokens: learning rate and batch size follow the fraction of the
+    budget that is spent, and training ends when it is used up.
 
-    The paper's recipe is for BERT; of a causal model this is its budget protocol alone: one triangular cycle of the
-    learning rate, and batches that grow. The workload's ``lr`` is the top of the cycle, its ``steps`` are an upper
-    limit. What was spent before an interruption stays spent. Predicted are whole batches.
+    The paper's recipe is for BERT; this technique takes only its budget protocol, for a causal model: one triangular
+    cycle of the learning rate, and batches that grow. The workload's ``lr`` is the peak of the cycle, its ``steps`` are
+    an upper limit. What was spent before an interruption stays spent. Predictions are for full batches.
     """
 
     card: ClassVar[Card] = Card(
@@ -43,50 +43,50 @@ class Cramming(Technique):
     order: ClassVar[int] = -1
 
     minutes: float | None = Field(default=None, gt=0)
-    """Budget of time from the first step on, evaluations and checkpoints included."""
+    """Time budget from the first step on, including evaluations and checkpoints."""
     joules: float | None = Field(default=None, gt=0)
-    """Budget of energy of rank 0's machine: ``watts`` times seconds, or what its processors count (RAPL)."""
+    """Energy budget of rank 0's machine: ``watts`` times seconds, or what its processors report (RAPL)."""
     tokens: int | None = Field(default=None, gt=0)
-    """Budget of tokens."""
+    """Token budget."""
     watts: float | None = Field(default=None, gt=0)
-    """Power that the machine draws, for a budget of joules."""
+    """Power that the machine draws, for a budget in joules."""
     top: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the budget at which the learning rate is highest."""
+    """Fraction of the budget at which the learning rate peaks."""
     start: float = Field(default=0.25, gt=0, le=1)
-    """Share of the batch to begin with."""
+    """Fraction of the batch size to start with."""
     ramp: float = Field(default=0.6, ge=0, le=1)
-    """Share of the budget after which batches are whole; 0: always."""
+    """Fraction of the budget after which batches are full size; 0: always."""
 
     def owns(self) -> frozenset[Part]:
-        """With a ramp, the size of the batches."""
+        """With a ramp, it decides the batch size."""
         return frozenset({"batch_shape"}) if self.grows else frozenset()
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: a budget is the user's."""
+        """None: a budget is the user's decision."""
         return []
 
     @property
     def grows(self) -> bool:
-        """Whether batches do."""
+        """Whether the batch size grows."""
         return self.ramp > 0 and self.start < 1
 
     def check(self, e: Experiment) -> None:
-        """One budget; nothing that needs every batch to be of one size."""
+        """Exactly one budget, and nothing that needs batches of constant size."""
         given = [n for n in ("minutes", "joules", "tokens") if getattr(self, n) is not None]
         self.needs(len(given) <= 1, f"{' and '.join(given)} are several budgets", "give one of them")
         self.needs(not (self.grows and "pp" in e.parallel and e.micro_batch_size == e.batch_size), "a pipeline's"
                    " batches cannot grow without micro-batches", "use micro_batch_size, or ramp=0")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Ranks agree on what is spent."""
+        """Add the exchange in which ranks agree on what is spent."""
         if e.world > 1:
             g.before_update.append(Op("budget.reduce", "communication", "all_reduce", "update", bytes=8.0,
                                       link_bytes=8.0, ranks=e.world, axis="all"))  # fmt: skip
         return g
 
     def note(self, e: Experiment, result: Result) -> None:
-        """How many steps the budget is for: all of whole batches, so that growing ones come to somewhat more."""
+        """How many steps the budget allows, assuming full batches; with growing batches there are somewhat more."""
         step = result.metrics["step_time_s"].value
         tokens = result.metrics["tokens_per_step"].value
         watts = self.watts or (e.cluster.device.watts or 0.0) * e.world
@@ -101,7 +101,7 @@ class Cramming(Technique):
             result.metrics["budget_steps"] = Metric(value=steps, unit="", better="", source="budget over a step")
 
     def build(self, run: TrainBuild) -> None:
-        """Schedule, batches and the end of the run go by what is spent."""
+        """Drive the schedule, the batch size and the end of the run by the spent fraction."""
         import torch
         import torch.distributed as dist
 
@@ -122,7 +122,7 @@ class Cramming(Technique):
             elif watts is not None:
                 count = lambda: watts * time.monotonic()  # noqa: E731
             else:
-                raise UserError("cramming: this machine does not show what energy it uses", "give watts, e.g. watts=65")
+                raise UserError("cramming: this machine does not report its energy use", "give watts, e.g. watts=65")
 
         def agree(share: float) -> float:
             if run.world == 1:
@@ -152,5 +152,5 @@ class Cramming(Technique):
 
 
 def _inside(share: float) -> float:
-    """The first step has some length too."""
+    """Keep the first step's learning rate above zero."""
     return max(share, 0.01)

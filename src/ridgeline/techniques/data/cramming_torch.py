@@ -1,4 +1,4 @@
-"""A budget of time, energy or tokens: what share is spent, and what follows from it (arXiv:2212.14034)."""
+"""A budget of time, energy or tokens: how much is spent, and the schedule that follows from it (arXiv:2212.14034)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _RAPL = Path("/sys/class/powercap")
 
 
 def rapl_joules(folder: Path = _RAPL) -> Callable[[], float] | None:
-    """Reads the joules that the processors' packages have used since some instant; None where the kernel shows none."""
+    """Returns a function that reads the joules that the CPU packages have used since now; None where the kernel does
+    not report them."""
     zones = [z for z in sorted(folder.glob("intel-rapl:*")) if z.name.count(":") == 1 and _counter(z) is not None]
     if not zones:
         return None
@@ -33,7 +34,7 @@ def rapl_joules(folder: Path = _RAPL) -> Callable[[], float] | None:
             now = _counter(zone)
             if now is None:
                 continue
-            if now < before[i]:  # it has wrapped round
+            if now < before[i]:  # the counter has wrapped around
                 before[i] -= float((zone / "max_energy_range_uj").read_text())
             total += (now - before[i]) / 1e6
             before[i] = now
@@ -51,35 +52,35 @@ def _counter(zone: Path) -> float | None:
 
 @dataclass
 class Spending:
-    """How much of a budget is gone, counted over interruptions; all ranks go by rank 0's count."""
+    """Tracks how much of a budget is spent, across interruptions; all ranks use rank 0's count."""
 
     budget: float
-    """Seconds, joules or tokens."""
+    """The budget in seconds, joules or tokens."""
     count: Callable[[], float] = time.monotonic
-    """Grows by what is spent."""
+    """Counter that increases by what is spent."""
     agree: Callable[[float], float] = float
-    """A number of rank 0 on every rank."""
+    """Broadcasts a number from rank 0 to every rank."""
     earlier: float = 0.0
-    """Spent before this process."""
+    """Amount spent before this process started."""
     start: float | None = None
     known: tuple[int, float] = (-1, 0.0)
-    """The last step that began, and the share that was spent by then."""
+    """The last step that began, and the fraction that was spent when it did."""
 
     @property
     def spent(self) -> float:
-        """What is gone now, by this rank's count."""
+        """The amount spent so far, by this rank's count."""
         if self.start is None:
             self.start = self.count()
         return self.earlier + self.count() - self.start
 
     def share(self, step: int) -> float:
-        """Share of the budget that was gone when ``step`` began, in [0, 1]; the same on all ranks."""
+        """Fraction of the budget that was spent when ``step`` began, in [0, 1]; the same on all ranks."""
         if step != self.known[0]:
             self.known = step, min(1.0, self.agree(self.spent / self.budget))
         return self.known[1]
 
     def finished(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the budget is used up."""
         return self.spent >= self.budget
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,48 +88,48 @@ class Spending:
         return {"spent": self.spent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint: what was spent stays spent."""
+        """Restore from a checkpoint; what was spent stays spent."""
         self.earlier, self.start, self.known = float(state["spent"]), None, (-1, 0.0)
 
 
 def triangle(share: float, top: float) -> float:
-    """One cycle of the learning rate: from 0 up to 1 at ``top`` of the budget, and down to 0 at its end."""
+    """One cycle of the learning rate: from 0 up to 1 at fraction ``top`` of the budget, and down to 0 at its end."""
     return share / top if share < top else max(0.0, (1 - share) / (1 - top))
 
 
 @dataclass
 class Ramp:
-    """Rows of another source in batches that grow with the share of the budget that is spent."""
+    """Rows of another source in batches that grow with the spent fraction of the budget."""
 
     inner: BatchSource
     whole: int
-    """Rows of a batch of the source."""
+    """Rows in a batch of the source."""
     least: int
-    """Rows that every batch is a multiple of."""
+    """Every batch is a multiple of this many rows."""
     start: float
-    """Share of the whole batch to begin with."""
+    """Fraction of the full batch to start with."""
     end: float
-    """Share of the budget at which batches are whole."""
+    """Fraction of the budget at which batches reach full size."""
     share: Callable[[int], float]
     step: int = 0
     cursor: int = 0
-    """Rows used before ``step``."""
+    """Rows consumed before ``step``."""
     used: int = 0
-    """Rows of ``step``."""
+    """Rows in the batch of ``step``."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made the token ids."""
+        """The tokenizer that produced the token ids."""
         return self.inner.tokenizer
 
     def rows(self, step: int) -> int:
-        """Rows of the batch of ``step``."""
+        """Number of rows in the batch of ``step``."""
         at = min(1.0, self.share(step) / self.end) if self.end else 1.0
         wanted = self.whole * (self.start + (1 - self.start) * at)
         return min(self.whole, max(1, round(wanted / self.least)) * self.least)
 
     def batch(self, step: int) -> Batch:
-        """The next rows; those of the last step again, if it is asked for again."""
+        """The next rows, or the previous batch again if its step is requested again."""
         if step != self.step:
             self.step, self.cursor = step, self.cursor + self.used
         self.used = self.rows(step)
@@ -139,13 +140,13 @@ class Ramp:
         return Batch._make(columns)
 
     def held_out_batch(self) -> Batch | None:
-        """As the source has it."""
+        """The source's held-out batch."""
         return self.inner.held_out_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: behind the last step."""
+        """State for checkpoints, after the last step."""
         return {"step": self.step + 1, "cursor": self.cursor + self.used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Restore from a checkpoint."""
         self.step, self.cursor, self.used = int(state["step"]), int(state["cursor"]), 0

@@ -1,4 +1,4 @@
-"""Dynamic batch loading: more of the domains that lag behind."""
+"""Dynamic batch loading: sample more from the domains whose loss lags behind."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class DynamicBatchLoading(Technique):
-    """Draw each row of a batch from a domain; every so often multiply the domains' weights by exp(loss - reference).
+    """Draw each row of a batch from a domain; periodically multiply the domains' weights by exp(loss - reference).
 
-    Domains are what commas separate in the workload's ``data``, or the files and sub-directories of a directory. Losses
-    are those of held-out windows.
+    Domains are the comma-separated sources in the workload's ``data``, or the files and subdirectories of a directory.
+    Losses are those of held-out windows.
     """
 
     card: ClassVar[Card] = Card(
@@ -38,30 +38,30 @@ class DynamicBatchLoading(Technique):
     )
     phase: ClassVar[Phase] = "loop"
     order: ClassVar[int] = -3
-    """What shapes batches comes after where they come from."""
+    """Applied after the data source is chosen and before batches are shaped."""
 
     domains: tuple[str, ...] = ()
-    """Sources of text, if not those of the workload's ``data``."""
+    """Sources of text, if different from the workload's ``data``."""
     weights: tuple[float, ...] = ()
-    """Weights to begin with; by default the domains' sizes."""
+    """Initial weights; by default the domains' sizes."""
     reference: tuple[float, ...] = ()
-    """Loss that each domain should reach, e.g. that of a larger model; by default what it is when training begins."""
+    """Loss that each domain should reach, e.g. that of a larger model; by default its loss when training begins."""
     every: int = Field(default=50, ge=1)
     """Steps between two updates of the weights."""
     clipped: bool = True
-    """Whether a loss below its reference counts as one that has reached it (the paper; its code does not clip)."""
+    """Whether a loss below its reference counts as equal to it (as in the paper; its code does not clip)."""
     floor: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the weights that is the same for all domains."""
+    """Fraction of the weights that is spread equally over all domains."""
     limit: Size = 4_000_000
-    """Text that is read from each domain, e.g. 4MB."""
+    """Amount of text to read from each domain, e.g. 4MB."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it changes what the training arrives at."""
+        """None: it changes the training result."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """Needs running text of a decoder, and as many numbers as domains."""
+        """Needs plain text, a decoder, and one number per domain in each list."""
         self.needs(e.model.causal, f"{e.model.name} is an encoder, whose masked batches have one source",
                    "use a decoder")  # fmt: skip
         separate = e.training.separates_documents or e.training.instructions
@@ -72,18 +72,18 @@ class DynamicBatchLoading(Technique):
             self.needs(not (given and self.domains) or len(given) == len(self.domains),
                        f"{len(self.domains)} domains, but {len(given)} {name}", "give one for each")  # fmt: skip
         self.needs(all(w > 0 for w in self.weights), f"weights {self.weights} are not all positive",
-                   "a domain without weight would never come: leave it out")  # fmt: skip
+                   "a domain with weight 0 is never sampled: leave it out")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """A step is the same whatever it reads."""
+        """No change: a step costs the same whatever data it reads."""
         return g
 
     def note(self, e: Experiment, result: Result) -> None:
-        """Evaluations are beside the step."""
+        """Evaluations are in addition to the step."""
         result.notes.append(f"every {self.every} steps one forward pass per domain comes to the predicted step time")
 
     def build(self, run: TrainBuild) -> None:
-        """Put the domains in the place of the data, and update their weights before steps."""
+        """Replace the data by the domains, and update their weights between steps."""
         from ridgeline.spec.errors import UserError
         from ridgeline.techniques.data.dynamic_batch_loading_torch import DomainBatches, sources, updated
 

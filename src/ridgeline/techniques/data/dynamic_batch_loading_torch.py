@@ -1,4 +1,4 @@
-"""Text of several domains, in shares that follow their losses (arXiv:2310.06694, Algorithm 1)."""
+"""Text of several domains, sampled in proportions that follow their losses (arXiv:2310.06694, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ridgeline.spec.errors import UserError
 
 
 def sources(data: str) -> list[str]:
-    """The domains of a data source: what commas separate, or the files and sub-directories of a directory."""
+    """The domains of a data source: its comma-separated parts, or the files and subdirectories of a directory."""
     if "," in data and not Path(data).expanduser().exists():
         return [part.strip() for part in data.split(",") if part.strip()]
     folder = Path(data).expanduser()
@@ -34,19 +34,19 @@ def updated(
     clipped: bool = True,
     floor: float = 0.0,
 ) -> list[float]:
-    """w ← w · exp(excess loss), normalized, with excess = max(loss - reference, 0), or unclipped; then mixed with
-    ``floor`` of equal shares."""
+    """w ← w · exp(excess loss), normalized, with excess = max(loss - reference, 0), or unclipped; then mixed with a
+    fraction ``floor`` of equal weights."""
     excess = [a - b for a, b in zip(losses, reference, strict=True)]
     if clipped:
         excess = [max(x, 0.0) for x in excess]
-    most = max(excess)  # leaves the shares as they are, and no exponential overflows
+    most = max(excess)  # does not change the result, and avoids overflow in the exponential
     raw = [w * math.exp(x - most) for w, x in zip(weights, excess, strict=True)]
     return [(1 - floor) * x / sum(raw) + floor / len(raw) for x in raw]
 
 
 @dataclass
 class Domain:
-    """One domain's tokens in windows, the last ones held out."""
+    """One domain's tokens in windows, the last of which are held out."""
 
     name: str
     ids: np.ndarray
@@ -61,8 +61,8 @@ class Domain:
 
 @dataclass
 class DomainBatches:
-    """Each row of a batch from a domain drawn with its weight; within a domain, windows in a random order of which none
-    comes again before all have come."""
+    """Draws each row of a batch from a random domain; within a domain, windows come in random order, each once per
+    epoch."""
 
     tokenizer: Tokenizer
     domains: list[Domain]
@@ -71,12 +71,12 @@ class DomainBatches:
     seed: int
     weights: list[float]
     cursors: list[int] = field(default_factory=list)
-    """Windows taken from each domain before ``step``."""
+    """Windows consumed from each domain before ``step``."""
     step: int = 0
     reference: list[float] = field(default_factory=list)
     """Losses that the domains should reach."""
     _next: list[int] = field(default_factory=list)
-    """Windows taken after ``step``."""
+    """Windows consumed after ``step``."""
 
     def __post_init__(self) -> None:
         self.cursors = self.cursors or [0] * len(self.domains)
@@ -113,7 +113,7 @@ class DomainBatches:
         return np.random.default_rng((self.seed, 1, step)).choice(len(self.domains), self.batch_size, p=self.weights)
 
     def batch(self, step: int) -> Batch:
-        """The batch of ``step``, which is the one asked for last, or a later one."""
+        """The batch of ``step``, which must be the last one requested or a later one."""
         if step != self.step:
             if step < self.step:
                 raise ValueError(f"step {step} was asked for after step {self.step}")
@@ -135,7 +135,7 @@ class DomainBatches:
         return self._pack([self._window(d, d.trained + i) for i in range(self.batch_size)])
 
     def held_out_batch(self) -> Batch | None:
-        """A batch with the domains in turn."""
+        """A held-out batch that cycles through the domains."""
         rows = []
         for i in range(self.batch_size):
             d = self.domains[i % len(self.domains)]
@@ -150,18 +150,18 @@ class DomainBatches:
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: behind the last step."""
+        """State for checkpoints, after the last step."""
         return {
             "step": self.step + 1, "cursors": list(self._next), "weights": list(self.weights),
             "reference": list(self.reference), "domains": [d.name for d in self.domains],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint. Raises :class:`UserError` when it had other domains."""
+        """Restore from a checkpoint. Raises :class:`UserError` if its domains differ."""
         mine = [d.name for d in self.domains]
         if state["domains"] != mine:
             raise UserError(f"the checkpoint has the domains {state['domains']}, the data now {mine}",
-                            "give the same data, or begin anew")  # fmt: skip
+                            "use the same data, or start over")  # fmt: skip
         self.step, self.cursors = int(state["step"]), [int(n) for n in state["cursors"]]
         self._next = list(self.cursors)
         self.weights = [float(w) for w in state["weights"]]

@@ -1,4 +1,4 @@
-"""GrowLength: short sequences first."""
+"""GrowLength: start training with short sequences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class GrowLength(Technique):
     """Train on short sequences first and on longer ones later, at constant tokens per batch and per micro-batch.
 
-    The tokens and their order are those of the run without it: rows of the packed stream are cut into pieces. Predicted
-    times are means over the run, memory is that of full length.
+    The tokens and their order are the same as without it: rows of the packed stream are cut into pieces. Predicted
+    times are averages over the run, memory is that of full length.
     """
 
     card: ClassVar[Card] = Card(
@@ -36,28 +36,28 @@ class GrowLength(Technique):
     )
     phase: ClassVar[Phase] = "loop"
     order: ClassVar[int] = -2
-    """Before what is recorded or budgeted."""
+    """Before techniques that record or budget batches."""
 
     lengths: tuple[int, ...] = ()
-    """Tokens per sequence of the stages before the last, which has the workload's ``seq_len``, e.g. 128+256+512; by
+    """Tokens per sequence of the stages before the last, which uses the workload's ``seq_len``, e.g. 128+256+512; by
     default an eighth, a quarter and a half of it."""
     shares: tuple[float, ...] = ()
-    """Share of the run's tokens in each of those stages; by default all stages have the same."""
+    """Fraction of the run's tokens in each of those stages; by default all stages have equal fractions."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it changes what the training arrives at."""
+        """None: it changes the training result."""
         return []
 
     def stages(self, e: Experiment) -> list[tuple[int, float]]:
-        """(tokens per sequence, share of the steps) of every stage."""
+        """(tokens per sequence, fraction of the steps) of every stage."""
         full = e.training.seq_len
         lengths = self.lengths or tuple(full // n for n in (8, 4, 2) if full % n == 0 and full // n >= 2)
         shares = self.shares or (1 / (len(lengths) + 1),) * len(lengths)
         return [*zip(lengths, shares, strict=True), (full, 1 - sum(shares))]
 
     def at_length(self, e: Experiment, length: int) -> Experiment:
-        """The experiment of a stage: more sequences, shorter."""
+        """The experiment of one stage: more, shorter sequences."""
         w = e.training
         times = w.seq_len // length
         micro = None if w.micro_batch_size is None else w.micro_batch_size * times
@@ -65,11 +65,11 @@ class GrowLength(Technique):
         return e.model_copy(update={"workload": w.model_copy(update=update)})
 
     def segments(self, e: Experiment) -> list[tuple[float, Experiment]]:
-        """One for each stage."""
+        """One segment per stage."""
         return [(share, self.at_length(e, n) if n != e.training.seq_len else e) for n, share in self.stages(e)]
 
     def check(self, e: Experiment) -> None:
-        """Stages grow, divide the full length, and suit every other technique."""
+        """Stages must grow, divide the full length, and work with every other technique."""
         full = e.training.seq_len
         shares = self.shares
         given = len(self.lengths)
@@ -94,11 +94,11 @@ class GrowLength(Technique):
                         raise Incompatible(f"growlength: at length {n}: {refusal.what}", refusal.fix) from None
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Nothing: each stage has its own graph."""
+        """No change: each stage has its own graph."""
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Cut the batches."""
+        """Cut the batches into shorter sequences."""
         from ridgeline.techniques.data.growlength_torch import GrowingLength
 
         e = run.experiment

@@ -1,4 +1,4 @@
-"""Sequences that grow while a run goes on: the same stream of tokens, cut shorter at first (arXiv:2310.00576)."""
+"""Sequences that grow during a run: the same stream of tokens, cut shorter at first (arXiv:2310.00576)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class GrowingLength:
-    """Batches of another source with their rows cut into pieces, as long as the step's stage says.
+    """Batches of another source with their rows cut into pieces of the length that the step's stage prescribes.
 
-    Constant tokens per batch: a batch [B, L] becomes [B · L / s, s], in the order of its tokens.
+    Tokens per batch are constant: a batch [B, L] becomes [B · L / s, s], with its tokens in the same order.
     """
 
     inner: BatchSource
     lengths: tuple[int, ...]
-    """Of each stage, dividing L."""
+    """Tokens per sequence of each stage; each divides L."""
     starts: tuple[int, ...]
     """First step of each stage."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made the token ids."""
+        """The tokenizer that produced the token ids."""
         return self.inner.tokenizer
 
     def length(self, step: int) -> int:
-        """Tokens per sequence in ``step``."""
+        """Tokens per sequence at ``step``."""
         return self.lengths[max(0, bisect_right(self.starts, step) - 1)]
 
     def batch(self, step: int) -> Batch:
@@ -50,5 +50,5 @@ class GrowingLength:
         )
 
     def held_out_batch(self) -> Batch | None:
-        """A whole batch at full length."""
+        """A full batch at full length."""
         return self.inner.held_out_batch()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class FlashAttention(Technique):
     """Fuse scores, mask, softmax and values into one kernel that never writes the score matrix (Dao et al. 2022).
 
-    Off, attention is the explicit product of three operators; on, it is PyTorch's fused
+    Without it, attention is the explicit product of three operators; with it, PyTorch's fused
     ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU).
     """
 
@@ -37,34 +37,35 @@ class FlashAttention(Technique):
     phase: ClassVar[Phase] = "compile"
 
     generation: Literal[1, 2, 3] | None = None
-    """Of the kernels on a GPU. 2, PyTorch's and the default, is twice as fast as 1 (arXiv:2307.08691); 3, cuDNN's and
-    Transformer Engine's too, adds what came with Hopper (arXiv:2407.08608). 1 and 3 are predicted, not run."""
+    """FlashAttention version of the GPU kernels. 2, PyTorch's and the default, is twice as fast as 1
+    (arXiv:2307.08691); 3, also in cuDNN and Transformer Engine, adds optimizations for Hopper (arXiv:2407.08608). 1 and
+    3 can be predicted, not run."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """PyTorch's kernels: a search does not choose another library."""
+        """PyTorch's kernels only: a search does not switch to another library."""
         return [cls()]
 
     @classmethod
     def saves_memory(cls, e: Experiment) -> str:
-        """Without a score matrix."""
+        """The score matrix is not stored."""
         return "flash_attention" if not has(e, "fused_attention") else ""
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Three operators become one; the score matrix and its gradient are never stored."""
+        """Fuse three operators into one; the score matrix and its gradient are never stored."""
         window, length = e.model.sliding_window, g.length
         groups = e.model.num_heads // e.model.num_kv_heads
         batch = max(1, g.tokens // g.length)
         separate = e.is_training and e.training.separates_documents
         masked = bool(window and length > window) or separate
-        if masked:  # the kernel has no window and no documents of its own: one mask serves all layers
+        if masked:  # the kernel does not handle windows or documents itself: one mask serves all layers
             g.buffers += (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
         causal = e.model.causal and not masked
-        first = self.generation == 1 or e.model.position == "alibi"  # the second has taken a bias since 2024 only
+        first = self.generation == 1 or e.model.position == "alibi"  # FlashAttention-2 accepts a bias only since 2024
         later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
         kernel = BIASED if first or masked else PORTABLE if later else ""
         kernel = kernel if e.is_training else ""
@@ -78,7 +79,7 @@ class FlashAttention(Technique):
 
 
 _AFTER_AMPERE = ("hopper", "blackwell")
-"""Architectures whose fused attention was measured with kernels of their own (see ``catalog/efficiency``)."""
+"""Architectures whose fused attention was measured with kernels other than PyTorch's (see ``catalog/efficiency``)."""
 _PARTS = ("scores", "mask", "softmax", "values")
 _BACKWARD_PARTS = ("values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
 

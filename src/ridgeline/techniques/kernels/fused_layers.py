@@ -1,4 +1,4 @@
-"""Fused layers: one kernel where the plain model runs several."""
+"""Fused layers: one kernel instead of several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 CHUNK = 256
-"""Rows of logits at a time at least: fewer make poor matrix products."""
+"""Minimum number of logit rows per chunk: with fewer, matrix products are inefficient."""
 
 
 class FusedLayers(Technique):
@@ -40,14 +40,14 @@ class FusedLayers(Technique):
     projections: bool = True
     """One matrix multiplication for query, key and value, one for gate and up."""
     elementwise: bool = True
-    """Residual additions inside the norms, biases and activations inside their neighbors."""
+    """Fuse residual additions into norms, and biases and activations into adjacent operators."""
     loss: bool = True
-    """Cross-entropy that reads the logits in the compute dtype and leaves their gradient in place."""
+    """Cross-entropy that reads the logits in the compute dtype and writes their gradient in place."""
     chunked: bool = True
-    """The head's product inside the loss, some rows at a time: the logits of a whole batch never exist."""
+    """Compute the head's product inside the loss, in chunks of rows: the logits of a whole batch are never stored."""
 
     def changes(self) -> frozenset[Part]:
-        """Norms take the additions before them in."""
+        """Norms include the preceding residual additions."""
         return self.card.changes | ({"fused_norms"} if self.elementwise else frozenset())
 
     @classmethod
@@ -56,7 +56,7 @@ class FusedLayers(Technique):
         return [cls()]
 
     def build(self, run: TrainBuild) -> None:
-        """Replace parts of the model by functions over fused kernels (C++ on the CPU, Triton on CUDA)."""
+        """Replace parts of the model by functions that use fused kernels (C++ on the CPU, Triton on CUDA)."""
         from ridgeline.nn.model import fused
         from ridgeline.nn.model.attention import naive_attention
 
@@ -67,7 +67,7 @@ class FusedLayers(Technique):
             backend = run.model.backend
             if backend.function is naive_attention:
                 run.model.set_attention(replace(backend, function=fused.fused_naive_attention))
-        if run.divider is not None:  # a divided vocabulary has its own loss
+        if run.divider is not None:  # a vocabulary that is split over ranks has its own loss
             return
         if self.chunked:
             run.root.loss = partial(fused.chunked_token_loss, rows=chunk_rows)
@@ -86,10 +86,10 @@ class FusedLayers(Technique):
             if "fp8" in e.cluster.device.peak_flops:
                 g.each_block(_fuse_casts, layers_only=True)
                 g.closing.append(_cast_once)
-            if not has(e, "plain_attention"):  # whose operators stay apart
+            if not has(e, "plain_attention"):  # whose operators are not merged
                 wide = 3.0 if g.dtype in ("bf16", "fp16") else 1.0
                 g.each_block(lambda b: _fuse_softmax(b, wide), layers_only=True)
-        if e.parallel.get("tp", 1) > 1:  # a divided vocabulary has its own loss
+        if e.parallel.get("tp", 1) > 1:  # a vocabulary that is split over ranks has its own loss
             return g
         if self.chunked:
             low = g.weights_16bit or has(e, "shards")  # which gathers weights in the compute dtype
@@ -104,7 +104,8 @@ def _width(g: Graph) -> float:
 
 
 def chunk_rows(rows: int, vocab: int, hidden: int) -> int:
-    """Rows of logits at a time: as many as take the bytes of the hidden states, a multiple of :data:`CHUNK`."""
+    """Rows of logits per chunk: as many as take the same bytes as the hidden states, rounded to a multiple of
+    :data:`CHUNK`."""
     return min(rows, max(1, -(-rows * hidden // (vocab * CHUNK))) * CHUNK)
 
 
@@ -122,7 +123,7 @@ def _merge_projections(b: Block) -> None:
         b.backward = _merge(b.backward, [f"{p}.dx" for p in parts], f"{name}.dx", 2)
         b.backward = _merge(b.backward, [f"{p}.dw" for p in parts], f"{name}.dw", 0)
         b.backward = [op for op in b.backward if op.name not in {f"{p}.accumulate" for p in parts}]
-        once = {f"{p}.quantize" for p in parts[1:]}  # they read one input
+        once = {f"{p}.quantize" for p in parts[1:]}  # they read the same input
         b.forward = [op for op in b.forward if op.name not in once]
         b.backward = [changed(op, behind=f"{name}.dx") if op.behind in {f"{p}.dx" for p in parts} else op
                       for op in b.backward]  # fmt: skip
@@ -132,7 +133,7 @@ def _merge_projections(b: Block) -> None:
 
 
 def _merge(ops: list[Op], names: list[str], new: str, side: int) -> list[Op]:
-    """One GEMM for several that differ only in dimension ``side`` of (m, n, k)."""
+    """Merge several GEMMs that differ only in dimension ``side`` of (m, n, k) into one."""
     found = [op for op in ops if op.name in names]
     if not found:
         return ops
@@ -150,7 +151,7 @@ def _merge(ops: list[Op], names: list[str], new: str, side: int) -> list[Op]:
 
 def _fuse_elementwise(b: Block) -> None:
     def fuse(ops: list[Op]) -> list[Op]:
-        # A sum that stays in registers for the norm after it is written, but not read again.
+        # A sum that stays in registers for the following norm is written, but not read again.
         kept = [op for op in ops if op.role != "bias_gradient"]
         return [changed(op, bytes=op.bytes * 2 / 3) if op.kind == "residual" else op for op in kept]
 
@@ -158,15 +159,15 @@ def _fuse_elementwise(b: Block) -> None:
 
 
 _NORMED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Layers whose input a norm has written."""
+"""Layers whose input is written by a norm."""
 
 
 def _fuse_casts(b: Block) -> None:
-    """Conversion to fp8 as Transformer Engine does it (arXiv:2209.05433, with the scales of earlier steps): norms write
-    codes themselves, all else is read once and written as it is and transposed."""
+    """Conversion to fp8 as in Transformer Engine (arXiv:2209.05433, with delayed scaling): norms write fp8 directly;
+    everything else is read once and written both as is and transposed."""
 
     def fuse(op: Op) -> list[Op]:
-        if op.axis == "tp" and op.kind == "all_gather":  # what is gathered are codes
+        if op.axis == "tp" and op.kind == "all_gather":  # gathers move fp8 values
             return [changed(op, bytes=op.bytes / 2, link_bytes=op.link_bytes / 2)]
         if op.kind != "quantize":
             return [op]
@@ -180,7 +181,8 @@ def _fuse_casts(b: Block) -> None:
 
 
 def _cast_once(g: Graph) -> None:
-    """Weights that stay whole from one micro-batch to the next are converted once a step: a share in each."""
+    """Weights that do not change between micro-batches are converted once per step; each micro-batch is charged an
+    equal part."""
     for b in g.blocks:
         if not b.gather_forward:
             b.forward = [changed(op, bytes=op.bytes / g.accumulation) if op.name.endswith(".quantize_weight") else op
@@ -190,7 +192,7 @@ def _cast_once(g: Graph) -> None:
 def _fuse_softmax(b: Block, copies: float) -> None:
     """Scale, mask and softmax in one kernel over the scores, which become the probabilities in place.
 
-    ``copies``: tensors of the compute dtype that the plain softmax keeps (in 16 bits an fp32 result and its copy).
+    ``copies``: tensors in the compute dtype that the plain softmax stores (in 16 bits an fp32 result and its copy).
     """
     for prefix in ("attention", "cross_attention"):
         probs = b.saved.get(f"{prefix}.probs")
@@ -205,7 +207,7 @@ def _fuse_softmax(b: Block, copies: float) -> None:
 
 
 def _fuse_loss(b: Block, width: float) -> None:
-    """The logits become their gradient in their own dtype, without an fp32 copy."""
+    """The logits are overwritten by their gradient in their own dtype, without an fp32 copy."""
     if "logits" not in b.saved:
         return
     rows, vocab, _ = next(op.shape for op in b.forward if op.name == "head.out")
@@ -219,7 +221,7 @@ def _fuse_loss(b: Block, width: float) -> None:
 def _chunk_loss(b: Block, width: float, low: bool) -> None:
     """The head's three products move into the forward pass, chunk by chunk; backward scales their results.
 
-    ``low``: the head's weight is of the compute dtype already.
+    ``low``: the head's weight is already in the compute dtype.
     """
     if "logits" not in b.saved:
         return
@@ -234,7 +236,7 @@ def _chunk_loss(b: Block, width: float, low: bool) -> None:
     b.backward = [changed(op, bytes=2 * (dx + dw)) if op.name == "loss.bwd" else op for op in b.backward]
     del b.saved["logits"]
     b.saved["head.gradients"] = Saved(dx + dw, frozenset({"loss.bwd"}))
-    # Beside a chunk of logits: what the head reads, and in 16 bits copies of its weight and of that one's gradient.
+    # Besides a chunk of logits: the head's input, and in 16 bits copies of its weight and of the weight's gradient.
     copies = 0 if width == 4.0 else (not low) + trains
     b.workspace = chunk_rows(rows, vocab, hidden) * vocab * width + dx + copies * vocab * hidden * width
     for p in b.params:

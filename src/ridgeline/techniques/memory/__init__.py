@@ -1,1 +1,1 @@
-"""Memory: recomputation, offload to host and disk, swapping, static plans."""
+"""Memory: recomputation, offload to host and disk, swapping, static allocation plans."""

@@ -1,4 +1,4 @@
-"""Activation offload: what the backward pass needs waits in host memory."""
+"""Activation offload: saved activations are kept in host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ActivationOffload(Technique):
     """Copy each layer's saved activations to host memory after its forward, and back before its backward.
 
-    The next layer's come in the order of the backward pass, one layer ahead.
+    Layers are fetched in the order of the backward pass, one layer ahead.
     """
 
     card: ClassVar[Card] = Card(
@@ -33,7 +33,7 @@ class ActivationOffload(Technique):
     order: ClassVar[int] = 1
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """One copy out behind each layer's forward, one in before its backward."""
+        """One copy to the host after each layer's forward, one back before its backward."""
         g.host_activations = True
 
         def move(b: Block) -> None:

@@ -1,4 +1,4 @@
-"""Saved activations that wait in host memory between a layer's forward and its backward (vDNN, arXiv:1602.08124)."""
+"""Saved activations kept in host memory between a layer's forward and its backward (vDNN, arXiv:1602.08124)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ridgeline.runtime.train_build import TrainBuild
 
 
 class HeldStorage:
-    """One storage that autograd keeps: on the device, on the host, or (while it is needed soon) on both.
+    """One storage that autograd keeps: on the device, on the host, or (when it is needed soon) on both.
 
-    Only autograd's handles refer to it, so it goes when the last operator that needs it has run.
+    Only autograd's handles refer to it, so it is freed when the last operator that needs it has run.
     """
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
@@ -42,21 +42,21 @@ class Handle:
 
 @dataclass(eq=False)
 class SavedLayer:
-    """What one forward of one layer saved."""
+    """The activations that one forward of one layer saved."""
 
     store: TieredStore
     device: torch.device
     before: SavedLayer | None
     """The layer whose backward comes next."""
     skip: set[int]
-    """Storages that stay: parameters, and what all layers share."""
+    """Storages that are not offloaded: parameters, and what all layers share."""
     weights: set[tuple[int, ...]]
-    """Shapes of the weights as matrix products read them."""
+    """Shapes in which matrix products read the weights."""
     open: dict[int, HeldStorage] = field(default_factory=dict)
     kept: list[weakref.ref[HeldStorage]] = field(default_factory=list)
 
     def pack(self, t: Tensor) -> Any:
-        """autograd saves ``t``."""
+        """Called when autograd saves ``t``."""
         storage = t.untyped_storage()
         if type(t) is not Tensor or storage._cdata in self.skip or not t.numel() or _is_cast(t, self.weights):
             return t
@@ -66,7 +66,7 @@ class SavedLayer:
         return Handle(held, self, t.dtype, (int(t.storage_offset()), t.shape, t.stride()))
 
     def unpack(self, kept: Any) -> Tensor:
-        """autograd needs it back."""
+        """Called when autograd needs it back."""
         if not isinstance(kept, Handle):
             return kept  # type: ignore[no-any-return]
         kept.layer.fetch()
@@ -77,7 +77,7 @@ class SavedLayer:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """After the layer's forward: everything to the host."""
+        """After the layer's forward: copy everything to the host."""
         held = list(self.open.values())
         self.open.clear()
         self.kept = [weakref.ref(h) for h in held]
@@ -91,7 +91,7 @@ class SavedLayer:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Before its backward: everything that is still needed back to the device."""
+        """Before its backward: copy everything that is still needed back to the device."""
         away = [h for h in (ref() for ref in self.kept) if h is not None and h.device is None]
         if not away:
             return
@@ -105,14 +105,15 @@ class SavedLayer:
             h.host, h.arrive = None, arrive
 
     def back(self, _: Tensor) -> None:
-        """The layer's backward begins: its activations, and those of the one that follows."""
+        """When the layer's backward begins: fetch its activations, and those of the layer whose backward is next."""
         self.fetch()
         if self.before is not None:
             self.before.fetch()
 
 
 def _is_cast(t: Tensor, weights: set[tuple[int, ...]]) -> bool:
-    """Whether ``t`` is autocast's low-precision copy of a weight, transposed: trained, or frozen (no history)."""
+    """Whether ``t`` is autocast's low-precision copy of a weight, transposed: of a trained weight, or of a frozen one
+    (no history)."""
     base = t if t._base is None else t._base
     node = base.grad_fn
     if node is not None:

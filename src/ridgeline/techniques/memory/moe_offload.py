@@ -1,4 +1,5 @@
-"""Expert offloading: a mixture's experts outside the device, the last used ones on it, the next ones guessed."""
+"""Expert offloading: a mixture's experts are stored off the device; recently used ones are cached on it, and the next
+ones are prefetched speculatively."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ _EXPERTS = "mlp.experts."
 
 
 class MoEOffload(Technique):
-    """Keep a mixture's experts in host memory or on disk, and on the device in every layer those that it used last;
-    while a layer computes, fetch the experts that the next layer's router picks for this layer's input (Eliseev and
-    Mazur). Experts may be quantized otherwise than the rest; they move as they are stored."""
+    """Keep a mixture's experts in host memory or on disk, and on the device only each layer's most recently used ones;
+    while a layer computes, prefetch the experts that the next layer's router picks for this layer's input (Eliseev and
+    Mazur). Experts may be quantized differently from the rest; they are transferred as stored."""
 
     card: ClassVar[Card] = Card(
         name="moe_offload",
@@ -38,33 +39,33 @@ class MoEOffload(Technique):
     phase: ClassVar[Phase] = "offload"
 
     parameters: Literal["cpu", "nvme"] = "cpu"
-    """Where experts rest: host memory or disk."""
+    """Where experts are stored: host memory or disk."""
     experts: int = Field(default=2, ge=1)
-    """Experts that each layer keeps on the device."""
+    """Number of experts per layer that are cached on the device."""
     policy: Literal["lru", "lfu"] = "lru"
-    """Which of them is dropped for another: the one used longest ago, or least often."""
+    """Which cached expert is evicted: the least recently or the least frequently used."""
     staging: int = Field(default=4, ge=1)
-    """Further buffers that fetched experts arrive in."""
+    """Additional buffers into which experts are fetched."""
     guess: int = Field(default=2, ge=0)
-    """Experts per token that are guessed for the next layer; 0: none are fetched before they are needed."""
+    """Number of experts per token that are prefetched for the next layer; 0: no prefetching."""
     hit_rate: float | None = Field(default=None, ge=0, le=1)
-    """Share of the needed experts that a layer has kept, for the prediction; None: the share that it keeps of all, as
-    if routing had no locality."""
+    """Assumed cache hit rate for predictions; None: the cached fraction of all experts, as if routing had no
+    locality."""
     recall: float = Field(default=0.8, ge=0, le=1)
-    """Share of the missing experts that are guessed, for the prediction (the paper: 0.8 to 0.9 one layer ahead)."""
+    """Fraction of cache misses that are prefetched, for predictions (the paper: 0.8 to 0.9 one layer ahead)."""
     path: str | None = None
-    """Folder for experts on disk that no checkpoint holds as they are used; None: Ridgeline's cache."""
+    """Directory for experts on disk that no checkpoint stores in the required form; None: Ridgeline's cache."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Both tiers, keeping a quarter, half and three quarters of the experts."""
+        """Both tiers, caching a quarter, half and three quarters of the experts."""
         if not e.model.num_experts:
             return []
         kept = sorted({max(1, e.model.num_experts * k // 4) for k in range(1, 4)})
         return [cls(parameters=tier, experts=n) for tier in ("cpu", "nvme") for n in kept]
 
     def check(self, e: Experiment) -> None:
-        """Needs a mixture with more experts than a layer keeps."""
+        """Needs a mixture with more experts than each layer caches."""
         m = e.model
         self.needs(m.num_experts > 0, f"{m.name} has no experts", "offload whole layers instead")
         self.needs(self.experts <= m.num_experts, f"experts={self.experts} of {m.num_experts}",
@@ -79,7 +80,7 @@ class MoEOffload(Technique):
         return tuple(f"layers.{i}.{_EXPERTS}" for i in range(e.model.num_layers))
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Copies of the experts that a layer lacks, and the memory of those that it keeps."""
+        """Add copies of the experts that miss the cache, and the memory of the cached ones."""
         all_experts = e.model.num_experts
         hits = self.experts / all_experts if self.hit_rate is None else self.hit_rate
         buffer = 0.0
@@ -106,7 +107,7 @@ class MoEOffload(Technique):
         return g
 
     def apply(self, run: Build) -> None:
-        """Put the experts where they rest, after making sure that the disk will do."""
+        """Move the experts to where they are stored, after checking that the disk is usable."""
         from pathlib import Path
 
         from ridgeline.paths import cache_dir

@@ -1,4 +1,4 @@
-"""A mixture's experts outside the device, a cache of them, and guesses at the next layer's (arXiv:2312.17238)."""
+"""A mixture's experts stored off the device, with a cache and prefetching for the next layer (arXiv:2312.17238)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ridgeline.runtime.train_build import Build
 def offload_experts(
     run: Build, folder: Path | None, keep: int, staging: int, policy: Policy, guesses: int
 ) -> ExpertCache:
-    """Move all experts to host memory, or to disk where there is a ``folder``; each layer keeps ``keep`` of them on the
-    device, and guesses as many as ``guesses`` per token for the next one."""
+    """Move all experts to host memory, or to disk if ``folder`` is given; each layer caches ``keep`` of them on the
+    device, and prefetches ``guesses`` experts per token for the next layer."""
     named = {name: block.mlp for name, block in run.model.layers.items() if isinstance(block.mlp, MoE)}
     experts: list[PackedExperts] = []
     for moe in named.values():
@@ -51,7 +51,7 @@ def offload_experts(
 
 
 def _one_by_one(stacked: Experts) -> PackedExperts:
-    """The same experts, each projection a module of its own."""
+    """The same experts with each projection as a separate module."""
 
     def linears(weight: Tensor) -> list[nn.Module]:
         return [Dense(w) for w in weight.detach().unbind()]
@@ -69,7 +69,7 @@ def _run(cache: ExpertCache, layer: int, experts: Any, rows: Tensor, counts: lis
 
 
 def _guess(cache: ExpertCache, layer: int, following: MoE, most: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-    """What the next layer's router makes of this layer's input: the experts that most tokens would go to."""
+    """The experts to which the next layer's router would send the most tokens, given this layer's input."""
     tokens = args[0].reshape(-1, args[0].shape[-1])
     chosen = following.router(tokens).topk(most, dim=-1).indices.flatten()
     counts = chosen.bincount(minlength=following.num_experts)

@@ -1,4 +1,4 @@
-"""Activation recomputation (checkpointing): trade forward arithmetic for activation memory."""
+"""Activation recomputation (checkpointing): trade extra forward computation for activation memory."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ class Recompute(Technique):
     phase: ClassVar[Phase] = "recompute"
 
     policy: Literal["full", "selective", "budget"] = "full"
-    """full: whole blocks; selective: only scores, softmax and values (the score matrix); budget: in each block the
-    one of the two, or neither, so that the peak fits into ``budget`` with the least recomputation."""
+    """full: whole blocks; selective: only scores, softmax and values (the score matrix); budget: one of the two, or
+    neither, for each block, so that the peak fits into ``budget`` with the least recomputation."""
     every: int = Field(default=1, ge=1)
-    """With policy full: recompute every how many-th block."""
+    """With policy full: recompute one block in this many."""
     budget: Size | None = None
     """With policy budget: bytes of device memory for the whole step on one rank, e.g. 2GB."""
     full_blocks: int | None = Field(default=None, ge=0)
-    """With policy budget: how many blocks, from the first, are recomputed whole; by default the predictor settles it.
-    The first blocks have their backward pass last, when the activations of the others are gone."""
+    """With policy budget: how many blocks, from the first, are fully recomputed; chosen by the predictor by default.
+    The first blocks run backward last, when the activations of the others have been freed."""
     selective_blocks: int | None = Field(default=None, ge=0)
-    """With policy budget: how many blocks after those recompute their score matrix; settled with ``full_blocks``."""
+    """With policy budget: how many of the following blocks recompute their score matrix; chosen with
+    ``full_blocks``."""
 
     def changes(self) -> frozenset[Part]:
-        """Selective recomputation rebuilds attention by its plain operators."""
+        """Selective recomputation rebuilds attention with its unfused operators."""
         return self.card.changes | ({"plain_attention"} if self.policy == "selective" else frozenset())
 
     @classmethod
@@ -61,8 +62,8 @@ class Recompute(Technique):
     def settled(self, e: Experiment, ask: Ask) -> Technique:
         """The numbers of blocks whose predicted step is the fastest of those within the budget.
 
-        The peak falls with every further block that is recomputed, so the least number of selective blocks is found in
-        one walk over the numbers of full ones: O(blocks) predictions.
+        The peak decreases with every further block that is recomputed, so the least number of selective blocks is found
+        in one pass over the numbers of full ones: O(blocks) predictions.
         """
         if self.policy != "budget" or self.budget is None or self.full_blocks is not None or not e.is_training:
             return self
@@ -74,7 +75,7 @@ class Recompute(Technique):
         for full in range(blocks + 1):
             selective = min(selective, blocks - full)
             if best is not None and _time(ask(self._with(full, 0).placed(e))) > best[0]:
-                break  # more whole blocks only take longer
+                break  # more full blocks only take longer
             found = ask(self._with(full, selective).placed(e))
             if _peak(found) > self.budget:
                 continue
@@ -97,7 +98,7 @@ class Recompute(Technique):
         return self.model_copy(update={"full_blocks": full, "selective_blocks": selective})
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def check(self, e: Experiment) -> None:
@@ -123,7 +124,7 @@ class Recompute(Technique):
             self.needs(not given, f"policy {self.policy!r} has no budget", "add policy=budget, or drop the budget")
 
     def kinds(self, blocks: int) -> list[str]:
-        """What becomes of each block in model order: full, selective or none."""
+        """Policy of each block in model order: full, selective or none."""
         if self.policy == "selective":
             return ["selective"] * blocks
         if self.policy == "full":
@@ -133,7 +134,7 @@ class Recompute(Technique):
         return ["full"] * full + ["selective"] * selective + ["none"] * (blocks - full - selective)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Forward operators move into the backward phase too; saved activations shrink to the block's input."""
+        """Add forward operators to the backward phase; saved activations shrink to the block's input."""
         model = e.model
         order = [*range(model.encoder_layers)]
         first = len(order)  # the graph lists dense layers before those with experts
@@ -180,16 +181,16 @@ def _time(r: Result) -> float:
 
 
 def _advice(e: Experiment) -> str:
-    """Techniques and settings not in the plan that lower the peak further."""
+    """Techniques and settings not in the plan that would lower the peak further."""
     known = [cls.saves_memory(e) for cls in registry().values()]
     known += ["a smaller micro_batch_size"] * (e.micro_batch_size > 1) + ["more devices"] * (e.data_parallel == 1)
     return ", ".join(filter(None, known))
 
 
 def _drop(g: Graph, kinds: list[str], in_order: bool) -> None:
-    """Rebuild the layers that ``kinds`` (in the order of the graph) names; the input of each stays.
+    """Recompute the layers named by ``kinds`` (in the order of the graph); only the input of each is kept.
 
-    ``in_order``: those of one kind are neighbors in the model, else they alternate with the others.
+    ``in_order``: layers of one kind are adjacent in the model; otherwise they alternate with the others.
     """
     stacks: dict[str, dict[str, list[Block]]] = {}
     at = 0
@@ -224,9 +225,9 @@ def _again(ops: list[Op]) -> list[Op]:
 
 
 def _full(b: Block, kept: float) -> None:
-    """All of the forward pass is repeated, but for what comes after the last tensor that backward needs.
+    """Repeat the whole forward pass, except what comes after the last tensor that backward needs.
 
-    A matrix multiplication keeps only what it reads, so the last one of a pre-norm layer is not run again.
+    A matrix multiplication saves only its inputs, so the last one of a pre-norm layer is not run again.
     """
     needed = {o.name.rpartition(".")[0] for o in b.backward if o.kind != "residual"}
     end = max((i for i, o in enumerate(b.forward) if o.name in needed and o.kind != "residual"), default=-1)
@@ -239,9 +240,10 @@ def _full(b: Block, kept: float) -> None:
 
 
 def _rebuilt(b: Block) -> float:
-    """Rebuilt bytes at the worse of two instants, as seen beside the largest workspace of the backward pass.
+    """Rebuilt bytes at the worse of two points in time, on top of the largest workspace of the backward pass.
 
-    The MLP's gradients come first, with everything rebuilt alive; when those of attention come, its part is gone.
+    The MLP's gradients are computed first, with everything rebuilt alive; when those of attention are computed, the
+    MLP's part has been freed.
     """
     everything = b.saved_bytes
     mlp = b.saved_by_mlp
@@ -257,7 +259,7 @@ def _rebuilt(b: Block) -> float:
 
 def _selective(b: Block) -> None:
     for prefix in ("attention", "cross_attention"):
-        # The product with the values reads the last tensor to be rebuilt, and is not run again.
+        # The product with the values reads the last rebuilt tensor, and is not run again.
         core = {f"{prefix}.{part}" for part in ("scores", "mask", "softmax")}
         again = _again([o for o in b.forward if o.name in core])
         for name in ("probs", "probs.mask", "probs.dropped"):

@@ -1,4 +1,4 @@
-"""Static memory: a step's tensors get fixed places in one arena that is allocated once."""
+"""Static memory: a step's tensors get fixed offsets in one arena that is allocated once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class StaticMemory(Technique):
     """Record one step's lifetimes, give every tensor that dies within the step an offset in one arena, and reuse it.
 
-    Covered are results of operators whose kernel can write into a given tensor, in forward and backward, saved
-    activations included. Gradients of parameters, optimizer states and results of other kernels (fused attention,
-    collectives) are allocated as before. The planner places the largest first, into the best-fitting hole.
+    Covered are results of operators whose kernel can write into a given tensor, in forward and backward, including
+    saved activations. Gradients of parameters, optimizer states and results of other kernels (fused attention,
+    collectives) are allocated as before. The planner places the largest tensors first, into the best-fitting gap.
     """
 
     card: ClassVar[Card] = Card(
@@ -36,7 +36,7 @@ class StaticMemory(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it saves is the allocator's work, which is not predicted."""
+        """None: it saves allocator work, which is not predicted."""
         return []
 
     def check(self, e: Experiment) -> None:
@@ -53,7 +53,7 @@ class StaticMemory(Technique):
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Activations and temporaries become one buffer of their largest sum, there from step to step."""
+        """Activations and temporaries become one buffer of their peak total, which is kept from step to step."""
         g.static = True
         return g
 

@@ -1,4 +1,4 @@
-"""SwapAdvisor: just as much of the saved activations in host memory as a budget of device memory demands."""
+"""SwapAdvisor: swap only as much of the saved activations to host memory as a budget of device memory requires."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class SwapAdvisor(Technique):
-    """Record one step's tensor lifetimes, search which saved tensors to swap and when (genetic), then run that plan.
+    """Record one step's tensor lifetimes, search for which saved tensors to swap and when (genetic algorithm), then run
+    that plan.
 
-    Tensors leave behind their last use in forward and come back ahead of their first use in backward, on two copy
+    Tensors are copied out after their last use in forward and back before their first use in backward, on two copy
     streams. The order of operators and the allocator are PyTorch's; swaps and prefetch times are searched.
     """
 
@@ -42,23 +43,24 @@ class SwapAdvisor(Technique):
     order: ClassVar[int] = 2
 
     budget: Size | None = None
-    """Bytes of device memory for the whole step on one rank, e.g. 200MB; by default all that the device has."""
+    """Bytes of device memory for the whole step on one rank, e.g. 200MB; by default all of the device's memory."""
     share: float | None = Field(default=None, ge=0, le=1)
-    """Share of the layers' saved bytes that is predicted to be swapped; by default the predictor settles it."""
+    """Fraction of the layers' saved bytes that predictions assume to be swapped; by default
+    chosen by the predictor."""
 
     def limit(self, e: Experiment) -> float:
-        """Bytes that one rank's step may take."""
+        """Maximum bytes that one rank's step may use."""
         if self.budget is not None:
             return float(self.budget)
         return e.cluster.device.shared_by(e.cluster.devices_per_node).memory_bytes
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: a search asks for the least memory or time, not for a budget."""
+        """None: a search minimizes memory or time; it has no budget."""
         return []
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
-        """The least share whose predicted peak is within the budget."""
+        """The smallest fraction whose predicted peak is within the budget."""
         if self.share is not None or not e.is_training:
             return self
 
@@ -85,7 +87,7 @@ class SwapAdvisor(Technique):
         return self.model_copy(update={"share": share})
 
     def check(self, e: Experiment) -> None:
-        """Needs saved activations that are plain tensors of one rank's own step."""
+        """Needs saved activations that are plain tensors of a step that runs on one rank."""
         self.needs(not e.model.num_experts, "routing changes the sizes of saved tensors from step to step, so that no"
                    " recorded step stands for the next", "use activation_offload or recompute")  # fmt: skip
         axes = ", ".join(e.parallel)
@@ -93,7 +95,7 @@ class SwapAdvisor(Technique):
                    "use zero or data_parallel for the ranks, or activation_offload")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The first layers, whose activations wait longest, go first; one copy out and one in for each."""
+        """The first layers, whose activations are kept longest, are swapped first; one copy out and one in for each."""
         g.closing.append(lambda graph: _swap(graph, self.share or 0.0))
         return g
 
@@ -111,8 +113,8 @@ def _peak(r: Result) -> float:
 
 
 def _swap(g: Graph, share: float) -> None:
-    """Host ``share`` of the layers' saved bytes, in model order; each run of equal layers gets a name of its own, so
-    that the order stays."""
+    """Keep ``share`` of the layers' saved bytes on the host, in model order; each run of equal layers gets a name of
+    its own, so that the order is preserved."""
     layers = [b for b in g.blocks if b.is_layer]
     left = share * sum(b.saved_bytes * b.repeat for b in layers)
     if not left:

@@ -1,9 +1,9 @@
-"""Executes a swap plan: saved tensors go to host memory after their forward use and come back ahead of backward.
+"""Executes a swap plan: saved tensors move to host memory after their forward use and back before backward uses them.
 
-The unit is a storage that autograd saves, numbered in the order in which a step first packs it. Step 1 sends every one
+The unit is a storage that autograd saves, numbered in the order in which a step first packs it. Step 1 copies every one
 of them out and fetches it on demand, which needs the least memory; step 2 does the same and is recorded; from step 3 on
-the plan runs. Copies are made by one thread per direction (on CUDA each with a stream of its own), so that allocations
-of host memory are not the device's.
+the plan runs. One thread per direction makes the copies (on CUDA each with a stream of its own), so that host
+allocations are not counted as the device's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ridgeline.spec.sizes import say_size
 from ridgeline.techniques.memory.swap_plan import Gap, Problem, Simulated, SwapChoice, deadlines, genetic, simulate
 
 LEAST_BYTES = 1024
-"""Smaller storages stay: a copy costs more than they hold."""
+"""Smaller storages are not swapped: the copy costs more than it saves."""
 LEAST_IDLE = 2
-"""Operators that a storage must be idle for."""
+"""Minimum number of operators for which a swapped storage must be idle."""
 
 
 class _Mover:
@@ -39,7 +39,7 @@ class _Mover:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, work: Callable[[], Any]) -> Future[Any]:
-        """Run ``work`` behind what the device was given so far."""
+        """Run ``work`` after everything submitted to the device so far."""
         if self.stream is None:
             return self.pool.submit(work)
         ready = torch.cuda.current_stream(self.device).record_event()
@@ -57,22 +57,22 @@ class _Mover:
 
 @dataclass(eq=False)
 class _Away:
-    """One storage on its way: on the device, out, and back."""
+    """One storage that is swapped: on the device, copied out, or copied back."""
 
     number: int
     nbytes: int
     there: Tensor | None = None
-    """Its bytes on the device, until they are copied."""
+    """Its bytes on the device, until they have been copied."""
     out: Future[Tensor] | None = None
     """Its copy in host memory."""
     into: Future[None] | None = None
     here: Tensor | None = None
-    """Its new bytes on the device, while saved tensors still need them."""
+    """Its new bytes on the device, as long as saved tensors need them."""
 
 
 @dataclass(eq=False)
 class _View:
-    """What autograd holds in place of a saved tensor."""
+    """What autograd stores instead of a saved tensor."""
 
     home: _Away
     dtype: torch.dtype
@@ -83,22 +83,22 @@ class _View:
 
 @dataclass
 class _Seen:
-    """What recording found of one storage."""
+    """What the recording shows about one storage."""
 
     nbytes: int
     before: Any
-    """Its record on the device in forward."""
+    """Its record on the device in the forward pass."""
     packed: int
     """Operator at which it was first packed."""
     after: Any = None
     """The record of the copy that backward used."""
     released: int = 0
-    """Operator at which autograd let go of it."""
+    """Operator at which autograd released it."""
 
 
 @dataclass
 class Swapper:
-    """Keeps a step within ``budget`` bytes of live device tensors: call it in place of ``execute``."""
+    """Keeps a step within ``budget`` bytes of live device tensors: call it instead of ``execute``."""
 
     execute: Callable[..., Tensor]
     root: nn.Module
@@ -109,16 +109,16 @@ class Swapper:
     problem: Problem | None = None
     simulated: Simulated | None = None
     copied: int = 0
-    """Bytes moved in the last step, both ways."""
+    """Bytes moved in the last step, in both directions."""
     copies: int = 0
-    """Copies made in the last step, both ways."""
+    """Copies made in the last step, in both directions."""
     steps: int = 0
     recorder: Recorder | None = None
     seen: dict[int, _Seen] = field(default_factory=dict)
     fixed: set[int] = field(default_factory=set)
     """Storages of parameters."""
     homes: dict[int, _Away | None] = field(default_factory=dict)
-    """Storages packed in this step; None: one that stays."""
+    """Storages packed in this step; None: not swapped."""
     packed: int = 0
     """Storages packed so far in this step."""
     events: list[int] = field(default_factory=list)
@@ -184,7 +184,8 @@ class Swapper:
         return [p.to_local() if hasattr(p, "to_local") else p for p in self.root.parameters()]
 
     def _number(self, key: int, storage: Any) -> _Away | None:
-        """The storage's number in this step, given at its first pack; sends it out if it is to go."""
+        """The storage's number in this step, assigned at its first pack; starts its copy to the host if the plan swaps
+        it."""
         if key in self.homes:
             return self.homes[key]
         number = self.packed
@@ -217,14 +218,14 @@ class Swapper:
             self.gone[home.number] = home
 
     def _let_go(self) -> None:
-        """Wait for the oldest copy out and drop the device's bytes (in this thread, where memory is counted)."""
+        """Wait for the oldest copy out and free the device's bytes (in this thread, where memory is counted)."""
         home = self.pending.pop(0)
         if home.out is not None:
             home.out.result()
         home.there = None
 
     def _fetch(self, home: _Away) -> None:
-        """Take device memory and start the copy back."""
+        """Allocate device memory and start the copy back."""
         if home.here is not None or home.out is None:
             return
         host = home.out.result()
@@ -254,11 +255,11 @@ class Swapper:
             self.seen[home.number].after = self.recorder.entry(home.here)
         t = torch.empty(0, dtype=view.dtype, device=self.device)
         t.set_(home.here.untyped_storage(), view.offset, view.shape, view.stride)
-        self.gone.pop(home.number, None)  # from here on autograd alone holds it, for as long as it would have
+        self.gone.pop(home.number, None)  # from here on only autograd holds it, for as long as it would have
         return t
 
     def _event(self) -> None:
-        """Packs and unpacks are the clock: wait for copies that must have ended, start those that are due."""
+        """Called at every pack and unpack: wait for copies that must have ended, start those that are due."""
         if self.recorder is not None:
             self.events.append(self.recorder.now)
         elif self.plan is not None and self.at < len(self.events):
@@ -273,7 +274,7 @@ class Swapper:
         self.at += 1
 
     def _must_go(self, home: _Away, then: int) -> bool:
-        """Whether a copy out has ended, or must have before operator ``then``, when the clock ticks next."""
+        """Whether a copy out has ended, or must have ended before operator ``then``, at the next event."""
         done = home.out is None or home.out.done()
         return done or self.free_by.get(home.number, then) < then
 
@@ -299,11 +300,11 @@ class Swapper:
             live[op] = size
         gaps: list[Gap] = []
         for number, s in self.seen.items():
-            if s.before is None or s.before.death is None:  # held by others throughout
+            if s.before is None or s.before.death is None:  # referenced elsewhere throughout
                 continue
             last = max(s.packed, s.before.death - 1)
             again = s.after.born if s.after else s.released
-            for op in range(last + 1, again):  # as if it had stayed
+            for op in range(last + 1, again):  # as if it had not been swapped
                 live[op] += s.nbytes
             if s.after and again - last > LEAST_IDLE:
                 self.gap_of[number] = len(gaps)
@@ -324,7 +325,7 @@ class Swapper:
         self.plan = choice
 
     def _bandwidth(self) -> float:
-        """Bytes/s of a copy of 16 MB, as measured now."""
+        """Measured bandwidth of a 16 MB copy, bytes/s."""
         source = torch.ones(16_000_000, dtype=torch.uint8, device=self.device)
         host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         best = float("inf")

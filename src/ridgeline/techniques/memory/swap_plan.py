@@ -1,12 +1,12 @@
-"""Which tensors leave the device, and when: a simulator of copies on two streams, and three planners (numpy only).
+"""Which tensors are swapped, and when: a simulator of copies on two streams, and three planners (numpy only).
 
 SwapAdvisor (doi 10.1145/3373376.3378530) lets a genetic algorithm search the order of the operators, the memory pool of
 each tensor, and what is swapped. Eager PyTorch fixes the first two (autograd's order, an allocator that splits blocks),
-so what is searched here is which tensors leave and when each is fetched. Operators run on one stream; copies out and in
-have a stream each, first come first served. A tensor that is swapped leaves after its last use before an idle gap and
-must be back before the first use behind it.
+so only the choice of tensors and the time of each fetch are searched here. Operators run on one stream; copies out and
+in have a stream each, first come first served. A swapped tensor is copied out after its last use before an idle gap and
+must be back before the first use after it.
 
-Seconds and bytes throughout. Time is counted in operators, as in :mod:`ridgeline.nn.memory.timeline`.
+All units are seconds and bytes. Time is counted in operators, as in :mod:`ridgeline.nn.memory.timeline`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Gap:
-    """A tensor that may be away between two operators that use it."""
+    """A tensor that may be swapped out between two operators that use it."""
 
     bytes: int
     last: int
-    """Last operator that needs it before the gap: the copy out begins behind it."""
+    """Last operator that needs it before the gap: the copy out begins after it."""
     next: int
     """First operator that needs it again."""
 
     @property
     def idle(self) -> int:
-        """Operators strictly inside the gap."""
+        """Number of operators strictly inside the gap."""
         return self.next - self.last - 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step: seconds of every operator, live bytes at each with every gap's tensor present, and the gaps."""
+    """A step: seconds of every operator, live bytes at each with no tensor swapped, and the gaps."""
 
     seconds: tuple[float, ...]
     live: tuple[int, ...]
@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def least(self) -> int:
-        """Peak with every tensor away through the whole of its gap."""
+        """Peak bytes with every tensor swapped out for the whole of its gap."""
         away = self._away([(g.last + 1, g.next) for g in self.gaps])
         return int((np.array(self.live) - away).max())
 
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class SwapChoice:
-    """For each gap the operator before which the copy back is issued; 0: the tensor stays."""
+    """For each gap the operator before which the copy back is issued; 0: the tensor is not swapped."""
 
     back: tuple[int, ...]
 
@@ -73,29 +73,30 @@ class SwapChoice:
 
 @dataclass
 class Simulated:
-    """What a choice gives."""
+    """The result of simulating a choice."""
 
     seconds: float
     stall: float
     """Seconds in which the operators wait for copies or for memory."""
     peak: int
     overflow: int
-    """Bytes by which the budget is broken where waiting does not help; 0: the plan holds."""
+    """Bytes by which the budget is exceeded where waiting does not help; 0: the plan fits."""
     copied: int
     starts: list[float] = field(default_factory=list)
     out: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Gap → start and end of its copy out."""
     into: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Gap → when its memory is taken again, and the end of its copy in."""
+    """Gap → when its memory is allocated again, and the end of its copy in."""
 
     @property
     def cost(self) -> tuple[int, float, int]:
-        """What is minimized: broken budget, then stall, then bytes copied."""
+        """Minimized lexicographically: excess over the budget, then stall, then bytes copied."""
         return self.overflow, self.stall, self.copied
 
 
 def simulate(p: Problem, choice: SwapChoice) -> Simulated:
-    """Play one step. Memory of a tensor is free when its copy out has ended, and taken when its copy in is issued."""
+    """Simulate one step. A tensor's memory is freed when its copy out has ended, and allocated when its copy in is
+    issued."""
     leaving: dict[int, list[int]] = {}
     coming: dict[int, list[int]] = {}
     needed: dict[int, list[int]] = {}
@@ -106,11 +107,11 @@ def simulate(p: Problem, choice: SwapChoice) -> Simulated:
     s = Simulated(0.0, 0.0, 0, 0, 2 * sum(p.gaps[i].bytes for i in choice.swapped))
     now = out_free = in_free = 0.0
     away = 0
-    pending: list[int] = []  # copies out under way, in order
+    pending: list[int] = []  # copies out in flight, in order
     for op, took in enumerate(p.seconds):
         start = now
         for i in coming.get(op, ()):
-            if i in pending:  # it cannot come back before it is gone
+            if i in pending:  # it cannot come back before it has left
                 start = max(start, s.out[i][1])
         while pending and s.out[pending[0]][1] <= start:
             away += p.gaps[pending.pop(0)].bytes
@@ -153,7 +154,7 @@ def deadlines(p: Problem, choice: SwapChoice) -> dict[int, int]:
     pending: list[int] = []
     away = 0
     for op in range(len(p.seconds)):
-        for i in [i for i in pending if choice.back[i] <= op]:  # gone before it comes back
+        for i in [i for i in pending if choice.back[i] <= op]:  # copied out before it comes back
             for j in pending[: pending.index(i) + 1]:
                 out[j] = op
                 away += p.gaps[j].bytes
@@ -174,9 +175,9 @@ PATIENCE = 6
 
 
 def timed_back(p: Problem, swapped: Sequence[int], lead: Sequence[float] | None = None) -> SwapChoice:
-    """Copies back issued just early enough to be hidden behind the operators before their use, memory permitting.
+    """Issue copies back just early enough to be hidden behind the operators before their use, memory permitting.
 
-    Planned from the last use backwards: each takes the stream's time in front of the one after it. ``lead`` scales the
+    Planned backwards from the last use: each takes the stream's time just before the one after it. ``lead`` scales the
     seconds that each is given (1: exactly what it needs).
     """
     begins = np.concatenate([[0.0], np.cumsum(p.seconds)])
@@ -200,7 +201,7 @@ def timed_back(p: Problem, swapped: Sequence[int], lead: Sequence[float] | None 
 
 
 def _until_it_fits(p: Problem, order: Sequence[int]) -> SwapChoice:
-    """Swap in this order, leaving out what relieves no overfull operator, until every operator fits."""
+    """Swap in this order, skipping what relieves no operator that is over the budget, until every operator fits."""
     held = np.array(p.live, dtype=np.int64)
     chosen: list[int] = []
     for i in order:
@@ -221,7 +222,8 @@ def greedy(p: Problem) -> SwapChoice:
 
 
 def lru(p: Problem) -> SwapChoice:
-    """What a pager does: at an overfull operator the least recently used tensor goes; it comes back on demand."""
+    """LRU paging: at an operator over the budget the least recently used tensor is swapped out; it comes back on
+    demand."""
     held = np.array(p.live, dtype=np.int64)
     gone: set[int] = set()
     for op in range(len(held)):
@@ -236,10 +238,10 @@ def lru(p: Problem) -> SwapChoice:
 
 
 def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int = 0) -> SwapChoice:
-    """The genetic search over what is swapped and how far ahead it is fetched, started from the greedy and LRU plans.
+    """The genetic search over what is swapped and how early it is fetched, started from the greedy and LRU plans.
 
-    A genome gives each gap a priority and a lead; gaps go by priority until the step fits. The best two always live on,
-    so the result is never worse than what it started from.
+    A genome gives each gap a priority and a lead; gaps are swapped by priority until the step fits. The best two always
+    survive, so the result is never worse than the initial plans.
     """
     count = len(p.gaps)
     seeds = [greedy(p), lru(p), timed_back(p, range(count))]
@@ -288,7 +290,7 @@ def genetic(p: Problem, population: int = 24, generations: int = 30, seed: int =
 
 
 def _trimmed(p: Problem, choice: SwapChoice) -> SwapChoice:
-    """Without the swaps that turn out to be needless, largest first."""
+    """The choice without the swaps that turn out to be unnecessary, largest first."""
     best, cost = choice, simulate(p, choice).cost
     for i in sorted(choice.swapped, key=lambda i: -p.gaps[i].bytes):
         fewer = SwapChoice(tuple(0 if k == i else b for k, b in enumerate(best.back)))
@@ -299,12 +301,12 @@ def _trimmed(p: Problem, choice: SwapChoice) -> SwapChoice:
 
 
 def exact(p: Problem, seconds: float = 20.0) -> float:
-    """Least stall of any plan by an integer program (HiGHS), for small problems: a bound that no planner goes below.
+    """The least stall of any plan, by an integer program (HiGHS), for small problems: a lower bound for all planners.
 
-    For every gap a window (freed before operator f, issued again before operator b) or none. A copy stream serves its
-    windows in time when, in every interval, the work that must lie within it fits into the operators' seconds and
-    stalls there (preemptive earliest-deadline scheduling, so that queues of the simulator are feasible too). Raises
-    :class:`ValueError` when no plan holds the budget.
+    For every gap a window (freed before operator f, issued again before operator b) or none. A copy stream meets its
+    deadlines when, in every interval, the work that must be done within it fits into the operators' seconds and stalls
+    there (preemptive earliest-deadline scheduling, so that queues of the simulator are feasible too). Raises
+    :class:`ValueError` when no plan fits the budget.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -335,7 +337,7 @@ def exact(p: Problem, seconds: float = 20.0) -> float:
                 for k, ((i, _, _), (release, due)) in enumerate(zip(windows, spans, strict=True)):
                     if release >= a and due <= z:
                         row[k] = p.gaps[i].bytes / p.bandwidth
-                row[len(windows) + a : len(windows) + z + 1] = -1.0  # the stall before the operator it is due at counts
+                row[len(windows) + a : len(windows) + z + 1] = -1.0  # including the stall before its due operator
                 limit(row, float(sums[z] - sums[a]))
     cost = np.concatenate([np.zeros(len(windows)), np.ones(ops)])
     found = milp(

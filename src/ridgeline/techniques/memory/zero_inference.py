@@ -1,4 +1,4 @@
-"""ZeRO-Inference: weights in host memory or on disk, brought to the device layer by layer."""
+"""ZeRO-Inference: weights are stored in host memory or on disk and fetched to the device layer by layer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CHANGES_WEIGHTS: frozenset[Part] = frozenset({
     "adapter_table", "divided_experts", "divided_linears", "divided_tensors", "experts", "fused_linears", "low_rank",
     "model_shape", "products", "weights", "zeros",
 })  # fmt: skip
-"""What needs the weights of a layer when the model is built."""
+"""Parts that need the weights of a layer when the model is built."""
 
 
 class ZeroInference(Technique):
-    """Keep the weights of transformer layers in host memory or on disk and bring each layer to the device when it
-    computes, the next ones meanwhile; the memory that this frees goes into larger batches (DeepSpeed ZeRO-Inference).
+    """Keep the weights of transformer layers in host memory or on disk and fetch each layer to the device when it
+    computes, prefetching the next ones; the freed memory allows larger batches (DeepSpeed ZeRO-Inference).
 
-    From a checkpoint, layers on disk are read from its own files where these hold them as they are used; otherwise they
+    Layers on disk are read from the checkpoint's own files where these store them in the required form; otherwise they
     are written once to an unlinked file in ``path``.
     """
 
@@ -46,25 +46,25 @@ class ZeroInference(Technique):
     phase: ClassVar[Phase] = "offload"
 
     parameters: Literal["cpu", "nvme"] = "cpu"
-    """Where the weights of layers rest: host memory or disk."""
+    """Where the weights of layers are stored: host memory or disk."""
     prefetch: int = Field(default=1, ge=0)
-    """Layers that are brought ahead of the one that computes; 0: none, so that nothing overlaps."""
+    """Number of layers to prefetch; 0: none, so that nothing overlaps."""
     resident: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
-    """Layers that stay on the device, spread evenly over the model; auto: as many as are predicted to fit, in task
-    serve as many as give the highest predicted throughput."""
+    """Number of layers that stay on the device, spread evenly over the model; auto: as many as are predicted to fit, or
+    in task serve as many as give the highest predicted throughput."""
     path: str | None = None
-    """Folder for layers on disk that no checkpoint holds as they are used; None: Ridgeline's cache."""
+    """Directory for layers on disk that no checkpoint stores in the required form; None: Ridgeline's cache."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Both tiers, with none to seven eighths of the layers on the device. A CPU would copy host memory with the
-        cores that compute: nothing is gained by doing so ahead."""
+        """Both tiers, with none to seven eighths of the layers on the device. On a CPU, copies from host memory use the
+        cores that compute, so prefetching does not help."""
         ahead = {"cpu": int(e.cluster.device.kind == "gpu"), "nvme": 1}
         counts = eighths(e.model.num_layers)[:-1]
         return [cls(parameters=tier, resident=n, prefetch=k) for tier, k in ahead.items() for n in counts]
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
-        """The number of layers that stay, where it was left to the predictor."""
+        """Resolve the number of resident layers where it was left to the predictor."""
         if self.resident != "auto":
             return self
         layers = e.model.num_layers
@@ -90,27 +90,27 @@ class ZeroInference(Technique):
 
     @property
     def stays(self) -> int:
-        """Layers that stay on the device; before the predictor has settled that, none."""
+        """Number of layers that stay on the device; none before the predictor has resolved it."""
         return 0 if self.resident == "auto" else self.resident
 
     def check(self, e: Experiment) -> None:
-        """Not more resident layers than there are."""
+        """There cannot be more resident layers than layers."""
         self.needs(self.stays <= e.model.num_layers, f"{self.resident} resident layers of {e.model.num_layers}",
                    f"use resident={e.model.num_layers} or less")  # fmt: skip
 
     def streamed(self, layers: int) -> frozenset[int]:
-        """The layers, of this many, that do not stay on the device: spread evenly."""
+        """The layers, of this many, that do not stay on the device, spread evenly."""
         count = max(0, layers - self.stays)
         return frozenset(i for i in range(layers) if (i + 1) * count // layers > i * count // layers)
 
     def reads_itself(self, e: Experiment) -> tuple[str, ...]:
-        """All layers that do not stay, unless another technique changes their weights when the model is built."""
+        """All streamed layers, unless another technique changes their weights when the model is built."""
         if weights_change(self, e):
             return ()
         return tuple(f"layers.{i}." for i in sorted(self.streamed(e.model.num_layers)))
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Copies in front of the layers that do not stay, and the memory of those that are on their way."""
+        """Add copies before the streamed layers, and the memory of those being fetched."""
         stay, buffers, blocks = self.stays, 0.0, list[Block]()
         for b in g.blocks:
             here = min(stay, b.repeat) if b.is_layer else b.repeat
@@ -133,7 +133,7 @@ class ZeroInference(Technique):
         return g
 
     def apply(self, run: Build) -> None:
-        """Put the layers where they rest, after making sure that the disk will do."""
+        """Move the layers to where they are stored, after checking that the disk is usable."""
         from pathlib import Path
 
         from ridgeline.paths import cache_dir
@@ -145,7 +145,7 @@ class ZeroInference(Technique):
 
 
 def eighths(layers: int) -> list[int]:
-    """Numbers of layers from none to all, about an eighth of them apart."""
+    """Numbers of layers from none to all, in steps of about an eighth."""
     return sorted({layers * k // 8 for k in range(9)})
 
 
@@ -156,9 +156,10 @@ def weights_change(technique: Technique, e: Experiment) -> bool:
 
 
 def arriving(name: str, size: float, disk: bool, e: Experiment, beside: bool) -> list[Op]:
-    """The copies that bring ``size`` bytes to the device, from host memory or from disk. ``beside``: while it computes.
+    """The copies that transfer ``size`` bytes to the device, from host memory or from disk. ``beside``: overlapping
+    with computation.
 
-    A CPU reads from disk straight into place.
+    A CPU reads from disk directly into the destination.
     """
     kinds = ["disk_read"] * disk + ["h2d"] * (not disk or e.cluster.device.kind == "gpu")
     ops = [host_copy(f"{name}.{kind}", kind, size, "forward") for kind in kinds]

@@ -1,4 +1,4 @@
-"""Layers that leave the device (ZeRO-Inference, arXiv:2207.00032, section 6)."""
+"""Layers whose weights are stored off the device (ZeRO-Inference, arXiv:2207.00032, section 6)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ridgeline.runtime.train_build import Build
 
 
 def stream_layers(run: Build, streamed: Collection[int], folder: Path | None, ahead: int) -> None:
-    """Move the layers of ``streamed`` that this rank has to host memory, or to disk where there is a ``folder``, and
-    bring them back whenever they compute, ``ahead`` of their turn."""
+    """Move this rank's part of the layers ``streamed`` to host memory, or to disk if ``folder`` is given, and fetch
+    them whenever they compute, prefetching ``ahead`` layers."""
     names = [name for name in run.model.layers if int(name) in streamed]
     if not names:
         return

@@ -27,15 +27,16 @@ _WHOLE_LINEARS: dict[Part, str] = {
     "recomputation": "would fetch every tile once more",
     "compute_dtype": "keeps a low-precision copy of every tile until backward",
 }
-"""What does not go with linears in tiles."""
+"""Parts that cannot be combined with tiled linears, with the reason."""
 _TIER: dict[str, Tier] = {"cpu": "cpu", "nvme": "disk"}
 
 
 class ZeroInfinity(Technique):
-    """Stream parameters (under ZeRO-3 each rank's shard) in before every use, and update states where they rest.
+    """Stream parameters (under ZeRO-3 each rank's shard) in before every use, and update states where they are stored.
 
-    What is no transformer layer stays on the device through a micro-batch; of the layers, the one that runs and the
-    next. With states on NVMe the gradients rest there too, and the step streams through memory part by part.
+    Parts other than transformer layers stay on the device through a micro-batch; of the layers, only the current one
+    and the next. With states on NVMe the gradients are stored there too, and the optimizer step streams through memory
+    part by part.
     """
 
     card: ClassVar[Card] = Card(
@@ -52,26 +53,26 @@ class ZeroInfinity(Technique):
     phase: ClassVar[Phase] = "offload"
 
     parameters: Literal["device", "cpu", "nvme"] = "cpu"
-    """Where parameters (or their shards) rest."""
+    """Where parameters (or their shards) are stored."""
     optimizer: Literal["cpu", "nvme"] = "cpu"
-    """Where gradients and optimizer states rest, and master weights unless parameters do."""
+    """Where gradients and optimizer states are stored, and master weights unless parameters serve as such."""
     tile: int = Field(default=1, ge=1)
     """Tiles into which each linear of the feed-forward layers is cut; one at a time is on the device."""
     path: str | None = None
-    """Folder of what rests on NVMe; None: Ridgeline's cache."""
+    """Directory of the files on NVMe; None: Ridgeline's cache."""
 
     def stored(self) -> dict[str, Any]:
-        """Tiles are parameters of their own."""
+        """Tiles are stored as separate parameters."""
         return {"tile": self.tile} if self.tile > 1 else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """From host memory to disk, one part at a time."""
+        """Offload from host memory to disk, one part at a time."""
         return [cls(parameters="cpu", optimizer="cpu"), cls(parameters="cpu", optimizer="nvme"),
                 cls(parameters="nvme", optimizer="nvme")]  # fmt: skip
 
     def check(self, e: Experiment) -> None:
-        """Under data parallelism parameters can only leave when they are sharded."""
+        """Under data parallelism parameters can be offloaded only when they are sharded."""
         self.needs(
             self.parameters == "device" or "pp" not in e.parallel,
             "a pipeline's stages have no step-wide order of layers to stream parameters in",
@@ -96,7 +97,7 @@ class ZeroInfinity(Technique):
                    "drop tile, or {other}")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Copies in front of every use of a block; on NVMe also the disk's reads and writes."""
+        """Add copies before every use of a block, and on NVMe the disk's reads and writes."""
         rest = self.parameters != "device"
         weights = self.parameters == "nvme" if rest else None
         if self.tile > 1:
@@ -119,7 +120,7 @@ class ZeroInfinity(Technique):
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Put everything where it rests, after making sure that the disk will do."""
+        """Move everything to where it is stored, after checking that the disk is usable."""
         from pathlib import Path
 
         from ridgeline.nn.memory.tiered_store import TieredStore

@@ -1,7 +1,7 @@
 """Parameters that are on the device only while they are used (ZeRO-Infinity, arXiv:2104.07857, section 5.1).
 
-Memory is taken from and given back to a parameter's storage in place, so that whatever refers to it (autograd, FSDP)
-goes on doing so.
+The memory of a parameter's storage is freed and reallocated in place, so that everything that refers to it (autograd,
+FSDP) remains valid.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ridgeline.runtime.train_build import TrainBuild
 
 @dataclass
 class Residency:
-    """Fetches each part's parameters before its forward and its backward, the next layer's with them, and drops them.
+    """Fetches each part's parameters before its forward and its backward, together with the next layer's, and frees
+    them after use.
 
-    Parts that are no layer stay from the start of a micro-batch to its end.
+    Parts that are not layers stay from the start of a micro-batch to its end.
     """
 
     run: TrainBuild
     store: TieredStore
     host: HostStates
     here: dict[str, Callable[[], None]] = field(default_factory=dict)
-    """Parts on the device, with what waits for their copy."""
+    """Parts on the device, with the handle that waits for their copy."""
 
     def __post_init__(self) -> None:
         run = self.run
@@ -68,7 +69,7 @@ class Residency:
             t.untyped_storage().resize_(0)
 
     def _memory(self, part: ParameterGroup) -> list[Tensor]:
-        """Give the part's parameters memory; views of it that autograd does not know."""
+        """Allocate the part's parameters; views of it that autograd does not track."""
         views = []
         for t in self._tensors(part):
             storage = t.untyped_storage()
@@ -103,7 +104,7 @@ class Residency:
                 self.store.prefetch(self.parts[self.layers[i]].weights)
 
     def _wanted(self, i: int, step: int) -> None:
-        """Layer ``i`` is used now, ``i + step`` next."""
+        """Layer ``i`` is in use, ``i + step`` is next."""
         near = [self.layers[k] for k in (i, i + step) if 0 <= k < len(self.layers)]
         self._drop([n for n in self.layers if n not in near])
         for name in near:
@@ -123,9 +124,9 @@ class Residency:
                 self._prefetch_parts(i, i - 1)
 
     def _tile(self, linear: str, count: int, i: int) -> None:
-        """Tile ``i`` is used now."""
+        """Tile ``i`` is in use."""
         self._fetch(f"{linear}.tiles.{i}")
-        after = i - 1 if torch._C._current_graph_task_id() != -1 else i + 1  # backward goes the other way
+        after = i - 1 if torch._C._current_graph_task_id() != -1 else i + 1  # backward runs in the other direction
         if 0 <= after < count:
             self.store.prefetch(self.parts[f"{linear}.tiles.{after}"].weights)
         self.here[f"{linear}.tiles.{i}"]()
@@ -169,7 +170,7 @@ class Residency:
 
 
 def _settle_shards(root: nn.Module) -> None:
-    """Let FSDP arrange its shards while they have memory, and gather nothing ahead of our fetches."""
+    """Let FSDP set up its shards while they are allocated, and gather nothing ahead of our fetches."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():

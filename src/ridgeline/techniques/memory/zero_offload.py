@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ZeroOffload(Technique):
     """Keep master weights and optimizer states in host memory, send gradients there, update on the CPU.
 
-    The device keeps its weights only. The copies run beside the backward pass; the update itself does not, unless it is
-    delayed by one step, so that it runs beside the next one.
+    The device keeps only its weights. The copies overlap with the backward pass; the update itself does not, unless it
+    is delayed by one step, so that it overlaps with the next one.
     """
 
     card: ClassVar[Card] = Card(
@@ -34,25 +34,25 @@ class ZeroOffload(Technique):
     phase: ClassVar[Phase] = "offload"
 
     delayed: bool = False
-    """Apply each update one step late, beside the next step (the loss is then no longer the same)."""
+    """Apply each update one step late, in parallel with the next step (which changes the loss)."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """The update in its step: a delayed one changes the loss, which a search does not choose."""
+        """The update in its own step: a delayed one changes the loss, so a search does not choose it."""
         return [cls()]
 
     def stored(self) -> dict[str, Any]:
-        """A delayed update has a master copy one step ahead."""
+        """A delayed update has a master copy that is one step ahead."""
         return {"delayed": True} if self.delayed else {}
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Copy gradients out behind each block's backward, and new weights in after the update."""
+        """Copy gradients out after each block's backward, and new weights in after the update."""
         offload_states(g, twice=self.delayed)
         g.delayed_update = self.delayed
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Hand gradients, norm, clipping and update to the host's side."""
+        """Move gradients, norm, clipping and update to the host."""
         from ridgeline.nn.memory.tiered_store import TieredStore
         from ridgeline.runtime.host_optimizer import HostStates
 
@@ -64,7 +64,7 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
                    twice: bool = False) -> None:  # fmt: skip
     """Move the optimizer's states and step to the host or its disk, with the copies that this needs.
 
-    ``weights_on_disk``: where master weights are, if not with the states; ``rest``: they are all there is of the
+    ``weights_on_disk``: where master weights are, if not with the states; ``rest``: they are the only copy of the
     weights; ``twice``: two sets of gradients.
     """
     g.host_states = True
@@ -86,7 +86,7 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
             ops: list[Op] = []
             if disk:
                 out.append(host_copy("offload.gradients_out", "disk_write", grads, "backward"))
-                reads = g.accumulation if g.reduce_every_micro_batch else 1  # to add to them, and to apply them
+                reads = g.accumulation if g.reduce_every_micro_batch else 1  # to accumulate them, and to apply them
                 ops += [host_copy("offload.gradients_in", "disk_read", grads, "update")] * reads
             b.reduce += out * tiles
             ops += _both(held, "weights") if masters_on_disk else []
@@ -104,14 +104,15 @@ def offload_states(g: Graph, disk: bool = False, weights_on_disk: bool | None = 
 
 
 def moved_together(b: Block) -> list[tuple[list[Param], int]]:
-    """Parameters of a block that are copied together, and the number of tiles; a tiled parameter goes by itself."""
+    """Parameters of a block that are copied together, and the number of tiles; a tiled parameter is copied
+    separately."""
     tiled: list[tuple[list[Param], int]] = [([p], p.tiles) for p in b.params if p.tiles > 1]
     return [([p for p in b.params if p.tiles == 1], 1), *tiled]
 
 
 def _sizes(params: list[Param], g: Graph, rest: bool) -> tuple[float, float, float, float, float]:
-    """Bytes of parameters: gradients as they travel and as they are summed, weights that go back, what the host keeps
-    of weights, and the optimizer's states. Under low weights the master copy counts among the states."""
+    """Bytes of parameters: gradients as transferred and as accumulated, weights that are copied back, what the host
+    keeps of weights, and the optimizer's states. With 16-bit weights the master copy counts as a state."""
     sent = grads = weights = held = states = 0.0
     for p in params:
         if p.trainable:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class AdaLomo(Technique):
     """Adaptive updates within the backward pass, from row and column means of squared gradients.
 
-    Each update is normalized by its own size and scaled with its parameter's, so that neither the gradients' norm nor
-    ``grad_clip`` matters; there is no weight decay (Algorithm 1). Where gradients must be kept whole (see lomo) the
-    updates follow the backward pass.
+    Each update is normalized by its own size and scaled by its parameter's, so that neither the gradients' norm nor
+    ``grad_clip`` has any effect; there is no weight decay (Algorithm 1). Where full gradients must be kept (see lomo)
+    the updates follow the backward pass.
     """
 
     card: ClassVar[Card] = Card(
@@ -44,26 +44,26 @@ class AdaLomo(Technique):
     phase: ClassVar[Phase] = "optimizer"
 
     decay: float = Field(default=0.8, gt=0)
-    """Exponent c of the second moment's averaging, β = 1 - t^-c."""
+    """Exponent c of the second moment's decay rate, β = 1 - t^-c."""
     least: float = Field(default=1e-3, gt=0)
-    """Smallest size of a parameter's elements (root mean square) that its updates are scaled with."""
+    """Lower bound on the root mean square of a parameter by which its updates are scaled."""
     lr_ratio: float = Field(default=1.0, gt=0)
-    """Factor on the workload's learning rate, which here is relative to the parameters' size."""
+    """Factor on the workload's learning rate, which is relative to the parameters' size here."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it changes what the training arrives at."""
+        """None: it changes the training result."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """It is the only optimizer; an overflow must be known before anything is applied."""
+        """It must be the only optimizer; an overflow must be detected before anything is applied."""
         no_masters(self, e)
         self.needs(not (has(e, "loss_scale") and fuses(e)), "fp16 gradients may overflow, which must be known before"
                    " any of them is applied", "use mixed_precision:dtype=bf16")  # fmt: skip
         check_recorded(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """States are rows and columns; where tensors are divided, their sums are completed over the ranks."""
+        """States are row and column means; where tensors are divided, their sums are reduced over the ranks."""
         g.optimizer, g.clips = ("adalomo", 44.0), False
         tp = e.parallel.get("tp", 1)
         for b in g.blocks:
@@ -80,7 +80,7 @@ class AdaLomo(Technique):
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Hooks on the final parameters, or an ordinary optimizer where gradients are kept."""
+        """Register hooks on the final parameters, or an ordinary optimizer where gradients are kept."""
         from ridgeline.runtime import optimizers
         from ridgeline.techniques.optimizers import lomo_torch as fused_update
 

@@ -1,4 +1,4 @@
-"""8-bit AdamW: both moments as codes of one byte."""
+"""8-bit AdamW: both moments as one-byte codes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class AdamW8bit(Technique):
-    """AdamW with moments in the dynamic 8-bit code, scaled by the largest magnitude of each block.
+    """AdamW with moments in the dynamic 8-bit data type, scaled by the largest magnitude of each block.
 
-    Blocks lie within rows (the largest divisor of a row up to ``block``). Embeddings, vectors and tensors of less than
-    4096 elements keep fp32 moments.
+    Blocks do not cross rows (the largest divisor of the row length up to ``block``). Embeddings, vectors and tensors of
+    fewer than 4096 elements keep fp32 moments.
     """
 
     card: ClassVar[Card] = Card(
@@ -50,15 +50,15 @@ class AdamW8bit(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it changes what the training arrives at."""
+        """None: it changes the training result."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """It is the only optimizer."""
+        """It must be the only optimizer."""
         no_masters(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Two bytes and the blocks' scales instead of eight; a pass of coding for every moment."""
+        """Two bytes and the blocks' scales instead of eight; one quantization pass for every moment."""
         g.optimizer = ("adamw8bit", 120.0)
         tp = e.parallel.get("tp", 1)
         for p, _ in g.params:
@@ -68,7 +68,7 @@ class AdamW8bit(Technique):
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Make the engine's optimizer."""
+        """Replace the engine's optimizer."""
         from ridgeline.runtime import optimizers
 
         def make(groups: list[dict[str, Any]], w: Training) -> optimizers.AdamW8bitOptimizer:
@@ -80,6 +80,6 @@ class AdamW8bit(Technique):
 
 
 def _width(p: Param, tp: int) -> int:
-    """Columns of this rank's part."""
+    """Number of columns of this rank's part."""
     divided = round(math.prod(p.shape) / p.numel / p.spread) > 1 and any(f"{name}." in f"{p.name}." for name in ROW)
     return p.shape[-1] // (tp if divided else 1)

@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum."""
+"""Lion: updates by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Lion(Technique):
-    """Every weight moves by the learning rate, in the direction of a sign; one state instead of Adam's two.
+    """Every weight moves by the learning rate in the direction of a sign; one state instead of Adam's two.
 
-    Weight decay is decoupled and as in the workload: matrices only.
+    Weight decay is decoupled and, as in the workload, applies to matrices only.
     """
 
     card: ClassVar[Card] = Card(
@@ -38,28 +38,28 @@ class Lion(Technique):
     phase: ClassVar[Phase] = "optimizer"
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the momentum in the step's direction."""
+    """Weight of the momentum in the step's direction (β1)."""
     beta2: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the momentum that stays."""
+    """Decay rate of the momentum (β2)."""
     lr_ratio: float = Field(default=1.0, gt=0)
     """Factor on the workload's learning rate; the paper uses 0.1 to 0.3 of AdamW's."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it changes what the training arrives at."""
+        """None: it changes the training result."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """It is the only optimizer."""
+        """It must be the only optimizer."""
         no_masters(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """One state of four bytes; thirteen passes over tensors of four bytes."""
+        """One four-byte state; thirteen passes over tensors of four bytes per element."""
         g.optimizer_bytes, g.optimizer = 4.0, ("lion", 13 * 4.0)
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Make the engine's optimizer."""
+        """Replace the engine's optimizer."""
         from ridgeline.runtime import optimizers
 
         betas = (self.beta1, self.beta2)

@@ -1,4 +1,4 @@
-"""LOMO: gradients are applied where they arise, and never stored."""
+"""LOMO: gradients are applied as soon as they are computed, and never stored."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Lomo(Technique):
-    """SGD within the backward pass: a gradient is applied as soon as it is complete, and dropped.
+    """SGD within the backward pass: a gradient is applied and freed as soon as it is complete.
 
-    Needs one micro-batch per step, and zero rather than data_parallel on several ranks. Where gradients have to be kept
-    whole all the same (several micro-batches add to them, a pipeline, the buckets of data_parallel) the step is plain
-    SGD: the same loss, in one pass, with all gradients in memory, and so it is predicted.
+    Needs one micro-batch per step, and zero rather than data_parallel on several ranks. Where full gradients must be
+    kept (several micro-batches accumulate, a pipeline, the buckets of data_parallel) the step is plain SGD: the same
+    loss, in one pass, with all gradients in memory; predictions reflect this.
     """
 
     card: ClassVar[Card] = Card(
@@ -35,16 +35,16 @@ class Lomo(Technique):
     phase: ClassVar[Phase] = "optimizer"
 
     norm: Literal["global", "tensor", "none"] = "global"
-    """How the workload's ``grad_clip`` limits gradients: by their global norm, exactly, which costs a second pass that
-    only measures; each tensor by its own norm; not at all."""
+    """How the workload's ``grad_clip`` limits gradients: exactly, by their global norm, which costs a second backward
+    pass for the norm alone; each tensor by its own norm; or not at all."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it is SGD, which changes what the training arrives at."""
+        """None: it is SGD, which changes the training result."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """It is the only optimizer; an overflow must be known before anything is applied."""
+        """It must be the only optimizer; an overflow must be detected before anything is applied."""
         no_masters(self, e)
         half = has(e, "loss_scale")
         self.needs(
@@ -55,7 +55,7 @@ class Lomo(Technique):
         check_recorded(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No states; no gradients but those of the block that runs; a second pass to measure them."""
+        """No states; gradients only of the block that is running; a second pass to compute the norm."""
         g.optimizer_bytes, g.optimizer = 0.0, ("lomo", 12.0)
         if fuses(e):
             measures = self.norm == "global" and e.training.grad_clip > 0
@@ -63,7 +63,7 @@ class Lomo(Technique):
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Hooks on the final parameters, or plain SGD where gradients are kept."""
+        """Register hooks on the final parameters, or plain SGD where gradients are kept."""
         from ridgeline.runtime import optimizers
         from ridgeline.techniques.optimizers import lomo_torch as fused_update
 
@@ -77,7 +77,7 @@ class Lomo(Technique):
 
 
 def check_recorded(t: Technique, e: Experiment) -> None:
-    """Refuse what records a backward pass without updates in it."""
+    """Refuse techniques that record a backward pass without updates in it."""
     if fuses(e):
         refuse(t, e, "recorded_step", "{other} records one backward pass as the step, but here updates are part of it",
                "drop {other}, or use micro_batch_size so that gradients are kept")  # fmt: skip

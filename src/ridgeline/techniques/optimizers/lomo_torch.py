@@ -1,4 +1,4 @@
-"""Updates within the backward pass: a gradient is applied as soon as it is complete, and gone (arXiv:2306.09782)."""
+"""Updates within the backward pass: a gradient is applied and freed as soon as it is complete (arXiv:2306.09782)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Clip = Literal["global", "tensor", "none"]
 
 @torch.no_grad()
 def tensor_factor(p: nn.Parameter, norm: Tensor, limit: float) -> Tensor | None:
-    """What brings one parameter's gradient to a norm of at most ``limit``; ``norm``: that of this rank's part."""
+    """Factor that scales one parameter's gradient to a norm of at most ``limit``; ``norm``: that of this rank's
+    part."""
     cuts = divided(p)
     if cuts:
         square = norm.double().square()
@@ -32,7 +33,7 @@ def tensor_factor(p: nn.Parameter, norm: Tensor, limit: float) -> Tensor | None:
 
 
 def clip_tensors(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
-    """As :func:`ridgeline.runtime.gradients.clip`, each gradient by its own norm."""
+    """Like :func:`ridgeline.runtime.gradients.clip`, but each gradient by its own norm."""
     for p in parameters:
         if p.grad is not None:
             grad = local(p.grad).div_(scale)
@@ -42,7 +43,7 @@ def clip_tensors(parameters: list[nn.Parameter], norm: Tensor, limit: float, sca
 
 
 def unscale(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
-    """As :func:`ridgeline.runtime.gradients.clip`, without a limit."""
+    """Like :func:`ridgeline.runtime.gradients.clip`, without a limit."""
     clip(parameters, norm, 0.0, scale)
 
 
@@ -50,14 +51,14 @@ def unscale(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: f
 class FusedUpdate:
     """Hooks on the final parameters of a run whose backward pass yields complete gradients.
 
-    Clipping by the global norm takes two backward passes: the first only measures, and a step with a norm that is not
-    finite ends there. Gradients that are parts (of parameters replicated over tensor-parallel ranks) are summed behind
-    the pass and applied then.
+    Clipping by the global norm takes two backward passes: the first only computes the norm, and a step whose norm is
+    not finite ends there. Partial gradients (of parameters replicated over tensor-parallel ranks) are summed after the
+    pass and applied then.
     """
 
     run: TrainBuild
     how: Clip
-    """What the workload's limit applies to."""
+    """What the workload's gradient-norm limit applies to."""
     factor: Tensor | None = None
     last: bool = True
     measuring: bool = False
@@ -82,7 +83,7 @@ class FusedUpdate:
 
     @property
     def limit(self) -> float:
-        """Largest gradient norm; 0: none."""
+        """Largest gradient norm; 0: no limit."""
         return self.run.experiment.training.grad_clip
 
     @property
@@ -94,7 +95,7 @@ class FusedUpdate:
         self.last = last
 
     def execute(self, micros: list[Micro], factor: float) -> Tensor:
-        """Forward and backward, with the updates in it; twice, where gradients are measured first."""
+        """Forward and backward, including the updates; twice if the norm must be computed first."""
         self.factor = None
         loss: Tensor | None = None
         if self.two_passes:
@@ -116,7 +117,7 @@ class FusedUpdate:
         if self.partial:
             assert self.run.mesh is not None
             sum_partial(self.partial, self.run.mesh.group("tp"))
-        for p in self.trained:  # those, and what no hook has seen
+        for p in self.trained:  # those, and those that no hook has seen
             if p.grad is not None:
                 self._take(p)
         return loss
@@ -127,7 +128,7 @@ class FusedUpdate:
 
     @torch.no_grad()
     def _take(self, p: nn.Parameter) -> None:
-        """Measure or apply a gradient, and drop it."""
+        """Accumulate the norm of a gradient or apply it, and free it."""
         grad = local(cast(Tensor, p.grad))
         if self.measuring or not self.two_passes:
             self.norms[p] = torch._foreach_norm([grad])[0]
@@ -156,7 +157,7 @@ class FusedUpdate:
         return combined_norm(groups, self.run.device, self.run.world)
 
     def norm(self, parameters: list[nn.Parameter], copies: dict[nn.Parameter, int], world: int) -> Tensor:
-        """As :func:`ridgeline.runtime.gradients.global_norm`, of the gradients that have been applied."""
+        """Like :func:`ridgeline.runtime.gradients.global_norm`, for gradients that have already been applied."""
         if self.total is None:
             self.total = self._combined()
         return self.total

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _at_once(e: Experiment) -> int:
-    """Weights that are updated at once (as :func:`ridgeline.techniques.optimizers.qft_linear_torch.at_once`)."""
+    """Number of weights updated at once (as :func:`ridgeline.techniques.optimizers.qft_linear_torch.at_once`)."""
     return 1 << 13 if e.cluster.device.kind == "cpu" else 1 << 22
 
 
@@ -27,8 +27,8 @@ class QFT(Technique):
     """Train all parameters in integers: every matrix, its gradient and Lion's momentum are int8 codes.
 
     The largest 1 % of each row's weights stay fp32 in a list. Updates happen within the backward pass, one layer after
-    the other, and are rounded stochastically. Norms, biases, position tables and tied embeddings stay fp32. Gradients
-    are not clipped, since Lion's step does not grow with them.
+    another, with stochastic rounding. Norms, biases, position tables and tied embeddings stay fp32. Gradients are not
+    clipped, since the size of Lion's step does not depend on them.
     """
 
     card: ClassVar[Card] = Card(
@@ -51,11 +51,11 @@ class QFT(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it changes what the training arrives at."""
+        """None: it changes the training result."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """One process that owns weights, gradients and optimizer."""
+        """One process must own weights, gradients and optimizer."""
         self.needs(e.world == 1, "each layer is updated within the backward pass of one process: ranks would have to"
                    " agree on its gradient first", "run on 1 device, or use qlora with zero")  # fmt: skip
         low = has(e, "masters") or has(e, "loss_scale")
@@ -65,9 +65,9 @@ class QFT(Technique):
                    "use a dense model")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Codes and a few outliers in the place of weights; each use expands a matrix; states of a byte.
+        """Integer codes and a few outliers instead of weights; each use expands a matrix; one-byte states.
 
-        A gradient is resident only between micro-batches, as codes.
+        A gradient is kept only between micro-batches, as integer codes.
         """
         states = trained = 0.0
         for b in g.blocks:
@@ -77,11 +77,12 @@ class QFT(Technique):
                     states += (p.numel * (1.0 if p.name in rows else 4.0) + 4.0 * rows.get(p.name, 0)) * b.repeat
                     trained += p.numel * b.repeat
         g.optimizer_bytes, g.clips = states / trained, False
-        g.optimizer = ("qft", 400.0)  # about forty passes over numbers of four bytes and their codes, a third random
+        g.optimizer = ("qft", 400.0)  # about 40 passes over four-byte values and their codes, a third random
         return g
 
     def _code(self, b: Block, e: Experiment, gradient: float) -> dict[str, int]:
-        """Rewrites a block; the rows of each matrix that is now integer. ``gradient``: bytes it keeps per element."""
+        """Returns a function that rewrites a block for integer matrices. ``gradient``: bytes kept per element of the
+        gradient."""
         rows: dict[str, int] = {}
         for p in list(b.params):
             if not _coded(p.name, p.shape, e.model.tie_embeddings):
@@ -102,14 +103,14 @@ class QFT(Technique):
             largest = max(sizes.values())
             b.workspace = max(b.workspace, largest * 4.0)
             update = min(largest, _at_once(e)) * 20.0
-            if b.is_head:  # whose gradient is counted where it is made
+            if b.is_head:  # whose gradient is counted where it is computed
                 b.backward_workspace += update
             else:
                 b.backward_workspace = max(b.backward_workspace, largest * 4.0 + update)
         return rows
 
     def build(self, run: TrainBuild) -> None:
-        """Put integer layers in the place of matrices, and take their gradients."""
+        """Replace matrices by integer layers, and consume their gradients."""
         from ridgeline.techniques.optimizers.qft_torch import IntegerUpdates
 
         scaled(run, self.lr_ratio)
@@ -117,7 +118,7 @@ class QFT(Technique):
         run.trainable = lambda name: name.rpartition(".")[2] not in ("scale", "outliers")
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Codes and outliers multiplied out."""
+        """Expand codes and outliers into plain weights."""
         from ridgeline.nn.quant.quantized import expanded
         from ridgeline.techniques.optimizers.qft_linear_torch import IntegerLinear
 

@@ -1,9 +1,9 @@
-"""Training on integers only (QFT, arXiv:2310.07147): weights, gradients and Lion's momentum are int8 codes.
+"""Training with integers only (QFT, arXiv:2310.07147): weights, gradients and Lion's momentum are int8 codes.
 
-A matrix [out, in] has one scale per row. Its largest 1 % of weights stay as they are, in a list beside the codes (the
-paper's hybrid quantizer). In the backward pass a layer's weight gradient becomes codes as soon as it is known, moves
-momentum and weights, and is gone: one layer's gradient exists at a time. What the update makes of weights and momentum
-is rounded stochastically, so that steps far below a code's width still count, in the mean: rounding to nearest would
+A matrix [out, in] has one scale per row. Its largest 1 % of weights stay fp32, in a list beside the codes (the paper's
+hybrid quantizer). In the backward pass a layer's weight gradient is quantized as soon as it is known, updates momentum
+and weights, and is freed: one layer's gradient exists at a time. Updated weights and momentum are rounded
+stochastically, so that steps far smaller than a quantization step still count on average: rounding to nearest would
 drop every one of them.
 """
 
@@ -20,17 +20,17 @@ from torch.autograd.function import once_differentiable
 from ridgeline.nn.quant.quantized import QuantizedLinear
 
 OUTLIERS = 0.01
-"""Share of each row that stays fp32."""
+"""Fraction of each row that stays fp32."""
 _TOP = 127
 
 
 def at_once(device: str) -> int:
-    """How many weights are updated at once on a kind of device: a CPU's caches are to hold their temporaries."""
+    """How many weights are updated at once on a kind of device: their temporaries should fit into a CPU's caches."""
     return 1 << 13 if device == "cpu" else 1 << 22
 
 
 _HEADROOM = 17 / 16
-"""By how much more than needed a row's scale grows when a code would leave its range."""
+"""Factor by which a row's scale grows beyond what is needed when a code would overflow."""
 
 
 def outliers_of(width: int) -> int:
@@ -39,17 +39,18 @@ def outliers_of(width: int) -> int:
 
 
 def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Each number to one of its two neighboring integers, so that the mean is the number itself (in place)."""
+    """Round each number to one of its two neighboring integers, with the number itself as the expected value (in
+    place)."""
     return x.add_(torch.rand(x.shape, generator=generator, device=x.device)).floor_()
 
 
 def _peak(x: Tensor) -> Tensor:
-    """Each row's largest magnitude [rows, 1], over the largest code; never zero."""
+    """Each row's largest magnitude [rows, 1], divided by the largest code; never zero."""
     return x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / _TOP
 
 
 def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes to nearest and the scale of each row, fp32 [rows, 1]."""
+    """int8 codes (rounded to nearest) and the scale of each row, fp32 [rows, 1]."""
     scale = _peak(x)
     return (x / scale).round_().to(torch.int8), scale
 
@@ -76,7 +77,7 @@ Update = Callable[["IntegerWeight", Tensor], None]
 
 
 class IntegerWeight(nn.Module):
-    """What integer layers share: their stored parameters, and where gradients go."""
+    """Base of the integer layers: their stored parameters, and the callback for gradients."""
 
     codes: nn.Parameter
     scale: nn.Parameter
@@ -85,11 +86,11 @@ class IntegerWeight(nn.Module):
     update: Update
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Codes, scale, columns and outliers."""
+        """Codes, scale, columns and outliers, in this order."""
         return self.codes, self.scale, self.columns, self.outliers
 
     def anchor(self) -> Tensor:
-        """Something that needs a gradient: codes cannot, yet their backward must run."""
+        """A tensor that requires a gradient: codes cannot, but their backward must run."""
         return torch.zeros((), device=self.codes.device, requires_grad=torch.is_grad_enabled())
 
 
@@ -127,7 +128,7 @@ class _LookUp(torch.autograd.Function):
 
 
 class IntegerLinear(QuantizedLinear, IntegerWeight):
-    """A linear layer in integers that trains. Its bias, if any, stays fp32."""
+    """A trainable linear layer in integers. Its bias, if any, stays fp32."""
 
     stored = ("codes", "scale", "columns", "outliers")
 
@@ -150,7 +151,7 @@ class IntegerLinear(QuantizedLinear, IntegerWeight):
 
 
 class IntegerEmbedding(IntegerWeight):
-    """A table of vectors in integers that trains."""
+    """A trainable embedding table in integers."""
 
     def __init__(self, table: nn.Embedding, update: Update) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Updates of integer layers from within the backward pass, and the optimizer that keeps their momentum."""
+"""Updates of integer layers within the backward pass, and the optimizer that holds their momentum."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ridgeline.techniques.optimizers.qft_linear_torch import (
 )
 
 BETAS = (0.9, 0.99)
-"""Of arXiv:2302.06675, section 4."""
+"""Default of arXiv:2302.06675, section 4."""
 
 
 class IntegerLion(torch.optim.Optimizer):
-    """Lion for what stays fp32, and the home of the momentum of integer layers, which update themselves."""
+    """Lion for the parameters that stay fp32; it also holds the momentum of integer layers, which update themselves."""
 
     def __init__(self, groups: list[dict[str, Any]], layers: list[IntegerWeight], w: Training) -> None:
         codes = {"params": [p for layer in layers for p in layer.parts()], "weight_decay": w.weight_decay}
@@ -40,7 +40,7 @@ class IntegerLion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of what is fp32; integer layers have made theirs."""
+        """Update the fp32 parameters; integer layers have already been updated."""
         for group in self.param_groups:
             lr = group["lr"]
             for p in (p for p in group["params"] if p.grad is not None):  # none of an integer layer's has one
@@ -49,7 +49,7 @@ class IntegerLion(torch.optim.Optimizer):
                 m.lerp_(p.grad, 1 - BETAS[1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As any optimizer's; checkpoints write integer momentum in place and leave it out here."""
+        """Load the fp32 states; checkpoints write integer momentum in place and leave it out here."""
         kept = {p: s for p, s in self.state.items() if not p.is_floating_point()}
         super().load_state_dict(state_dict)
         for p, s in kept.items():
@@ -58,15 +58,16 @@ class IntegerLion(torch.optim.Optimizer):
 
 
 def _unclipped(parameters: list[nn.Parameter], norm: Tensor, limit: float, scale: float = 1.0) -> None:
-    """Gradients stay as they are."""
+    """Leave gradients unclipped."""
 
 
 @dataclass
 class IntegerUpdates:
-    """Takes each matrix's gradient in backward: codes it, and in the last micro-batch moves momentum and weights.
+    """Consumes each matrix's gradient in backward: quantizes it, and in the last micro-batch updates momentum and
+    weights.
 
-    Between micro-batches the sum of gradients waits as codes. Gradients are not clipped, as Lion's step has the same
-    length whatever theirs is; their norm is taken all the same.
+    Between micro-batches the accumulated gradient is stored as codes. Gradients are not clipped, as the size of Lion's
+    step does not depend on them; their norm is computed nevertheless.
     """
 
     run: TrainBuild
@@ -93,7 +94,7 @@ class IntegerUpdates:
         run.update.make_optimizer = lambda groups, w: IntegerLion(groups, self.layers, w)
 
     def code(self) -> None:
-        """Put integer layers in the place of every linear of the layers, the head, and the table of tokens."""
+        """Replace every linear of the layers, the head and the token embedding by integer layers."""
         model = self.run.model
         tied = self.run.experiment.model.tie_embeddings
         for module in [*model.layers.modules(), model.head, model.embed]:
@@ -118,7 +119,7 @@ class IntegerUpdates:
 
     @torch.no_grad()
     def take(self, layer: IntegerWeight, dw: Tensor) -> None:
-        """A matrix's gradient [out, in] of one micro-batch."""
+        """Consume a matrix's gradient [out, in] of one micro-batch."""
         run = self.run
         assert run.update.optimizer is not None
         held = self._held.pop(layer, None)

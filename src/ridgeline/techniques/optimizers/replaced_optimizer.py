@@ -1,4 +1,4 @@
-"""What the techniques share that put another optimizer in the place of the workload's."""
+"""Shared code of the techniques that replace the workload's optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def no_masters(t: Technique, e: Experiment) -> None:
-    """Check that nothing else updates a copy of the weights."""
+    """Check that no other technique updates a master copy of the weights."""
     refuse(t, e, "masters", "{other} updates a master copy of the weights by itself",
            'drop {other}, or use weights=fp32, or store 16-bit weights alone (workload dtype = "bf16")')  # fmt: skip
 
@@ -27,16 +27,16 @@ def scaled(run: TrainBuild, ratio: float) -> None:
 
 
 def fuses(e: Experiment) -> bool:
-    """Whether backward yields complete gradients one by one: not where several micro-batches add to them, nor where
-    they are summed over ranks in buckets."""
+    """Whether backward yields complete gradients one by one: not where several micro-batches accumulate, or where
+    buckets sum them over ranks."""
     return e.accumulation == 1 and not has(e, "whole_gradients")
 
 
 def apply_in_backward(g: Graph, passes: int) -> None:
-    """The update happens within the backward pass, which is run ``passes`` times."""
+    """Move the update into the backward pass, which is run ``passes`` times."""
     g.fused_update, g.passes, g.clips = True, passes, False
 
-    def twice(graph: Graph) -> None:  # sums of what each tensor-parallel rank has a part of
+    def twice(graph: Graph) -> None:  # sums of tensors of which each tensor-parallel rank has a part
         again = [op for op in graph.before_update if op.name == "partial.reduce"]
         graph.before_update[:0] = again * (passes - 1)
 

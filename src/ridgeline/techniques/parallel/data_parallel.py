@@ -1,4 +1,4 @@
-"""Plain data parallelism: every rank holds the whole model and works on its part of the batch."""
+"""Plain data parallelism: every rank holds the whole model and processes its part of the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Technique):
-    """All-reduce gradients in buckets while the backward pass still runs, as PyTorch's DDP does.
+    """All-reduce gradients in buckets while the backward pass is running, as PyTorch's DDP does.
 
     Buckets are filled in the reverse order of the parameters and sent in that order on every rank. In a pipeline they
     are sent after the last micro-batch.
@@ -46,7 +46,7 @@ class DataParallel(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """As it is: buckets that overlap."""
+        """The defaults: overlapping buckets."""
         return [cls()]
 
     def check(self, e: Experiment) -> None:

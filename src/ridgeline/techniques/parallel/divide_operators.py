@@ -1,4 +1,4 @@
-"""What the parallel techniques share: dividing operators over ranks, and the collectives that reduce gradients."""
+"""Shared code of the parallel techniques: dividing operators over ranks, and the collectives that reduce gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ATTENTION_CORE = ("scores", "mask", "softmax", "values", "values.dprobs", "value
 
 
 def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:
-    """A GEMM op with its dimensions (as of ``op.shape``) divided; FLOPs and bytes follow."""
+    """A GEMM op with its dimensions (those of ``op.shape``) divided; FLOPs and bytes follow."""
     rows, cols, inner = op.shape
     small = (max(1, rows // m), max(1, cols // n), max(1, inner // k))
     whole, part = float(rows * (inner + cols)), float(small[0] * (small[1] + small[2]))
@@ -23,7 +23,7 @@ def split_gemm(op: Op, m: int = 1, n: int = 1, k: int = 1) -> Op:
 
 
 def split_bytes(op: Op, by: float) -> Op:
-    """An elementwise op over ``by`` times fewer elements."""
+    """An elementwise op over a factor of ``by`` fewer elements."""
     return changed(op, flops=op.flops / by, bytes=op.bytes / by, weight_bytes=op.weight_bytes / by)
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a mixture divided over ranks."""
+"""Expert parallelism: the experts of a mixture are divided over ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class ExpertParallel(Technique):
-    """Each of ``degree`` ranks holds part of the experts. In training these are data-parallel ranks, and tokens travel
-    to their experts and back (GShard). When serving they are the ranks of tensor_parallel, or without it ranks that
-    hold all else whole: every rank has every token, and the outputs of the ranks' experts are summed.
+    """Each of ``degree`` ranks holds part of the experts. In training these are data-parallel ranks, and tokens are
+    sent to their experts and back (GShard). When serving they are the ranks of tensor_parallel, or without it ranks
+    that replicate everything else: every rank has every token, and the outputs of the ranks' experts are summed.
 
-    Routing is taken as balanced: every rank gets as many tokens, or when serving few, the busiest those of one expert.
+    Routing is assumed to be balanced: every rank gets the same number of tokens; when serving few tokens, the busiest
+    rank gets those of one expert.
     """
 
     card: ClassVar[Card] = Card(
@@ -47,8 +48,8 @@ class ExpertParallel(Technique):
     degree: int = Field(default=2, ge=2)
     """Ranks that share the experts."""
     capacity: float | None = Field(default=None, gt=0)
-    """Room of an expert, in fair shares of a rank's tokens; what does not fit is dropped. None: every token arrives.
-    In training only."""
+    """Capacity of an expert, as a multiple of its equal share of a rank's tokens; excess tokens are dropped. None:
+    every token is processed. In training only."""
 
     def inner(self) -> int:
         """The ranks that share the experts."""
@@ -60,11 +61,11 @@ class ExpertParallel(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Powers of two that divide the experts; nothing without experts."""
+        """Powers of two that divide the experts; none without experts."""
         return [cls(degree=n) for n in degrees(e, e.model.num_experts, (e.model.num_experts,))]
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def check(self, e: Experiment) -> None:
@@ -129,7 +130,7 @@ class ExpertParallel(Technique):
             for p in b.params:
                 p.numel /= d if p.name in experts else 1
             touched = next(op.experts for op in b.forward if op.kind == "gemm" and op.param in experts)
-            by = min(d, touched)  # all wait for the rank with most, and that has an expert at least
+            by = min(d, touched)  # all wait for the rank with the most tokens, which has at least those of one expert
             out: list[Op] = []
             for op in b.forward:
                 if op.kind == "gemm" and op.param in experts:
@@ -181,7 +182,7 @@ class ExpertParallel(Technique):
 
 
 def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
-    """The same tokens over fewer experts: the same FLOPs, fewer weight bytes (those of the experts that are chosen)."""
+    """The same tokens over fewer experts: the same FLOPs, fewer weight bytes (those of the chosen experts)."""
     if op.kind != "gemm" or op.param not in experts:
         return op
     held = max(1, experts[op.param] // d)
@@ -197,7 +198,7 @@ def _fewer(op: Op, d: int, experts: dict[str, int], rows: int) -> Op:
 
 
 def _sent(ops: list[Op], size: float, d: int, stride: int, direction: str) -> list[Op]:
-    """Insert the two exchanges of one direction, ``size`` bytes each: the chosen tokens to their experts, and back."""
+    """Insert the two exchanges of one direction, ``size`` bytes each: the tokens to their chosen experts, and back."""
     out: list[Op] = []
     for op in ops:
         out.append(op)

@@ -1,4 +1,5 @@
-"""The real side of expert parallelism: tokens travel to the ranks that hold their experts, and back (arXiv:2006.16668).
+"""The torch implementation of expert parallelism: tokens are sent to the ranks that hold their experts, and back
+(arXiv:2006.16668).
 
 Shapes: N tokens of this rank, k experts per token, E experts, d ranks, h hidden.
 """
@@ -40,18 +41,19 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Process
 
 @dataclass
 class TokenExchange:
-    """Runs a layer's experts on the ranks that hold them: rank r those from r · E/d on.
+    """Runs a layer's experts on the ranks that hold them: rank r holds those from r · E/d on.
 
-    Without ``capacity`` every token reaches its experts (dropless): the ranks first tell each other how many rows come.
-    With it, an expert takes at most ⌈capacity · N · k / E⌉ rows from each rank; the rest is dropped, the blocks have a
-    fixed size, and nothing need be told.
+    Without ``capacity`` every token reaches its experts (dropless): the ranks first exchange the number of rows. With
+    it, an expert takes at most ⌈capacity · N · k / E⌉ rows from each rank; the rest is dropped, the blocks have a fixed
+    size, and no counts are exchanged.
     """
 
     group: ProcessGroup
     capacity: float | None = None
 
     def __call__(self, experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
-        """``rows`` [N·k, h] sorted by expert, ``counts`` [E] of them for each → what the experts return, in order."""
+        """``rows`` [N·k, h] sorted by expert, ``counts`` [E] of rows per expert → the experts' outputs, in the same
+        order."""
         return self._dropless(experts, rows, counts) if self.capacity is None else self._bounded(experts, rows, counts)
 
     def _dropless(self, experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class PipelineParallel(Technique):
-    """Cut the layers into stages; the schedule decides the order of forward and backward passes on each.
+    """Divide the layers into stages; the schedule decides the order of forward and backward passes on each.
 
-    gpipe runs all forwards, then all backwards; 1f1b alternates them, so that a stage holds at most as many micro-
-    batches as there are stages after it; interleaved gives each rank several thinner stages (arXiv:2104.04473, section
-    2.2); zero_bubble delays weight gradients into the gaps (arXiv:2401.10241, ZB-H1).
+    gpipe runs all forwards, then all backwards; 1f1b alternates them, so that a stage holds at most as many
+    micro-batches as there are stages after it; interleaved gives each rank several smaller stages (arXiv:2104.04473,
+    section 2.2); zero_bubble delays weight gradients into the idle gaps (arXiv:2401.10241, ZB-H1).
     """
 
     card: ClassVar[Card] = Card(
@@ -43,16 +43,16 @@ class PipelineParallel(Technique):
     phase: ClassVar[Phase] = "split"
 
     degree: int = Field(default=2, ge=2)
-    """Stages, one a rank."""
+    """Number of stages, one per rank."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Order of the forward and backward passes."""
     chunks: int = Field(default=1, ge=1)
-    """Thinner stages on each rank (schedule interleaved)."""
+    """Stages per rank (schedule interleaved)."""
     balance: Literal["even", "auto"] = "even"
-    """even: as many layers in every stage; auto: the first and last stages, which also hold the embedding and the head,
-    take fewer if the predictor finds that faster, or the only way to fit."""
+    """even: the same number of layers in every stage; auto: the first and last stages, which also hold the embedding
+    and the head, take fewer if the predictor finds that faster, or if the plan does not fit otherwise."""
     layers: tuple[int, ...] | None = None
-    """Layers of every stage, in order; None: as ``balance`` says."""
+    """Number of layers of every stage, in order; None: determined by ``balance``."""
 
     def axes(self) -> dict[str, int]:
         """The outermost mesh axis."""
@@ -60,9 +60,9 @@ class PipelineParallel(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Powers of two with 1f1b, zero_bubble, and two or four chunks where the layers reach.
+        """Powers of two with 1f1b, zero_bubble, and two or four chunks where there are enough layers.
 
-        gpipe has the bubble of 1f1b and holds more, so it is never worth trying.
+        gpipe has the same bubble as 1f1b and needs more memory, so it is never worth trying.
         """
         layers = e.model.num_layers + e.model.encoder_layers
         out: list[Technique] = []
@@ -72,8 +72,8 @@ class PipelineParallel(Technique):
         return out
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
-        """Layers of the last stage, of the first, and the rest evenly: the fastest predicted step (or, where none fits,
-        the smallest peak). Fewer are tried as long as that gains."""
+        """Number of layers of the last stage and of the first, the rest divided evenly: the fastest predicted step (or,
+        where none fits, the smallest peak). Fewer layers are tried as long as that helps."""
         stages = self.degree * self.chunks
         total = e.model.num_layers + e.model.encoder_layers
         if self.balance == "even" or self.layers is not None or total < stages or not e.is_training:
@@ -88,7 +88,7 @@ class PipelineParallel(Technique):
             worth = found.metrics["step_time_s"].value if found.status == "ok" else sum(m.bytes for m in found.memory)
             return found.status != "ok", worth
 
-        if stages == 2:  # what one does not take, the other does
+        if stages == 2:  # the layers that this stage does not take go to the other
             return cut(*min(((n, total - n) for n in range(1, total)), key=lambda pair: score(*pair)))
         best: tuple[tuple[bool, float], int, int] | None = None
         worse = 0
@@ -110,11 +110,11 @@ class PipelineParallel(Technique):
         return cut(best[1], best[2])
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def check(self, e: Experiment) -> None:
-        """Layers must reach for all stages; chunks belong to the interleaved schedule."""
+        """There must be enough layers for all stages; chunks require the interleaved schedule."""
         stages = self.degree * self.chunks
         layers = e.model.num_layers + e.model.encoder_layers
         self.needs(layers >= stages, f"{layers} layers do not fill {stages} stages", f"use at most {layers} stages")
@@ -137,7 +137,7 @@ class PipelineParallel(Technique):
                        "use schedule=interleaved, or drop chunks")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Tell the step how to cut; a tied head has its own copy of the embedding on the last stage."""
+        """Set the step's stages; a tied head has its own copy of the embedding on the last stage."""
         if not e.is_training:
             return self._in_turn(g, e)
         pipe = Pipeline(self.degree, self.schedule, self.chunks, self.layers or ())
@@ -156,8 +156,8 @@ class PipelineParallel(Technique):
         return g
 
     def _in_turn(self, g: Graph, e: Experiment) -> Graph:
-        """A serving step goes through the stages one after the other and back to the first: each device holds a part of
-        the layers and of the cache, and time is that of all of them and of handing the rows on."""
+        """A serving step passes through the stages one after another and back to the first: each device holds part of
+        the layers and of the cache, and the time is that of all stages plus the transfers between them."""
         g.kv_cache /= self.degree
         for b in g.blocks:
             if b.name == "layers":
@@ -171,12 +171,12 @@ class PipelineParallel(Technique):
         return g
 
     def scheduling(self, s: Scheduling) -> None:
-        """A rank's cache is that of its own layers."""
+        """A rank's cache holds only its own layers."""
         s.stages = self.layers or ()
 
     def serve(self, run: ServeBuild) -> None:
-        """Keep this rank's layers; embedding, final norm and head stay with the first stage. A step goes through the
-        stages one after the other."""
+        """Keep this rank's layers; embedding, final norm and head stay on the first stage. A step passes through the
+        stages one after another."""
         from torch import nn
 
         assert run.mesh is not None
@@ -189,7 +189,7 @@ class PipelineParallel(Technique):
             model.embed = model.norm = model.head = None
 
     def build(self, run: TrainBuild) -> None:
-        """Keep this rank's stages; PyTorch's runtime works off the schedule's action list."""
+        """Keep this rank's stages; PyTorch's runtime executes the schedule's action list."""
         from ridgeline.techniques.parallel.pipeline_torch import PipelineRuntime
 
         total = run.experiment.model.num_layers

@@ -1,4 +1,4 @@
-"""The real side of pipeline parallelism: PyTorch's runtime works off the predictor's own action lists."""
+"""The torch implementation of pipeline parallelism: PyTorch's runtime executes the predictor's own action lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BACKWARD = {True: _ComputationType.BACKWARD_INPUT, False: _ComputationType.FULL
 
 
 class _GraphOf(torch.autograd.Function):
-    """The autograd graph behind a tensor, without its values: [...] of one element in memory."""
+    """The autograd graph of a tensor, without its values: [...] backed by one element of memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -33,30 +33,30 @@ class _GraphOf(torch.autograd.Function):
 
 
 class Stage(PipelineStage):
-    """A stage that holds a message only while it is needed.
+    """A stage that keeps a message only while it is needed.
 
     It is received into memory allocated for it and freed after its use. A sent activation is freed before this stage
-    computes again, once it has arrived; its graph stays for the backward pass (Megatron-LM's
+    computes again, once it has been received; its graph stays for the backward pass (Megatron-LM's
     ``deallocate_pipeline_outputs``). A sent gradient is freed when the previous stage is known to have used it.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.sent: list[dist.Work] = []
-        """Activations in flight."""
+        """Activations being sent."""
         self.returned: dict[int, list[dist.Work]] = {}
-        """Gradients in flight, by micro-batch."""
+        """Gradients being sent, by micro-batch."""
         self.taken: dict[int, set[int]] = {}
-        """Micro-batches whose gradients the stage before has used when it sends an activation."""
+        """Micro-batches whose gradients the previous stage has used when it sends an activation."""
         self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._ahead = True
 
     def _all(self) -> list[Any]:
-        """Where messages of every micro-batch are received."""
+        """Buffers in which messages of all micro-batches are received."""
         return [info for kind in (self.args_recv_info, self.grad_recv_info) for one in kind.values() for info in one]
 
     def _begin(self) -> None:
-        """PyTorch has made memory for every micro-batch ahead."""
+        """Free the buffers that PyTorch preallocates for every micro-batch."""
         if self._ahead:
             self._ahead = False
             for info in self._all():
@@ -75,24 +75,24 @@ class Stage(PipelineStage):
                 info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
 
     def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
-        """What receives an activation."""
+        """Operations that receive an activation."""
         self._receive(self.args_recv_info[chunk])
         return super().get_fwd_recv_ops(chunk)
 
     def get_bwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
-        """What receives a gradient."""
+        """Operations that receive a gradient."""
         self._receive(self.grad_recv_info[chunk])
         return super().get_bwd_recv_ops(chunk)
 
     def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
-        """Sends an activation; PyTorch would hold it to the end of the step."""
+        """Operations that send an activation; PyTorch would keep it until the end of the step."""
         self.sent += _send(super().get_fwd_send_ops(chunk))
         outputs, inputs = self.fwd_cache[chunk]
         self.fwd_cache[chunk] = tuple(map(_GraphOf.apply, outputs)), inputs
         return []
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
-        """Sends a gradient."""
+        """Operations that send a gradient."""
         self.returned[chunk] = _send(super().get_bwd_send_ops(chunk))
         return []
 
@@ -116,13 +116,13 @@ class Stage(PipelineStage):
         return out
 
     def _free_sent(self) -> None:
-        """Wait for the activations that were sent: the peer's receive comes before what this stage computes next in the
-        order of communication that both follow, so this cannot deadlock."""
+        """Wait for the activations that were sent: in the communication order that both follow, the peer's receive
+        precedes this stage's next computation, so this cannot deadlock."""
         _wait(self.sent)
         self.sent = []
 
     def finish(self) -> None:
-        """Wait for all that was sent."""
+        """Wait for all pending sends."""
         self._free_sent()
         for works in self.returned.values():
             _wait(works)
@@ -130,7 +130,7 @@ class Stage(PipelineStage):
 
 
 def _send(ops: list[dist.P2POp]) -> list[dist.Work]:
-    return _batch_p2p(ops)  # as PyTorch's runtime receives: both ends must use the same communicator
+    return _batch_p2p(ops)  # like PyTorch's own receives: both ends must use the same communicator
 
 
 def _wait(works: list[dist.Work]) -> None:
@@ -139,9 +139,9 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 class Runtime(_PipelineScheduleRuntime):
-    """PyTorch's runtime for multi-stage schedules, given the lists of :func:`ridgeline.graph.schedule.actions`.
+    """PyTorch's runtime for multi-stage schedules, with the action lists of :func:`ridgeline.graph.schedule.actions`.
 
-    Gradients are left as they are: the loss carries the factor, so that hooks see final gradients.
+    Gradients are not scaled: the factor is in the loss, so that hooks see final gradients.
     """
 
     def __init__(self, stages: list[Stage], schedule: str, ranks: int, micros: int, chunks: int) -> None:
@@ -167,7 +167,7 @@ class Runtime(_PipelineScheduleRuntime):
 
 
 class PipelineRuntime:
-    """This rank's stages, cut out of the whole model, and what runs micro-batches through all of them."""
+    """This rank's stages, taken out of the whole model, and the runtime that runs micro-batches through all of them."""
 
     def __init__(self, run: TrainBuild, schedule: str, layers: list[list[int]], chunks: int) -> None:
         assert run.mesh is not None
@@ -224,7 +224,7 @@ class PipelineRuntime:
         return self._runtimes[shape]
 
     def hidden(self, micro: Micro, device: str | torch.device) -> Tensor:
-        """An empty tensor like what one stage sends to the next."""
+        """An empty tensor with the shape and dtype of what one stage sends to the next."""
         run, spec = self.run, self.run.experiment.model
         parts = run.mesh.size("tp") if run.divider and run.divider.sequence and run.mesh else 1
         dtype = next(run.root.parameters()).dtype
@@ -251,7 +251,7 @@ class PipelineRuntime:
         return total + sum(x.detach() for x in losses) if losses else total
 
     def score(self, micros: list[Micro]) -> Tensor:
-        """Sum of losses, without gradients: one micro-batch after the other through all stages."""
+        """Sum of losses, without gradients: the micro-batches run through all stages one after another."""
         group = self.run.mesh.group("pp")  # type: ignore[union-attr]
         peers = dist.get_process_group_ranks(group)
         chunks = dict(zip(self.mine, self.run.chunks, strict=True))
@@ -271,7 +271,7 @@ class PipelineRuntime:
         return total
 
     def _cut_by_rows(self, micros: list[Micro]) -> dict[str, Any]:
-        """What goes with the ids of several micro-batches to every stage, [all rows, seq] each."""
+        """Inputs that accompany the ids of several micro-batches on every stage, [all rows, seq] each."""
         columns = {"labels": [m.labels for m in micros]}
         for name in ("positions", "documents"):
             of_each = [getattr(m, name) for m in micros]
@@ -280,7 +280,7 @@ class PipelineRuntime:
         return {name: torch.cat(parts) for name, parts in columns.items()}
 
     def _place(self, micro: Micro) -> None:
-        """Places that all rows share cannot travel with them."""
+        """Positions that all rows share cannot be split by rows."""
         shared = None if micro.positions is None or micro.positions.dim() == 2 else micro.positions
         for chunk in self.run.chunks:
             chunk.positions = shared

@@ -1,4 +1,4 @@
-"""Ring attention: the sequence divided over ranks, keys and values passed round."""
+"""Ring attention: the sequence is divided over ranks; keys and values are passed around."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from ridgeline.runtime.train_build import TrainBuild
 
 _QUERY_SIDE = {"scores": 1, "values": 1, "values.dprobs": 1, "values.dv": 3, "scores.dq": 1, "scores.dk": 3}
-"""Where the query length stands in a batched product's (batch, m, n, k)."""
+"""Position of the query length in a batched product's (batch, m, n, k)."""
 
 
 class RingAttention(Technique):
-    """Each rank keeps its part of every sequence; keys and values travel round while attention runs (Liu et al. 2023).
+    """Each rank keeps its part of every sequence; keys and values are passed around the ring while attention runs (Liu
+    et al. 2023).
 
-    Parts are dealt in zigzag (the first with the last), so that causal masking leaves all ranks the same work.
+    Parts are assigned in zigzag order (the first with the last), so that causal masking leaves all ranks the same
+    amount of work.
     """
 
     card: ClassVar[Card] = Card(
@@ -52,11 +54,11 @@ class RingAttention(Technique):
         return [cls(degree=n) for n in degrees(e, min(16, e.training.seq_len // 1024))]
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def check(self, e: Experiment) -> None:
-        """Zigzag halves must divide the sequence."""
+        """The sequence must divide into zigzag halves."""
         length = e.training.seq_len
         self.needs(
             length % (2 * self.degree) == 0,
@@ -74,7 +76,7 @@ class RingAttention(Technique):
                    " examples (one in a row), document_mask=false for text")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Divide the tokens; exchange keys and values beside the attention core."""
+        """Divide the tokens; exchange keys and values in parallel with the attention core."""
         c = self.degree
         parameters = {p.name: p.numel for b in g.blocks for p in b.params}
         kv = min(e.parallel.get("tp", 1), e.model.num_kv_heads)
@@ -94,7 +96,7 @@ class RingAttention(Technique):
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Deal every sequence out in zigzag, positions with it, and compute attention round the ring."""
+        """Divide every sequence in zigzag order, together with its positions, and compute attention around the ring."""
         from ridgeline.runtime.train_build import Micro
         from ridgeline.techniques.parallel.ring_attention_torch import Ring, backend, zigzag
 
@@ -129,7 +131,7 @@ def _divide(op: Op, c: int, parameters: dict[str, float]) -> Op:
 
 
 def _balanced(op: Op, c: int) -> Op:
-    """A causal kernel in zigzag parts: as much work as ``c`` times as many sequences of a part's length."""
+    """A causal kernel on zigzag parts: the same work as ``c`` times as many sequences of a part's length."""
     if op.kind != "attention" or not op.causal:
         return op
     batch, heads, kv_heads, q_len, kv_len, dim = op.shape
@@ -137,7 +139,7 @@ def _balanced(op: Op, c: int) -> Op:
 
 
 def _exchange(g: Graph, elements: float, c: int, stride: int) -> None:
-    """Keys and values round the ring in forward; once more, and their gradients back in fp32, in backward."""
+    """Keys and values around the ring in forward; in backward once more, and their gradients back in fp32."""
     pair, wide = elements * DTYPE_BYTES[g.dtype], elements * 4.0
 
     def ring(name: str, direction: str, behind: Op, size: float = pair) -> Op:
@@ -151,7 +153,7 @@ def _exchange(g: Graph, elements: float, c: int, stride: int) -> None:
         if core.kind == "attention":
             b.forward = [_balanced(o, c) for o in b.forward]
             b.backward = [_balanced(o, c) for o in b.backward]
-            # The fused kernel reads every key and value, but keeps its own part.
+            # The fused kernel reads every key and value, but stores its own part.
             split_saved(b, ["attention.k", "attention.v"], c)
         core = next(o for o in b.forward if o.name == core.name)
         b.forward.insert(b.forward.index(core) + 1, ring("attention.exchange", "forward", core))

@@ -1,8 +1,8 @@
-"""Ring attention: every rank keeps a part of the sequence, keys and values travel round (arXiv:2310.01889).
+"""Ring attention: every rank keeps a part of the sequence, keys and values are passed around (arXiv:2310.01889).
 
-Parts are dealt in zigzag: the sequence is cut into 2·c pieces, and rank r holds pieces r and 2·c - 1 - r. Then every
-rank has two blocks of the same size to compute at every step but the first, where a plain deal would leave the first
-rank idle under a causal mask.
+Parts are assigned in zigzag order: the sequence is cut into 2·c pieces, and rank r holds pieces r and 2·c - 1 - r. Then
+every rank has two blocks of the same size to compute at every step but the first, where contiguous parts would leave
+the first rank idle under a causal mask.
 
 Shapes: B batch, H query heads, G key/value heads, S local tokens (two pieces), D head dimension.
 """
@@ -22,7 +22,7 @@ from ridgeline.nn.model.attention import AttentionBackend, Mask, computable
 
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:
-    """Places [length / ranks] in the whole sequence of the tokens that ``rank`` holds, ascending."""
+    """Positions [length / ranks] in the whole sequence of the tokens that ``rank`` holds, ascending."""
     piece = length // (2 * ranks)
     last = 2 * ranks - 1 - rank
     return torch.cat((torch.arange(rank * piece, (rank + 1) * piece), torch.arange(last * piece, (last + 1) * piece)))
@@ -78,7 +78,7 @@ def _each_group(t: Tensor, groups: int) -> Tensor:
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from the attention over each; outputs and log-sum-exps in fp32."""
+    """Merge the attention outputs over two sets of keys; outputs and log-sum-exps in fp32."""
     total = torch.logaddexp(lse, more_lse)
     old, new = (lse - total).exp().unsqueeze(-1), (more_lse - total).exp().unsqueeze(-1)
     return out * old + more.float() * new, total
@@ -95,16 +95,17 @@ class Ring:
 
     @property
     def ranks(self) -> int:
-        """Ranks in the ring."""
+        """Number of ranks in the ring."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place."""
+        """Index of this rank in the ring."""
         return self.group.rank()
 
     def send_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
-        """Start handing contiguous tensors to the next rank; returns what will come from the one before, and waits."""
+        """Start sending contiguous tensors to the next rank; returns the tensors that will come from the previous one,
+        and the operations to wait for."""
         peers = dist.get_process_group_ranks(self.group)
         ahead, behind = peers[(self.rank + 1) % self.ranks], peers[(self.rank - 1) % self.ranks]
         coming = [torch.empty_like(t) for t in tensors]
@@ -114,9 +115,10 @@ class Ring:
 
 
 def parts(step: int, rank: int, length: int) -> tuple[slice, slice]:
-    """Which of ``length`` local queries see which of the keys that arrive at ``step`` ≥ 1: halves, as dealt in zigzag.
+    """Which of ``length`` local queries see which of the keys that arrive at ``step`` ≥ 1: halves, as assigned in
+    zigzag order.
 
-    Keys of a rank before this one: all queries see their first piece. Of one behind: the second piece of queries sees
+    Keys of a lower rank: all queries see their first piece. Keys of a higher rank: the second piece of queries sees
     both.
     """
     half = length // 2
@@ -134,8 +136,8 @@ class Documents:
     ring: Ring
 
     def bias(self, step: int, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """[B, 1, rows, keys] to add to the scores of this rank's queries with the keys that arrive at ``step``; with
-        its own, at step 0, causality is in it. Half the lowest number instead of -inf: see ``make_mask``."""
+        """[B, 1, rows, keys] to add to the scores of this rank's queries with the keys that arrive at ``step``; at step
+        0, for its own keys, it includes causality. Half the lowest number instead of -inf: see ``make_mask``."""
         ring, length = self.ring, self.numbers.shape[1]
         of = [zigzag(length, ring.ranks, r).to(like.device) for r in (ring.rank, (ring.rank - step) % ring.ranks)]
         mine, theirs = of[0][rows], of[1][keys]
@@ -147,7 +149,7 @@ class Documents:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Causal attention over the whole sequence; between forward and backward only local tensors are kept."""
+    """Causal attention over the whole sequence; only local tensors are kept between forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, documents: Documents | None) -> Tensor:
@@ -187,7 +189,7 @@ class _RingAttention(torch.autograd.Function):
             (coming,), works = ring.send_on(pair)
         own = documents.bias(0, slice(0, length), slice(0, length), q) if documents else None
         dq, dk, dv = (t.float() for t in block_backward(grad, q, k, v, out, lse, documents is None, own))
-        travelling = None  # gradients of the keys and values at hand, in fp32, on their way home
+        travelling = None  # gradients of the current keys and values, in fp32, being passed back to their rank
         for step in range(1, ring.ranks):
             _wait(works)
             pair = coming
@@ -202,7 +204,7 @@ class _RingAttention(torch.autograd.Function):
             dq[:, :, rows] += found[0]
             if travelling is None:
                 travelling = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
-            else:  # they follow one step behind, with what the rank before added
+            else:  # they follow one step behind, with what the previous rank added
                 (travelling,), moves = ring.send_on(travelling)
                 _wait(moves)
             travelling[0, :, :, keys] += found[1]
@@ -220,7 +222,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def backend(ring: Ring) -> AttentionBackend:
-    """Causal attention over sequences whose tokens are dealt over ``ring`` in zigzag."""
+    """Causal attention over sequences whose tokens are divided over ``ring`` in zigzag order."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         assert mask.causal

@@ -1,4 +1,4 @@
-"""Megatron's sequence parallelism: what tensor parallelism leaves whole is divided along the sequence."""
+"""Megatron's sequence parallelism: what tensor parallelism replicates is divided along the sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _STREAM = ("input", "attention_input", "cross_input", "cross_normed", "mlp_sum",
 class SequenceParallel(Technique):
     """Divide norms, residual additions and dropout over the tensor-parallel ranks (Korthikanti et al. 2022, section 4).
 
-    Each all-reduce becomes a reduce-scatter and an all-gather of the same volume; the activations that every rank held
-    whole are held in parts, and gathered once more for the weight gradients, beside the input gradients.
+    Each all-reduce becomes a reduce-scatter and an all-gather of the same volume; the activations that every rank
+    replicated are divided, and gathered once more for the weight gradients, in parallel with the input gradients.
     """
 
     card: ClassVar[Card] = Card(
@@ -39,17 +39,17 @@ class SequenceParallel(Technique):
     order: ClassVar[int] = 1
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def check(self, e: Experiment) -> None:
-        """The sequence must divide."""
+        """The sequence must be divisible."""
         t = e.parallel.get("tp", 1)
         length = e.training.seq_len
         self.needs(length % t == 0, f"seq_len {length} does not divide over {t} ranks", f"use a multiple of {t}")
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Replace the all-reduces; divide the stream's operators and saved activations."""
+        """Replace the all-reduces; divide the residual stream's operators and saved activations."""
         t = e.parallel["tp"]
         g.residual /= t
         size = g.residual * t
@@ -64,7 +64,7 @@ class SequenceParallel(Technique):
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Let the divided layers receive and return parts of the sequence."""
+        """Make the divided layers receive and return parts of the sequence."""
         assert run.divider is not None
         run.divider.sequence = True
         for chunk in run.chunks:
@@ -101,7 +101,7 @@ def _gathered(ops: list[Op], before: dict[str, tuple[str, ...]], size: float, t:
 
 
 def _regathers(b: Block, size: float, t: int) -> list[Op]:
-    """The divided inputs of column-parallel layers, whole again for their weight gradients."""
+    """The divided inputs of column-parallel layers, gathered again for their weight gradients."""
     found = []
     for label, readers in (("attention", "qkv"), ("mlp", ("gate", "up")), ("head", ())):
         layers = [f"{label}.{r}_proj" for r in readers] or ["head.out"]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of every layer divided over the ranks of a group."""
+"""Tensor parallelism: the matrices of every layer are divided over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _DIVIDED = ("q", "k", "v", "probs", "probs.mask", "probs.dropped", "context", "q
 class TensorParallel(Technique):
     """Divide attention heads, MLP columns and the vocabulary over ``degree`` ranks (Megatron-LM).
 
-    Query, key, value, gate and up projections are cut by output, output and down projections by input, so one
-    all-reduce of the residual stream per sub-layer and direction is all the communication. With more ranks than
-    key/value heads each rank keeps a whole head, so some heads are held several times.
+    Query, key, value, gate and up projections are divided by output, output and down projections by input, so one
+    all-reduce of the residual stream per sub-layer and direction is the only communication. With more ranks than
+    key/value heads each rank holds a whole head, so some heads are replicated.
     """
 
     card: ClassVar[Card] = Card(
@@ -57,8 +57,8 @@ class TensorParallel(Technique):
     degree: int = Field(default=8, ge=2)
     """Ranks that share every layer."""
     overlap: bool | None = None
-    """Send in pieces, beside the products next to it, what divided layers gather and sum (Transformer Engine on GPUs):
-    predicted, not yet run."""
+    """Overlap the gathers and sums of divided layers with the adjacent matrix products, in pieces (Transformer Engine
+    on GPUs): predicted, not yet run."""
 
     def axes(self) -> dict[str, int]:
         """The innermost mesh axis."""
@@ -71,11 +71,11 @@ class TensorParallel(Technique):
         return [cls(degree=n) for n in degrees(e, e.cluster.devices_per_node, sizes)]
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def check(self, e: Experiment) -> None:
-        """Heads and MLP width must divide."""
+        """Heads and MLP width must be divisible."""
         for what, size in (("attention heads", e.model.num_heads), ("MLP columns", e.model.intermediate_size)):
             near = nearest_divisor(gcd(size, e.world), self.degree)
             self.needs(
@@ -95,8 +95,8 @@ class TensorParallel(Technique):
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
         """Divide shapes, parameters and saved activations; insert all-reduces where partial sums arise.
 
-        Our own serving engine keeps the embedding and the head whole; experts that expert_parallel divides then are
-        left to it.
+        Our own serving engine replicates the embedding and the head; experts that expert_parallel divides are left to
+        it.
         """
         t = self.degree
         whole = isinstance(e.workload, Serve) and engine_name(e.workload.engine, e.cluster.device.name) == OWN
@@ -123,7 +123,7 @@ class TensorParallel(Technique):
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Divide the layers that are here; parameters become ``DTensor`` s, arithmetic stays local."""
+        """Divide this rank's layers; parameters become ``DTensor`` s, arithmetic stays local."""
         self.needs(not self.overlap, "overlap=true can be predicted, not yet run", "use overlap=false")
         from ridgeline.nn.parallel.divide import Divider
 
@@ -141,7 +141,7 @@ class TensorParallel(Technique):
                    " heads would have to be held several times", f"use a degree that divides {kv}")  # fmt: skip
 
     def serve(self, run: ServeBuild) -> None:
-        """Divide the layers, dense or quantized, and with them the cache; embedding and head stay whole."""
+        """Divide the layers, dense or quantized, and with them the cache; embedding and head are replicated."""
         from ridgeline.nn.parallel.divide_packed import divide
 
         assert run.mesh is not None
@@ -186,18 +186,18 @@ _SIDES = {  # the dimension of an operator's (m, n, k) that a layer's output (Tr
 
 
 def _divide_linear(op: Op, column: bool, tail: str, by: int) -> Op:
-    """The operators of one linear layer and of its adapter, cut along the output (column) or the input (row)."""
+    """Divide the operators of one linear layer and of its adapter along the output (column) or the input (row)."""
     part = tail.rpartition(".")[2]
     if op.kind == "gemm":
         if tail.startswith("lora_a" if column else "lora_b"):
-            return op  # the side that touches the undivided stream is held whole
+            return op  # the dimension that faces the undivided stream is replicated
         return split_gemm(op, **{_SIDES[column][part if part in ("dx", "dw") else ""]: by})
     whole = ("accumulate",) if column else ("db", "lora_add", "bwd")
     return op if part in whole else split_bytes(op, by)
 
 
 def _sum_partial(g: Graph, t: int, sequence: bool) -> None:
-    """One collective, once per step, for replicated parameters of which a rank's gradient is only a part."""
+    """One collective, once per step, for replicated parameters whose gradient is partial on each rank."""
     size = sum(p.numel / p.state_shards * 4.0 * n for p, n in g.params if p.trainable and _is_partial(p.name, sequence))
     if size:
         size /= g.stages
@@ -206,7 +206,7 @@ def _sum_partial(g: Graph, t: int, sequence: bool) -> None:
 
 
 def _overlapped(g: Graph) -> None:
-    """Put every gather beside the product that reads it, every sum beside the one that makes it."""
+    """Overlap every gather with the product that reads it, and every sum with the one that produces it."""
     for b in g.blocks:
         if b.is_layer:
             b.forward, b.backward = _beside(b.forward), _beside(b.backward)
@@ -225,7 +225,8 @@ def _beside(ops: list[Op]) -> list[Op]:
 
 
 def _is_partial(name: str, sequence: bool) -> bool:
-    """Whether each rank's gradient of a parameter is a part: it saw its heads, its experts' columns, or its tokens."""
+    """Whether each rank's gradient of a parameter is partial: it saw only its heads, its experts' columns, or its
+    tokens."""
     layer, tail = _leaf(name)
     if layer:
         held = tail == ("lora_a" if layer in COLUMN else "lora_b")

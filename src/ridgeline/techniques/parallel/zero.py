@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 class Zero(Technique):
     """ZeRO data parallelism.
 
-    On PyTorch's ``fully_shard`` every stage keeps a rank's parameters, gradients and optimizer states as shards between
+    In PyTorch's ``fully_shard`` every stage keeps a rank's parameters, gradients and optimizer states as shards between
     steps. Stage 3 gathers a block's parameters only while it runs, forward and backward; stage 2 keeps them gathered
     from forward to backward; stage 1 also keeps unreduced gradients through gradient accumulation and reduces once per
     step. Without accumulation stages 1 and 2 therefore do the same work.
 
-    With ``mixed_precision:weights=low`` stage 3 shards the 16-bit weights and their fp32 masters. In stages 1 and 2, as
-    in DeepSpeed and Megatron-LM, the 16-bit weights stay whole on every rank; masters and moments (stage 2: summed
-    gradients too) are divided, and the new weights handed round after the update. Gradients are reduced in fp32.
+    With ``mixed_precision:weights=low`` stage 3 shards the 16-bit weights and their fp32 master copies. In stages 1 and
+    2, as in DeepSpeed and Megatron-LM, the 16-bit weights are replicated on every rank; master weights and moments
+    (stage 2: also summed gradients) are sharded, and the new weights are all-gathered after the update. Gradients are
+    reduced in fp32.
     """
 
     card: ClassVar[Card] = Card(
@@ -55,27 +56,28 @@ class Zero(Technique):
     stage: Literal[1, 2, 3] = 2
     """1: optimizer states; 2: gradients too; 3: parameters too."""
     degree: int | None = Field(default=None, ge=2)
-    """Ranks that share one copy, if not all. Fewer is hybrid sharding: shards inside a node, copies across nodes."""
+    """Number of ranks among which one copy is sharded; by default all. Fewer is hybrid sharding: shards inside a node,
+    copies across nodes."""
 
     reshard: bool | None = None
     """Free a layer's gathered parameters after its forward pass and gather them again for backward. None: in stage 3,
     but not in a pipeline, where it would happen for every micro-batch."""
     gathered: Literal["layer", "tensor"] | None = None
-    """What a collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases): predicted, not
+    """What one collective gathers: a layer, or one parameter tensor of it (DeepSpeed's first releases): predicted, not
     yet run."""
     prefetch: int = Field(default=1, ge=0)
-    """Layers whose parameters are gathered ahead of use, in forward and backward."""
+    """Number of layers whose parameters are gathered ahead of use, in forward and backward."""
 
     def owns(self) -> frozenset[Part]:
-        """Hybrid sharding forms groups of its own."""
+        """Hybrid sharding forms process groups of its own."""
         return self.card.owns | ({"rank_groups"} if self.degree else frozenset())
 
     def changes(self) -> frozenset[Part]:
-        """Before stage 3 parameters are whole when they are used next."""
+        """Below stage 3 parameters are complete when they are used next."""
         return self.card.changes | ({"replicas"} if self.stage < 3 else frozenset())
 
     def reshards(self, pipelined: bool) -> bool:
-        """Whether gathered parameters go after forward."""
+        """Whether gathered parameters are freed after forward."""
         return self.stage == 3 and not pipelined if self.reshard is None else self.reshard
 
     def inner(self) -> int:
@@ -94,11 +96,11 @@ class Zero(Technique):
 
     @classmethod
     def saves_memory(cls, e: Experiment) -> str:
-        """Every state as shards."""
+        """All states are sharded."""
         return "zero:stage=3" if e.data_parallel > 1 and (not (own := of_kind(e, cls)) or own.stage != 3) else ""
 
     def lazy(self) -> bool:
-        """It needs shapes only."""
+        """True: it needs only shapes."""
         return True
 
     def check(self, e: Experiment) -> None:
@@ -137,20 +139,20 @@ class Zero(Technique):
                             link_bytes=o.link_bytes / o.ranks, ranks=copies, stride=stride * ranks)
                     for o in b.reduce if o.kind == "reduce_scatter"
                 ]  # fmt: skip
-        if low:  # parameters arrive already cast
+        if low:  # parameters are gathered already cast
             for b in g.blocks:
                 b.forward = [o for o in b.forward if o.kind != "cast" or "dequantize" in o.name]
-        if self.stage == 3 and not g.keep_gathered:  # else gathered in forward only, before activations have piled up
+        if self.stage == 3 and not g.keep_gathered:  # otherwise gathered only in forward, before activations accumulate
             layers = [b for b in g.blocks if b.is_layer]
             sizes = (sum(p.numel * p.working_bytes for p in b.params if p.spread == 1) for b in layers)
             g.buffers += max(sizes, default=0.0)
         return g
 
     def _shard_fully(self, g: Graph, ranks: int, stride: int) -> None:
-        """``fully_shard``: shards at rest in every stage, gathered at least once per micro-batch (in a pipeline: once
-        per step, and reduced after it).
+        """``fully_shard``: parameters are stored as shards in every stage and gathered at least once per micro-batch
+        (in a pipeline: once per step, and reduced after it).
 
-        What lies outside the layers is one unit: gathered before the first, reduced after the last.
+        What is outside the layers is one unit: gathered before the first, reduced after the last.
         """
         low = g.dtype in ("bf16", "fp16")
         pipe = g.pipeline
@@ -167,7 +169,7 @@ class Zero(Technique):
                 share = max(1, ranks // p.spread)
                 p.working_bytes = 2.0 if low and p.bytes_per_element == 4.0 else p.bytes_per_element
                 p.shards = p.state_shards = share
-                # Gradients that wait for the last micro-batch wait whole.
+                # Gradients that wait for the last micro-batch are kept unsharded.
                 p.grad_shards = 1 if g.accumulation > 1 and not g.reduce_every_micro_batch else share
         layers = [b for b in g.blocks if b.is_layer]
         ends = [b for b in g.blocks if b not in layers]
@@ -183,8 +185,8 @@ class Zero(Technique):
             unit[0].reduce += reductions(whole, "reduce_scatter", ranks, stride)
 
     def _shard_update(self, g: Graph, ranks: int, stride: int) -> None:
-        """DeepSpeed's and Megatron's way with 16-bit weights: they stay whole, and only what the stage names is
-        divided. New weights are handed round once, after the update."""
+        """The DeepSpeed and Megatron scheme for 16-bit weights: they stay replicated, and only what the stage names is
+        divided. New weights are all-gathered once, after the update."""
         early = self.stage == 2 and not g.pipeline
         g.reduce_every_micro_batch = early
         g.gradients_resident = self.stage == 1
@@ -209,7 +211,8 @@ class Zero(Technique):
         return self._all_gathers(sizes, ranks, stride)
 
     def _all_gathers(self, sizes: dict[int, float], ranks: int, stride: int) -> list[Op]:
-        """``sizes``: bytes by the ranks that they are divided over already (experts), and are gathered without."""
+        """``sizes``: bytes by the number of ranks over which they are already divided (experts) and need not be
+        gathered."""
         return [
             Op("all_gather", "communication", "all_gather", "forward", bytes=size, link_bytes=size,
                ranks=ranks // spread, axis="dp", stride=stride * spread)
@@ -218,9 +221,9 @@ class Zero(Technique):
         ]  # fmt: skip
 
     def build(self, run: TrainBuild) -> None:
-        """``fully_shard`` each block, then the rest; sums instead of averages; reduce late in stage 1.
+        """``fully_shard`` each block, then the rest; sums instead of averages; late reduction in stage 1.
 
-        16-bit weights with master copies stay whole in stages 1 and 2, and only their update is divided.
+        16-bit weights with master copies are replicated in stages 1 and 2, and only their update is sharded.
         """
         self.needs(self.gathered != "tensor", "gathered=tensor can be predicted, not yet run", "use gathered=layer")
         if run.update.weights_16bit is not None and self.stage < 3:
@@ -272,7 +275,7 @@ class Zero(Technique):
         for chunk in run.chunks:
             for block in chunk.model.layers.children():
                 feed: Any = block.mlp
-                held = set()  # experts that are divided over ranks are shared by fewer
+                held = set()  # experts that are divided over ranks are sharded over fewer
                 if run.gradients.experts_divided and hasattr(feed, "experts"):
                     if others.size() > 1:
                         fully_shard(feed.experts, mesh=others, reshard_after_forward=reshard, mp_policy=policy)
@@ -285,7 +288,7 @@ class Zero(Technique):
             self._prefetch([*chunk.model.layers.values()])
 
     def _ranks(self, run: TrainBuild) -> tuple[DeviceMesh, DeviceMesh]:
-        """The ranks over which parameters are divided, and those over which experts are that are divided already."""
+        """The ranks over which parameters are sharded, and those for experts that are already divided over ranks."""
         assert run.mesh is not None
         others = run.mesh.sub("outer", "cp")
         if self.degree and self.degree < run.experiment.data_parallel:
@@ -293,7 +296,7 @@ class Zero(Technique):
         return run.mesh.sub("outer", "inner", "cp"), others
 
     def _among(self, run: TrainBuild) -> Callable[[str], Among | None]:
-        """The same by the name of a parameter; None: it is divided as far as it can be."""
+        """The same by the name of a parameter; None: it is already divided as far as possible."""
         from ridgeline.techniques.parallel.zero_torch import Among
 
         mesh, others = self._ranks(run)

@@ -1,9 +1,9 @@
-"""ZeRO stages 1 and 2 over 16-bit weights: these stay whole, and each rank updates its rows of every parameter.
+"""ZeRO stages 1 and 2 with 16-bit weights: these are replicated, and each rank updates its rows of every parameter.
 
-Gradients of one part of the model (embedding, a layer, head) are summed in fp32 by one reduce-scatter, behind the rest
-of the backward pass; after the update one all-gather per part hands its new rows round (arXiv:1910.02054, section 5).
-Between steps the modules hold this rank's rows as ``DTensor`` s that share the memory of the whole weights, so that
-norms, optimizers, offload and checkpoints find what they find under stage 3.
+Gradients of one part of the model (embedding, a layer, head) are summed in fp32 by one reduce-scatter that overlaps
+with the rest of the backward pass; after the update one all-gather per part distributes its new rows (arXiv:1910.02054,
+section 5). Between steps the modules hold this rank's rows as ``DTensor`` s that share the memory of the full weights,
+so that norms, optimizers, offload and checkpoints see the same state as under stage 3.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ridgeline.runtime.train_build import TrainBuild
 
 
 def keep_wide(module: FSDPModule) -> None:
-    """Let ``fully_shard`` leave gradients that it summed in fp32 so, beside 16-bit parameters (whose ``grad_dtype`` is
-    fp32): by itself it rounds them to the parameters' dtype."""
+    """Make ``fully_shard`` keep gradients that it summed in fp32 in that dtype, for 16-bit parameters (whose
+    ``grad_dtype`` is fp32): by default it rounds them to the parameters' dtype."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return
@@ -43,43 +43,43 @@ def keep_wide(module: FSDPModule) -> None:
 
 
 class Among(NamedTuple):
-    """Over which ranks a parameter's update is divided."""
+    """The ranks over which a parameter's update is divided."""
 
     mesh: DeviceMesh
-    """One axis of ranks that share one copy, or (copies, ranks that share one)."""
+    """One mesh axis of ranks that share one copy, or (copies, ranks that share one)."""
     experts: bool = False
 
     @property
     def shards(self) -> ProcessGroup:
-        """Ranks that share one copy."""
+        """Number of ranks that share one copy."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def copies(self) -> ProcessGroup | None:
-        """Ranks that update the same rows; None: only this one."""
+        """Ranks that update the same rows; None: only this rank."""
         return self.mesh.get_group(0) if self.mesh.ndim > 1 else None
 
 
 @dataclass
 class Unit:
-    """Parameters whose gradients and new rows travel together."""
+    """Parameters whose gradients and new rows are communicated together."""
 
     among: Among
     whole: list[nn.Parameter] = field(default_factory=list)
     own: list[nn.Parameter] = field(default_factory=list)
-    """This rank's rows of each, sharing its memory."""
+    """This rank's rows of each parameter, sharing its memory."""
     waiting: int = 0
-    """Parameters whose gradient of this micro-batch has not come yet."""
+    """Parameters whose gradient of this micro-batch is not yet available."""
     sent: Tensor | None = None
     summed: Tensor | None = None
     work: Any = None
 
 
 class ShardedUpdate:
-    """Divides gradients (stage 2) and updates of the run's trained parameters; ``among(name)`` over which ranks.
+    """Divides gradients (stage 2) and updates of the run's trained parameters over the ranks of ``among(name)``.
 
-    In stage 1 whole gradients stay in memory, are summed over the ranks once per step, and the rank's rows of the sum
-    are written among them. In a pipeline the reduction follows the last micro-batch.
+    In stage 1 full gradients stay in memory, are summed over the ranks once per step, and this rank's rows of the sum
+    are written back into them. In a pipeline the reduction follows the last micro-batch.
     """
 
     def __init__(self, run: TrainBuild, stage: int, among: Callable[[str], Among | None]) -> None:
@@ -88,14 +88,14 @@ class ShardedUpdate:
         self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self.pipelined = run.chunks[0] is not run.root
         self.armed = False
-        """Whether sums start within the backward pass that runs."""
+        """Whether reductions start within the current backward pass."""
         self.left: list[Unit] = []
         self.pending: Unit | None = None
         self._of: dict[nn.Parameter, Unit] = {}
         self._divide(among)
 
     def start(self) -> None:
-        """Take part in the run: from now on its modules hold this rank's rows between steps."""
+        """Attach to the run: from now on its modules hold this rank's rows between steps."""
         run = self.run
         run.execute, run.score = self._around(run.execute), self._around(run.score)
         run.sync = self.sync
@@ -119,7 +119,7 @@ class ShardedUpdate:
             p.register_post_accumulate_grad_hook(self._ready)
             wide = run.update.masters.pop(p)
             run.update.masters[own] = _rows(wide, ranks.shards).clone()
-        self.units = list(units.values())[::-1]  # as backward comes to them
+        self.units = list(units.values())[::-1]  # in the order in which backward reaches them
         for module in run.root.modules():
             for leaf, p in module.named_parameters(recurse=False):
                 if p in pairs:
@@ -131,7 +131,7 @@ class ShardedUpdate:
         inner: tuple[Placement, ...] = ()
         if isinstance(p, DTensor):
             mesh, inner = DeviceMesh._concatenate([mesh, p.device_mesh]), p.placements
-            for i, placement in enumerate(inner):  # its first dimension is divided already: rows lie within parts
+            for i, placement in enumerate(inner):  # its first dimension is already divided: rows are within parts
                 cut *= p.device_mesh.size(i) if placement == Shard(0) else 1
         rows: Placement = Shard(0) if cut == 1 else _StridedShard(0, split_factor=cut)
         placements = [*[Replicate()] * (ranks.mesh.ndim - 1), rows, *inner]
@@ -170,7 +170,8 @@ class ShardedUpdate:
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
-        """Around a micro-batch, or in a pipeline around all: what is due is summed beside backward, and complete."""
+        """Context of a micro-batch, or in a pipeline of all: due gradients are reduced during backward, and are
+        complete at its end."""
         due = last or self.pipelined or self.stage == 2
         self.armed = due and not self.pipelined
         for unit in self.units:
@@ -187,7 +188,7 @@ class ShardedUpdate:
         if not self.armed:
             return
         self._of[p].waiting -= 1  # type: ignore[index]
-        while self.left and not self.left[0].waiting:  # one order on all ranks, whatever each of them reaches
+        while self.left and not self.left[0].waiting:  # the same order on all ranks
             self._send()
 
     @torch.no_grad()
@@ -208,7 +209,7 @@ class ShardedUpdate:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Wait for the sums under way, and hand them to the parameters that the optimizer sees."""
+        """Wait for pending reductions, and assign the results to the parameters that the optimizer sees."""
         unit, self.pending = self.pending, None
         if unit is None:
             return
@@ -240,14 +241,14 @@ class ShardedUpdate:
 
     def _end(self) -> None:
         self.share()
-        if self.stage == 1:  # whole again from here: the next step adds to all rows
+        if self.stage == 1:  # full again from here: the next step accumulates into all rows
             grads = [local(p.grad) for unit in self.units for p in unit.whole if p.grad is not None]
             if grads:
                 torch._foreach_zero_(grads)
 
     @torch.no_grad()
     def share(self) -> None:
-        """Hand every rank's rows of the weights to the others."""
+        """All-gather the updated rows of the weights."""
         for unit in self.units:
             group = unit.among.shards
             ranks = group.size()
@@ -264,7 +265,7 @@ class ShardedUpdate:
 
 
 def _each(rows: int, group: ProcessGroup) -> int:
-    """Rows of each rank's part; those of the last ranks may be fewer."""
+    """Number of rows of each rank's part; the last ranks may have fewer."""
     return -(-rows // group.size())
 
 
@@ -275,7 +276,7 @@ def _rows(t: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _width(p: Tensor, group: ProcessGroup) -> int:
-    """Elements of each rank's part, padded."""
+    """Number of elements of each rank's part, padded."""
     part = local(p.detach())
     return _each(part.shape[0], group) * (part.numel() // part.shape[0])
 

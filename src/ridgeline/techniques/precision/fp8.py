@@ -19,11 +19,12 @@ COMPACT_BYTES = 5.0
 
 
 class FP8(Technique):
-    """Run the linear layers of the blocks in fp8, over 16-bit activations elsewhere; inference also stores them so.
+    """Run the linear layers of the blocks in fp8, with 16-bit activations elsewhere; inference also stores their
+    weights in fp8.
 
-    Inputs and weights are e4m3, gradients e5m2, each tensor with a scale from its own largest magnitude. ``gradients``
-    and ``states`` add the rest of FP8-LM (arXiv:2310.18313). A device without fp8 units emulates the products in
-    training; at inference it keeps the small weights and multiplies in 16 bits.
+    Inputs and weights are e4m3, gradients e5m2; each tensor has a scale from its own largest magnitude. ``gradients``
+    and ``states`` add the rest of FP8-LM (arXiv:2310.18313). On a device without fp8 units the products are emulated in
+    training; at inference weights are stored in fp8 and multiplied in 16 bits.
     """
 
     card: ClassVar[Card] = Card(
@@ -45,24 +46,25 @@ class FP8(Technique):
     order: ClassVar[int] = 2
 
     gradients: bool = False
-    """Training: sum gradients over data-parallel ranks in e4m3 bytes, one scale per tensor shared by all ranks."""
+    """Training: sum gradients over data-parallel ranks in e4m3, with one scale per tensor shared by all ranks."""
     states: bool = False
     """Training: keep the first moment in e4m3, the second and the master weights in fp16, with a scale per tensor."""
 
     def stored(self) -> dict[str, Any]:
-        """Optimizer states of 8 and 16 bits."""
+        """Optimizer states in 8 and 16 bits."""
         return {"states": True} if self.states else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Only where the device multiplies in fp8: elsewhere it is emulated, or a way to store weights."""
+        """Only where the device multiplies in fp8: elsewhere it is emulated, or only a storage format."""
         if "fp8" not in e.cluster.device.peak_flops:
             return []
         low = e.is_training and has(e, "masters")
         return [cls(), *([cls(states=True)] if low else [])]
 
     def check(self, e: Experiment) -> None:
-        """Training needs 16-bit arithmetic around it and a GPU that multiplies in fp8; inference one weight format."""
+        """Training needs 16-bit arithmetic for the rest and a GPU that multiplies in fp8; inference needs a single
+        weight format."""
         if not e.is_training:
             self.needs(not (self.gradients or self.states), "there are no gradients or states without training",
                        "drop gradients and states")  # fmt: skip
@@ -94,7 +96,7 @@ class FP8(Technique):
         use_fp8(run.model)
 
     def build(self, run: TrainBuild) -> None:
-        """Swap the linear layers; route gradient buckets and optimizer states through the codec."""
+        """Swap the linear layers; use fp8 for gradient buckets and optimizer states if enabled."""
         self.apply(run)
         if self.gradients:
             from ridgeline.techniques.precision.fp8_torch import sum_bucket
@@ -108,7 +110,8 @@ class FP8(Technique):
             owner.compact = True
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Reprice the linear layers: operands one byte wide, results two; in training both are quantized before."""
+        """Adjust the cost of the linear layers: one-byte operands, two-byte results; in training both operands are
+        quantized first."""
         if not e.is_training:
             compute = "fp8" if "fp8" in e.cluster.device.peak_flops else ""
             return g.each_block(lambda b: _store(b, compute), layers_only=True)
@@ -128,7 +131,7 @@ def _linear(op: Op) -> bool:
 
 
 def _lower(b: Block) -> None:
-    """Training: products in fp8 over weights that stay wide, and are not cast to 16 bits any more."""
+    """Training: products in fp8 with weights in their original dtype, which are no longer cast to 16 bits."""
     lowered = {op.param for op in b.forward if _linear(op)}
     wide = {f"{op.name}.dw": op.shape for op in b.forward if _linear(op)}
     b.forward = [new for op in b.forward if op.kind != "cast" or op.param not in lowered for new in _lowered(op)]
@@ -136,7 +139,7 @@ def _lower(b: Block) -> None:
     for p in b.params:
         if p.name in lowered:
             p.working_bytes = 0.0
-    for key, s in b.saved.items():  # inputs are kept as codes, and in full only for whom else needs them
+    for key, s in b.saved.items():  # inputs are kept in fp8, and in full only where another operator needs them
         mine = [u for u in s.users if u in wide]
         if mine:
             rows, _, inner = wide[mine[0]]
@@ -145,8 +148,8 @@ def _lower(b: Block) -> None:
 
 
 def _lowered(op: Op) -> list[Op]:
-    """The operator in fp8 behind the quantization of what is new to it: inputs and weights in forward, the gradient of
-    the result in backward (which both backward products read)."""
+    """The operator in fp8, preceded by the quantization of its new operands: inputs and weights in forward, the
+    gradient of the result in backward (which both backward products read)."""
     if not _linear(op):
         return [op]
     m, n, k = op.shape
@@ -163,9 +166,10 @@ def _lowered(op: Op) -> list[Op]:
 
 
 def _emulated(b: Block) -> None:
-    """Without fp8 units operands are coded, decoded again, and multiplied in fp32, operator by operator.
+    """Without fp8 units operands are quantized, dequantized, and multiplied in fp32, operator by operator.
 
-    Coding moves some 29 bytes an element (largest magnitude, widening, scaling, clamping, rounding), decoding 13.
+    Quantization moves some 29 bytes per element (largest magnitude, upcast, scaling, clamping, rounding),
+    dequantization 13.
     """
 
     def spelled(op: Op) -> list[Op]:
@@ -184,7 +188,8 @@ def _emulated(b: Block) -> None:
 
 
 def _narrow_sums(g: Graph) -> None:
-    """Gradient all-reduces become an exchange of codes, their sums handed round, and two maxima for the scales."""
+    """Gradient all-reduces become an exchange of fp8 values, an all-gather of their sums, and two maxima for the
+    scales."""
     for b in g.blocks:
         tensors = sum(p.trainable for p in b.params)
         b.reduce = [new for op in b.reduce for new in (_narrow_sum(op, tensors) if op.kind == "all_reduce" else [op])]
@@ -201,7 +206,7 @@ def _narrow_sum(op: Op, tensors: int) -> list[Op]:
 
 
 def _store(b: Block, compute: str) -> None:
-    """Inference: weights of one byte, unless another technique already stores fewer."""
+    """Inference: one-byte weights, unless another technique already stores fewer bits."""
     wide = {p.name: p.bytes_per_element for p in b.params
             if p.name.endswith(("_proj.weight", "_proj")) and p.bytes_per_element > 1}  # fmt: skip
     for p in b.params:
@@ -221,6 +226,6 @@ def _store(b: Block, compute: str) -> None:
 def _narrow(op: Op, width: float, compute: str) -> Op:
     rows, out, inner = op.shape[-3:]
     weights = out * inner * op.experts
-    inputs = rows * inner * (1.0 if compute else width)  # without fp8 units only the weights are narrow
+    inputs = rows * inner * (1.0 if compute else width)  # without fp8 units only the weights are stored in fp8
     return changed(op, bytes=rows * out * width + inputs + weights, weight_bytes=weights, dtype=compute or op.dtype,
                    weight_dtype="fp8")  # fmt: skip

@@ -1,7 +1,7 @@
 """Linear layers whose products run in float8: e4m3 inputs and weights, e5m2 gradients (arXiv:2209.05433).
 
-Each tensor has one scale, from its own largest magnitude at that moment. Where the device multiplies float8 (Ada,
-Hopper and later) the product is ``torch._scaled_mm``; elsewhere it is emulated: the codes are decoded and multiplied in
+Each tensor has one scale, from its current largest magnitude. Where the device multiplies float8 (Ada, Hopper and
+later) the product is ``torch._scaled_mm``; elsewhere it is emulated: the operands are dequantized and multiplied in
 fp32, which gives the same products of the same rounded numbers.
 """
 
@@ -20,12 +20,12 @@ from ridgeline.nn.model.norm import compute_dtype
 from ridgeline.nn.quant.codec import E4M3, E5M2, decode, quantize
 
 _latest: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
-"""The last input that was coded, its version, its codes and scale: layers that read one tensor share its codes."""
+"""The last quantized input, its version, its codes and scale: layers that read the same tensor share its codes."""
 
 
 def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
     global _latest
-    if x.is_inference():  # without a version nobody can tell whether it is still the same
+    if x.is_inference():  # without a version counter a change cannot be detected
         return quantize(x, E4M3)
     if _latest is not None and _latest[0]() is x and _latest[1] == x._version:
         return _latest[2], _latest[3]
@@ -43,7 +43,7 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device has float8 matrix units that PyTorch drives."""
+    """Whether the device has float8 matrix units that PyTorch supports."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -59,8 +59,8 @@ def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """y = x Wᵀ. Saves the input's codes (if the weight trains) and the weight as it is, to be coded again in backward:
-    a code kept from forward to backward would outlive what ZeRO-3 frees in between."""
+    """y = x Wᵀ. Saves the quantized input (if the weight trains) and the unquantized weight, which is quantized again
+    in backward: a quantized weight kept from forward to backward would outlive what ZeRO-3 frees in between."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,7 +94,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in float8; parameters as those of ``nn.Linear``."""
+    """A linear layer that multiplies in float8; its parameters are those of ``nn.Linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
@@ -102,7 +102,7 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(model: nn.Module) -> list[str]:
-    """Let the linear layers of the blocks (``*_proj``, the base of an adapted one, experts) multiply in float8.
+    """Make the linear layers of the blocks (``*_proj``, the base of an adapted one, experts) multiply in float8.
 
     Returns their names.
     """
@@ -129,7 +129,7 @@ class StoredFp8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] → [..., out]. Without fp8 units the weight is expanded, and the input stays as it is."""
+        """[..., in] → [..., out]. Without fp8 units the weight is dequantized, and the input is not quantized."""
         dtype = compute_dtype(x)
         codes = self.codes.view(E4M3)
         if multiplies_fp8(x.device):

@@ -1,9 +1,9 @@
-"""Sums of gradients that travel as float8 (FP8-LM, arXiv:2310.18313, section 3.1).
+"""Gradient all-reduce in float8 (FP8-LM, arXiv:2310.18313, section 3.1).
 
-Neither gloo nor NCCL adds float8, so the sum is taken in the open: all ranks code their gradients with one shared scale
-per tensor (a maximum over the ranks, so that none overflows), each rank receives its share of everybody's codes, adds
-them in fp32, codes the result with a second shared scale, and hands it round. That is one byte per element each way, a
-quarter of an fp32 all-reduce; the scales add 8 bytes per tensor.
+Neither gloo nor NCCL adds float8, so the sum is computed explicitly: all ranks quantize their gradients with one shared
+scale per tensor (a maximum over the ranks, so that none overflows), each rank receives its part from all ranks, adds
+the parts in fp32, quantizes the result with a second shared scale, and distributes it. That is one byte per element
+each way, a quarter of an fp32 all-reduce; the scales add 8 bytes per tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ridgeline.runtime.reducer import Bucket
 
 
 class Done:
-    """A finished collective, for callers that wait."""
+    """A completed collective, for callers that wait."""
 
     def wait(self) -> bool:
-        """Nothing is left to wait for."""
+        """Returns at once."""
         return True
 
 
@@ -33,9 +33,10 @@ def sum_bucket(b: Bucket) -> Done:
 
 @torch.no_grad()
 def sum_fp8(flat: Tensor, sizes: list[int], group: dist.ProcessGroup) -> None:
-    """Sum ``flat`` over the ranks of ``group``, in place. ``sizes``: elements of the tensors in it, one scale each.
+    """Sum ``flat`` over the ranks of ``group``, in place. ``sizes``: number of elements of each tensor in it, which has
+    one scale.
 
-    A value that is not finite makes its tensor NaN on every rank.
+    A non-finite value makes its whole tensor NaN on every rank.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = flat.split(sizes)
@@ -48,7 +49,7 @@ def sum_fp8(flat: Tensor, sizes: list[int], group: dist.ProcessGroup) -> None:
     dist.all_to_all_single(received, codes, group=group)
     total = received.view(ranks, share).view(E4M3).float().sum(0)
 
-    # The tensors, or parts of them, in this rank's share.
+    # The tensors, or parts of them, that this rank sums.
     mine: list[Tensor] = [total.new_zeros(0)] * len(sizes)
     start = 0
     for i, size in enumerate(sizes):
@@ -71,6 +72,6 @@ def sum_fp8(flat: Tensor, sizes: list[int], group: dist.ProcessGroup) -> None:
 def _shared_scales(parts: tuple[Tensor, ...] | list[Tensor], group: dist.ProcessGroup) -> Tensor:
     """One scale per tensor, from its largest magnitude on any rank: [tensors] float32."""
     peaks = torch.stack([t.abs().amax() if t.numel() else t.new_zeros(()) for t in parts])
-    peaks = peaks.float().nan_to_num_(nan=float("inf"))  # maxima drop NaN
+    peaks = peaks.float().nan_to_num_(nan=float("inf"))  # a maximum over ranks drops NaN
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
     return scale_for(peaks, E4M3)

@@ -21,12 +21,12 @@ _FP32_SAVED = ("input", "mlp_sum", "cross_input", "attention_sum", "final_sum", 
 
 
 class MixedPrecision(Technique):
-    """Multiply matrices in 16 bits.
+    """Run matrix multiplications in 16 bits.
 
     With ``weights=fp32`` (autocast, FSDP) parameters, gradients and optimizer states stay fp32 and are cast on use.
-    With ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16 bits wide, gradients are summed in
-    fp32, and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW. The parameters
-    then are views of one flat buffer, which one fused update rewrites (LightSeq2, arXiv:2110.05722).
+    With ``weights=low`` (Megatron, DeepSpeed) parameters and all activations are 16-bit, gradients are summed in fp32,
+    and the optimizer keeps an fp32 master copy: 2 + 4 + 12 = 18 bytes per parameter under AdamW. The parameters are
+    then views of one flat buffer, which one fused update rewrites (LightSeq2, arXiv:2110.05722).
 
     fp16 trains with dynamic loss scaling: a step whose gradients overflow is skipped and the scale halved.
     """
@@ -47,40 +47,40 @@ class MixedPrecision(Technique):
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 1
-    """After flash_attention, so that it reprices the fused operator."""
+    """After flash_attention, so that it also applies to the fused operator."""
 
     dtype: Literal["bf16", "fp16"] = "bf16"
     """Compute dtype of matrix multiplications."""
     weights: Literal["fp32", "low"] = "fp32"
-    """How parameters rest: wide and cast on use, or in the compute dtype beside a master copy."""
+    """How parameters are stored: in fp32 and cast on use, or in the compute dtype with a master copy."""
 
     loss_scale: float = Field(default=2.0**16, ge=1.0)
-    """fp16: the factor on the loss at the start."""
+    """fp16: initial loss scale."""
     growth_interval: int = Field(default=2000, ge=1)
-    """fp16: steps in a row without overflow after which the factor doubles."""
+    """fp16: number of consecutive steps without overflow after which the scale doubles."""
 
     def changes(self) -> frozenset[Part]:
-        """Low weights have a master copy; fp16 scales the loss."""
+        """16-bit weights have a master copy; fp16 scales the loss."""
         low: frozenset[Part] = frozenset({"masters"}) if self.weights == "low" else frozenset()
         return self.card.changes | low | ({"loss_scale"} if self.dtype == "fp16" else frozenset())
 
     def stored(self) -> dict[str, Any]:
-        """16-bit weights are kept beside a master copy."""
+        """16-bit weights are stored with a master copy."""
         return {"weights": self.weights, "dtype": self.dtype} if self.weights == "low" else {}
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """bf16 where the device has it, else fp16; master weights kept either way."""
+        """bf16 where the device supports it, otherwise fp16; master weights are kept in both cases."""
         dtype: Literal["bf16", "fp16"] = "bf16" if "bf16" in e.cluster.device.peak_flops else "fp16"
         return [cls(dtype=dtype, weights="fp32"), cls(dtype=dtype, weights="low")]
 
     @classmethod
     def saves_memory(cls, e: Experiment) -> str:
-        """Narrower activations."""
+        """Smaller activations."""
         return "mixed_precision" if e.dtype == "fp32" and not has(e, "compute_dtype") else ""
 
     def lazy(self) -> bool:
-        """It rounds parameters once they have values."""
+        """True: parameters are rounded once they have values."""
         return True
 
     def check(self, e: Experiment) -> None:
@@ -88,16 +88,17 @@ class MixedPrecision(Technique):
         self.needs(e.dtype == "fp32", f"the weights are stored in {e.dtype}", 'set workload dtype = "fp32"')
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Matrix multiplications and most activations halve; every weight is cast once per micro-batch."""
+        """Matrix multiplications and most activations take half the bytes; every weight is cast once per
+        micro-batch."""
         g.dtype = self.dtype
         if self.weights == "low":
             return _all_low(g, self.dtype)
-        # The residual stream stays wide, unless every sum of it goes through a norm, whose result is low.
+        # The residual stream stays fp32, unless every sum of it goes through a norm with a low-precision result.
         wide = ("embed.sum",) if e.model.post_norm else _FP32_SAVED
         return g.each_block(lambda b: _lower(b, self.dtype, wide))
 
     def build(self, run: TrainBuild) -> None:
-        """Run the forward pass under ``torch.autocast``, or make the parameters themselves low; scale an fp16 loss."""
+        """Run the forward pass under ``torch.autocast``, or convert the parameters themselves; scale an fp16 loss."""
         import torch
 
         from ridgeline.techniques.precision.mixed_precision_torch import DynamicScale
@@ -118,7 +119,7 @@ class MixedPrecision(Technique):
 
 
 def _all_low(g: Graph, dtype: str) -> Graph:
-    """Everything but the statistics and the dropout masks is 16 bits wide; the loss computes in 32 bits."""
+    """Everything except statistics and dropout masks is 16-bit; the loss is computed in 32 bits."""
     g.weights_16bit = True
     g.gradients_resident = True  # accumulated in place, in fp32
     g.residual /= 2
@@ -137,7 +138,7 @@ def _all_low(g: Graph, dtype: str) -> Graph:
                 p.bytes_per_element = 2.0
         for key, s in b.saved.items():
             if not key.endswith((".stats", ".lse", ".mask")):
-                # A softmax in fp32 is kept as it is, beside its low copy.
+                # A softmax in fp32 is kept, in addition to its low-precision copy.
                 b.saved[key] = replace(s, bytes=s.bytes * (1.5 if key.endswith(".probs") else 0.5))
         b.workspace /= 2
         b.backward_workspace /= 2
@@ -150,7 +151,7 @@ def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     def low(o: Op) -> Op:
         if o.axis and (o.name.startswith(("embed.", "loss.")) or o.dtype == "int64"):  # sums of fp32 rows; counts
             return o
-        if o.axis and o.axis != "dp":  # partial sums of matrix products travel in the dtype they come out in
+        if o.axis and o.axis != "dp":  # partial sums of matrix products are communicated in their output dtype
             return changed(o, bytes=o.bytes / 2, link_bytes=o.link_bytes / 2)
         if o.kind in _MATMUL or (o.kind in ("rope", "activation", "softmax", "mask", "copy") and o.dtype == "fp32"):
             return changed(o, dtype=dtype, bytes=o.bytes / 2)

@@ -9,7 +9,7 @@ SMALLEST, LARGEST = 1.0, 2.0**24
 
 @dataclass
 class DynamicScale:
-    """Halves the scale when gradients overflow, doubles it after ``interval`` steps in a row that did not."""
+    """Halves the scale when gradients overflow, doubles it after ``interval`` consecutive steps without overflow."""
 
     scale: float = 2.0**16
     interval: int = 2000
@@ -17,7 +17,7 @@ class DynamicScale:
     """Finite steps since the scale last changed."""
 
     def update(self, finite: bool) -> None:
-        """After a step whose gradients were ``finite`` or not."""
+        """Update the scale after a step; ``finite``: whether its gradients were."""
         if not finite:
             self.scale, self.good = max(SMALLEST, self.scale / 2), 0
             return
@@ -30,5 +30,5 @@ class DynamicScale:
         return {"scale": self.scale, "good": float(self.good)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """From a checkpoint."""
+        """Restore from a checkpoint."""
         self.scale, self.good = float(state["scale"]), int(state["good"])

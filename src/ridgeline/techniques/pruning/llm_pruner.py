@@ -1,4 +1,4 @@
-"""LLM-Pruner: whole heads and channels go, by their worth for the loss."""
+"""LLM-Pruner: remove whole heads and channels by their importance for the loss."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ class LLMPruner(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = PRUNE - 2
-    """Before everything else: other sizes for all."""
+    """Before everything else, since it changes the model's sizes."""
 
     ratio: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the parameters of the blocks that goes, as nearly as whole units allow."""
+    """Fraction of the blocks' parameters to remove, as closely as whole units allow."""
     mode: Literal["block", "channel"] = "block"
-    """What goes: heads and inner channels of each layer, or hidden channels through the whole model."""
+    """What is removed: heads and inner channels of each layer, or hidden channels of the whole model."""
     importance: Literal["param_first", "vectorize", "param_second", "param_mix", "l2", "random"] = "param_first"
-    """Worth of a unit: first-order Taylor by weight or by slice, second-order, both; or baselines without data."""
+    """Importance of a unit: first-order Taylor by weight or by slice, second-order, both; or baselines without data."""
     heads: bool = True
-    """Whether heads go too; False: inner channels only."""
+    """Whether heads are removed too; False: inner channels only."""
     multiple: int = Field(default=8, ge=1)
-    """The number of channels that stay is a multiple of this."""
+    """The number of remaining channels is a multiple of this."""
     samples: int = Field(default=10, ge=1)
-    """Calibration windows that gradients are taken on."""
+    """Calibration windows on which gradients are computed."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it costs in quality is not predicted, so a search would always take it."""
+        """None: the loss in quality is not predicted, so a search would always choose it."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """The model must be one whose smaller shape its configuration can say."""
+        """The configuration must be able to express the model's smaller shape."""
         m = e.model
-        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
+        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is not a decoder", "use a decoder")
         self.needs(self.mode == "block" or m.norm == "rmsnorm",
                    "a LayerNorm's mean changes without some hidden channels", "use mode=block")  # fmt: skip
         new = self.resized(m)
@@ -78,9 +78,9 @@ class LLMPruner(Technique):
                 self.needs(False, why.what, "use heads=False")
 
     def resized(self, spec: ModelSpec) -> ModelSpec:
-        """Sizes whose blocks come nearest to the share that stays. transformers' Llama wants the hidden size to be a
-        multiple of the number of heads, whatever ``head_dim`` says; so numbers of heads that do not divide it are
-        passed over."""
+        """Sizes whose blocks come nearest to the fraction that remains. transformers' Llama requires the hidden size to
+        be a multiple of the number of heads, whatever ``head_dim`` is, so numbers of heads that do not divide it are
+        skipped."""
         left = 1 - self.ratio
         if self.mode == "channel":
             step = math.lcm(self.multiple, spec.num_heads if spec.family == "llama" else 1)

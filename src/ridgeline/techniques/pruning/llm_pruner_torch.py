@@ -1,4 +1,4 @@
-"""What a model's units are worth: first- and second-order estimates of how much the loss rises without them."""
+"""Importance of a model's units: first- and second-order estimates of how much the loss rises without them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Measure = Literal["param_first", "vectorize", "param_second", "param_mix", "l2",
 def saliency(
     model: Transformer, windows: Tensor, measure: Measure, seed: int = 0, report: Callable[[int], None] = lambda n: None
 ) -> dict[Place, Tensor]:
-    """Group → worth of its units [units], by gradients of the mean token loss on ``windows`` [n, seq].
+    """Group → importance of its units [units], by gradients of the mean token loss on ``windows`` [n, seq].
 
     With w a weight, g its mean gradient and s the mean of its squared gradients over windows (arXiv:2305.11627, section
-    3.2), a unit is worth the sum over its slices of: ``param_first`` |w g|; ``vectorize`` |Σ w g| of each slice;
-    ``param_second`` w² s; ``param_mix`` |w g - w² s / 2|. Baselines: ``l2`` w², ``random``.
+    3.2), the importance of a unit is the sum over its slices of: ``param_first`` |w g|; ``vectorize`` |Σ w g| of each
+    slice; ``param_second`` w² s; ``param_mix`` |w g - w² s / 2|. Baselines: ``l2`` w², ``random``.
     """
     found = groups(model.spec)
     if measure == "random":
@@ -46,7 +46,7 @@ def saliency(
 def _gradients(
     model: Transformer, windows: Tensor, squares: bool, report: Callable[[int], None]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(mean gradient, mean squared gradient where asked) over windows, which pass one at a time."""
+    """(mean gradient, mean squared gradient if needed) over windows, which are processed one at a time."""
     parameters = trainable(model)
     first = {name: torch.zeros_like(p) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p) for name, p in parameters.items()} if squares else {}

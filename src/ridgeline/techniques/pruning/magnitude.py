@@ -1,4 +1,4 @@
-"""Magnitude pruning: the smallest weights go."""
+"""Magnitude pruning: remove the smallest weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Magnitude(Pruning):
-    """Set the smallest weights of each layer to zero. Needs no data; the baseline of the other pruners."""
+    """Set the smallest weights of each layer to zero. Needs no data; the baseline for the other pruners."""
 
     card: ClassVar[Card] = Card(
         name="magnitude",

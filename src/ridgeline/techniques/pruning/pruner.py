@@ -1,4 +1,4 @@
-"""What one-shot pruners share: which entries go, in what pattern, and that the file stays as large."""
+"""Shared code of the one-shot pruners: which entries are removed, in what pattern, and the size of the result."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class Pruning(Technique):
-    """Entries of the blocks' linear layers (experts too, not the router) are set to zero, once, without training."""
+    """Set entries of the blocks' linear layers (including experts, not the router) to zero, once, without training."""
 
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = PRUNE
 
     sparsity: float = Field(default=0.5, gt=0, lt=1)
-    """Share of each layer's weights that becomes zero, where ``pattern`` is unstructured."""
+    """Fraction of each layer's weights set to zero, where ``pattern`` is unstructured."""
     pattern: str = Field(default="unstructured", pattern=r"^(unstructured|\d+:\d+)$")
-    """unstructured, or N:M: N of every M consecutive inputs of a row become zero (2:4, 4:8)."""
+    """unstructured, or N:M: N of every M consecutive inputs of a row are set to zero (2:4, 4:8)."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it costs in quality is not predicted, so a search would always take 2:4 on sparse cores."""
+        """None: the loss in quality is not predicted, so a search would always choose 2:4 on sparse tensor cores."""
         return []
 
     @property
     def groups(self) -> tuple[int, int] | None:
-        """(zeros, of how many) of an N:M pattern."""
+        """(zeros, group size) of an N:M pattern."""
         found = re.fullmatch(r"(\d+):(\d+)", self.pattern)
         return (int(found[1]), int(found[2])) if found else None
 
@@ -48,7 +48,7 @@ class Pruning(Technique):
         return self.card.owns | {"zeros"}
 
     def check(self, e: Experiment) -> None:
-        """Patterns must fit the rows."""
+        """Patterns must divide the rows."""
         if self.groups is None:
             return
         n, m = self.groups
@@ -58,15 +58,16 @@ class Pruning(Technique):
                        f"use N:M with a divisor of {width} for M, or pattern=unstructured")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """2:4 in 16 bits on sparse tensor cores: half the products, half the weights and two bits for the place of each
-        that stays (arXiv:2104.08378). Any other zeros are stored and multiplied as dense weights are."""
+        """2:4 in 16 bits on sparse tensor cores: half the products, half the weights and a two-bit index for each that
+        remains (arXiv:2104.08378). Any other zeros are stored and multiplied like dense weights."""
         dense = has(e, "weights") or DTYPE_BYTES[e.dtype] != 2
         if self.groups != (2, 4) or dense or not e.cluster.device.sparse_cores:
             return g
         return g.each_block(_on_sparse_cores, layers_only=True)
 
     def keep(self, scores: Tensor, per_row: bool) -> Tensor:
-        """bool as ``scores`` [out, in]: all but the least, compared within rows, or over the whole layer."""
+        """Boolean mask shaped as ``scores`` [out, in]: all but the lowest scores, compared within rows or over the
+        whole layer."""
         from ridgeline.runtime.solve.support import without_least
 
         if self.groups is not None:
@@ -77,9 +78,9 @@ class Pruning(Technique):
 
 
 SIDE = 64
-"""What both sides of a weight must be multiples of for the kernels of sparse cores."""
+"""Both dimensions of a weight must be multiples of this for the sparse tensor cores' kernels."""
 _KEPT = 0.5 + 0.5 * 2 / 16
-"""Bytes of a 16-bit 2:4 weight over those of a dense one."""
+"""Bytes of a 16-bit 2:4 weight relative to a dense one."""
 
 
 def _on_sparse_cores(b: Block) -> None:
@@ -97,5 +98,5 @@ def _on_sparse_cores(b: Block) -> None:
 
 
 def prune(layer: LinearLayer, keep: Tensor) -> None:
-    """Set the entries outside ``keep`` to zero, and let what follows know."""
+    """Set the entries outside ``keep`` to zero, and record the mask for later techniques."""
     layer.keep, layer.weight = keep, layer.weight * keep

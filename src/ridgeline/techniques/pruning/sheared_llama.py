@@ -1,4 +1,4 @@
-"""Sheared LLaMA: learn which layers, heads and channels to keep so that an exact shape is left."""
+"""Sheared LLaMA: learn which layers, heads and channels to keep to reach an exact target shape."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class ShearedLLaMA(Technique):
-    """Train masks over layers, heads, hidden and inner channels together with the weights, under multipliers that drive
-    them to a given shape; cut to exactly that shape. Go on with ``ridgeline train`` and dynamic_batch_loading."""
+    """Train masks over layers, heads, hidden and inner channels together with the weights, with Lagrange multipliers
+    that drive them to a target shape; cut the model to exactly that shape. Continue with ``ridgeline train`` and
+    dynamic_batch_loading."""
 
     card: ClassVar[Card] = Card(
         name="sheared_llama",
@@ -39,22 +40,22 @@ class ShearedLLaMA(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = PRUNE - 2
-    """Before everything else: other sizes for all."""
+    """Before everything else, since it changes the model's sizes."""
 
     layers: int = Field(default=0, ge=0)
-    """Layers that stay; 0: all."""
+    """Number of layers to keep; 0: all."""
     hidden: int = Field(default=0, ge=0)
-    """Hidden channels that stay; 0: all."""
+    """Number of hidden channels to keep; 0: all."""
     heads: int = Field(default=0, ge=0)
-    """Query heads that stay in every layer, in whole groups that share a key/value head; 0: all."""
+    """Number of query heads to keep in every layer, in whole groups that share a key/value head; 0: all."""
     intermediate: int = Field(default=0, ge=0)
-    """Inner channels that stay in every layer; 0: all."""
+    """Number of inner channels to keep in every layer; 0: all."""
     steps: int = Field(default=3200, ge=1)
-    """Steps in which masks and weights train."""
+    """Number of steps that train masks and weights."""
     batch: int = Field(default=32, ge=1)
     """Calibration windows per step."""
     warmup: float = Field(default=0.2, ge=0, le=1)
-    """Share of the steps in which the target goes from the whole model to the final shape."""
+    """Fraction of the steps during which the target moves from the whole model to the final shape."""
     lr: float = Field(default=1e-4, ge=0)
     """Learning rate of the weights."""
     mask_lr: float = Field(default=1.0, gt=0)
@@ -62,13 +63,13 @@ class ShearedLLaMA(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it costs in quality is not predicted, so a search would always take it."""
+        """None: the loss in quality is not predicted, so a search would always choose it."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """The shape must be smaller, made of whole groups, and one that the configuration can say."""
+        """The shape must be smaller, consist of whole groups, and be expressible in the configuration."""
         m = e.model
-        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is no decoder", "use a decoder")
+        self.needs(m.causal and not m.is_encoder_decoder, f"{m.name} is not a decoder", "use a decoder")
         shape = {
             "layers": (self.layers, m.num_layers), "hidden": (self.hidden, m.hidden_size),
             "heads": (self.heads, m.num_heads), "intermediate": (self.intermediate, m.intermediate_size),
@@ -94,7 +95,7 @@ class ShearedLLaMA(Technique):
             self.needs(False, why.what, "leave heads and hidden out")
 
     def resized(self, spec: ModelSpec) -> ModelSpec:
-        """The shape asked for."""
+        """The requested shape."""
         hidden, heads = self.hidden or spec.hidden_size, self.heads or spec.num_heads
         return spec.changed(
             num_layers=self.layers or spec.num_layers, hidden_size=hidden, num_heads=heads,

@@ -1,5 +1,5 @@
-"""Pruning to an exact shape by learnt masks: hard-concrete gates under Lagrange multipliers (arXiv:2310.06694, section
-2.1; the gates are those of arXiv:1712.01312)."""
+"""Pruning to an exact shape with learned masks: hard-concrete gates under Lagrange multipliers (arXiv:2310.06694,
+section 2.1; the gates are those of arXiv:1712.01312)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from ridgeline.spec.model import ModelSpec
 BETA = 2 / 3
 """Temperature of the gates."""
 LOW, HIGH = -0.1, 1.1
-"""What the sigmoid is stretched to before it is clipped to [0, 1], so that gates can be exactly closed or open."""
+"""Range to which the sigmoid is stretched before it is clipped to [0, 1], so that gates can be exactly closed or
+open."""
 START, LEAST, MOST = 5.0, math.log(0.01), math.log(100)
-"""Mean of log α at the start (hardly anything closed), and its bounds."""
+"""Initial mean of log α (hardly anything closed), and its bounds."""
 SHARPER = 0.8
-"""Factor on log α / β when gates are no longer drawn."""
+"""Factor on log α / β when gates are deterministic."""
 
 
 class Gates(nn.Module):
@@ -33,14 +34,14 @@ class Gates(nn.Module):
     def __init__(self, rows: int, units: int, left: int, generator: torch.Generator) -> None:
         super().__init__()
         self.left = left
-        """Units of each row that stay at last."""
+        """Number of units of each row to keep in the end."""
         self.log_alpha = nn.Parameter(START + 0.01 * torch.randn(rows, units, generator=generator))
         self.multipliers = nn.Parameter(torch.zeros(2, rows))
         self.clamp()
 
     @torch.no_grad()
     def clamp(self) -> None:
-        """Keep log α where its gradient is not lost."""
+        """Clamp log α to where its gradient does not vanish."""
         self.log_alpha.clamp_(LEAST, MOST)
 
     def draw(self, generator: torch.Generator) -> Tensor:
@@ -50,17 +51,17 @@ class Gates(nn.Module):
         return stretched.clamp(0, 1)
 
     def open_share(self) -> Tensor:
-        """Expected share of the gates of each row that are not closed, [rows]."""
+        """Expected fraction of open gates in each row, [rows]."""
         return torch.sigmoid(self.log_alpha - BETA * math.log(-LOW / HIGH)).mean(1)
 
     def penalty(self, progress: float) -> Tensor:
-        """λ₁ (s - t) + λ₂ (s - t)², summed over rows: s the share that is open, t the target on its way from 1."""
+        """λ₁ (s - t) + λ₂ (s - t)², summed over rows: s is the open fraction, t the target, which starts at 1."""
         target = 1 - (1 - self.left / self.log_alpha.shape[1]) * progress
         excess = self.open_share() - target
         return (self.multipliers[0] * excess + self.multipliers[1] * excess**2).sum()
 
     def final(self) -> tuple[Tensor, Tensor]:
-        """(units that stay, int64 [rows, left] ascending; gates [rows, units], 0 for all others)."""
+        """(units to keep, int64 [rows, left] ascending; gates [rows, units], 0 for all others)."""
         stay = self.log_alpha.topk(self.left, dim=1).indices.sort(1).values
         soft = (torch.sigmoid(self.log_alpha / BETA * SHARPER) * (HIGH - LOW) + LOW).clamp(0, 1)
         return stay, torch.zeros_like(soft).scatter(1, stay, soft.gather(1, stay))
@@ -68,26 +69,26 @@ class Gates(nn.Module):
 
 @dataclass(frozen=True)
 class Shearing:
-    """How masks and weights are trained."""
+    """Hyperparameters of the training of masks and weights."""
 
     steps: int
     batch: int
     """Windows per step."""
     warmup: float
-    """Share of the steps in which targets go from 1 to the final shape."""
+    """Fraction of the steps during which targets move from 1 to the final shape."""
     lr: float
     mask_lr: float
-    """Of log α, and of the multipliers, which climb."""
+    """Learning rate of log α, and of the multipliers, which ascend."""
     seed: int = 0
 
 
 def shear(
     model: Transformer, windows: Tensor, target: ModelSpec, how: Shearing, report: Callable[[dict[str, Any]], None]
 ) -> Transformer:
-    """A model of the shape of ``target``, cut from ``model``, whose weights change on the way.
+    """A model of the shape of ``target``, cut from ``model``, whose weights change in the process.
 
     Masks and weights train together on the mean token loss of batches of ``windows`` [n, seq]; then exactly
-    ``target``'s number of units of each kind is kept, those with the largest log α, and their gates are folded into
+    ``target``'s number of units of each kind is kept, those with the largest log α, and their gates are folded into the
     weights.
     """
     spec = model.spec
@@ -124,7 +125,7 @@ def shear(
 
 
 def _gates(spec: ModelSpec, target: ModelSpec, generator: torch.Generator) -> dict[str, Gates]:
-    """Gates of every kind in which the shapes differ, by kind; of layers under "layers"."""
+    """Gates of every kind in which the shapes differ, by kind; gates of layers under "layers"."""
     n = spec.num_layers
     wanted = {
         "hidden": (1, spec.hidden_size, target.hidden_size), "heads": (n, spec.num_kv_heads, target.num_kv_heads),
@@ -134,7 +135,7 @@ def _gates(spec: ModelSpec, target: ModelSpec, generator: torch.Generator) -> di
 
 
 def masked(spec: ModelSpec, parameters: dict[str, Tensor], z: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters with gates ``z`` on what units, and whole layers, contribute. Differentiable."""
+    """Parameters with gates ``z`` applied to what units, and whole layers, contribute. Differentiable."""
     for place, group in groups(spec).items():
         if place[0] in z:
             scale(group, z[place[0]][max(0, place[1])], parameters)
@@ -148,7 +149,7 @@ def masked(spec: ModelSpec, parameters: dict[str, Tensor], z: dict[str, Tensor])
 
 @torch.no_grad()
 def _finished(model: Transformer, gates: dict[str, Gates]) -> Transformer:
-    """The model cut to what stays, gates folded in."""
+    """The model cut to the kept units, with gates folded in."""
     final = {kind: g.final() for kind, g in gates.items()}
     folded = masked(model.spec, dict(model.named_parameters()), {kind: z for kind, (_, z) in final.items()})
     for name, p in model.named_parameters():

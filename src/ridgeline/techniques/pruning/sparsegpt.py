@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class SparseGPT(Pruning):
-    """Drop weights column by column, each time making up for the loss in the columns that are left, by the second
-    moments of the layer's inputs. A quantizer behind it (gptq, quantease, rtn) keeps the zeros."""
+    """Drop weights column by column, each time compensating for the error in the remaining columns, using the second
+    moments of the layer's inputs. A quantizer that follows (gptq, quantease, rtn) preserves the zeros."""
 
     card: ClassVar[Card] = Card(
         name="sparsegpt",
@@ -33,17 +33,17 @@ class SparseGPT(Pruning):
     )
 
     damp: float = Field(default=0.01, gt=0)
-    """Share of the mean diagonal that is added to H; raised tenfold, twice, where H is singular."""
+    """Fraction of the mean diagonal that is added to H; increased tenfold, up to twice, where H is singular."""
     block: int = Field(default=128, ge=1)
     """Inputs whose weights are compared with each other, over all rows of a layer."""
 
     def compress(self, run: CompressBuild) -> None:
-        """Solve layer by layer, so that each has exactly the sparsity."""
+        """Solve layer by layer, so that each has exactly the requested sparsity."""
         run.wants.add("gram")
         run.at_site.append(self._prune)
 
     def support(self) -> tuple[Support, int]:
-        """The rule, and the block of columns that it is asked for (whole groups of an N:M pattern)."""
+        """The selection rule, and the block of columns to which it is applied (whole groups of an N:M pattern)."""
         from ridgeline.runtime.solve.support import NM, Unstructured
 
         if self.groups is None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Wanda(Pruning):
-    """Set to zero, in each row, the weights whose magnitude times the norm of their input is smallest; the others stay
-    as they are."""
+    """In each row, set to zero the weights with the smallest product of magnitude and input norm; the others are
+    unchanged."""
 
     card: ClassVar[Card] = Card(
         name="wanda",
@@ -30,7 +30,7 @@ class Wanda(Pruning):
     )
 
     def compress(self, run: CompressBuild) -> None:
-        """Score by the diagonal of H, which is the inputs' squared norms."""
+        """Score by the diagonal of H, which holds the inputs' squared norms."""
         run.wants.add("gram")
         run.at_site.append(self._prune)
 

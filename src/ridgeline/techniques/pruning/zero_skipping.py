@@ -1,4 +1,4 @@
-"""Zero skipping: what the operation before left at zero is not multiplied."""
+"""Zero skipping: do not multiply values that the previous operation left at zero."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class ZeroSkipping(Technique):
-    """Leave out, in the last projection, inputs that the ReLU before it set to zero, and if asked, in attention, blocks
-    of keys whose probabilities are next to zero. Exact at threshold 0. The share of FLOPs left out is reported."""
+    """In the last projection, skip inputs that the preceding ReLU set to zero and, if enabled, in attention, blocks of
+    keys whose probabilities are nearly zero. Exact at threshold 0. The fraction of FLOPs skipped is reported."""
 
     card: ClassVar[Card] = Card(
         name="zero_skipping",
@@ -34,27 +34,28 @@ class ZeroSkipping(Technique):
     order: ClassVar[int] = 3
 
     threshold: float = Field(default=0.0, ge=0)
-    """Inner entries of at most this magnitude are skipped."""
+    """Inner activations of at most this magnitude are skipped."""
     rows: int = Field(default=8, ge=1)
-    """Most tokens at once for which single entries are skipped: more of them share one dense product."""
+    """Maximum number of tokens for which individual activations are skipped: larger batches use one dense product."""
     most: float = Field(default=0.35, gt=0, le=1)
-    """Largest share of active entries at which skipping pays: single entries cost more than they would in a product."""
+    """Largest fraction of active entries at which skipping pays off: individual entries cost more than in a dense
+    product."""
     attention: bool = False
-    """Whether attention skips too (its scores are then computed unfused)."""
+    """Whether attention skips too (its scores are then computed by unfused operators)."""
     probability: float = Field(default=0.0, ge=0, lt=1)
-    """Blocks of keys whose probabilities are all at most this are skipped."""
+    """Blocks of keys are skipped if all their probabilities are at most this."""
     block: int = Field(default=64, ge=1)
-    """Keys in a block."""
+    """Number of keys in a block."""
     zeros: float = Field(default=0.9, ge=0, lt=1)
-    """Share of inner entries that predictions take to be zero."""
+    """Fraction of inner activations that predictions assume to be zero."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: it pays only where activations are sparse, which is the model's, not the plan's."""
+        """None: it pays off only where activations are sparse, which depends on the model, not on the plan."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """There must be a ReLU in front of a dense projection, or attention to skip in."""
+        """There must be a ReLU before a dense projection, or attention skipping must be enabled."""
         m = e.model
         sparse = m.activation == "relu" and not m.num_experts
         self.needs(sparse or self.attention, f"{m.name}'s feed-forward layers have no ReLU that would leave zeros, or "
@@ -66,8 +67,8 @@ class ZeroSkipping(Technique):
             refuse(self, e, "weights", "{other} stores the projection in codes, whose columns do not come singly")
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The last projection shrinks to its expected active part, for few tokens at once. Attention's saving depends
-        on the text and is not predicted."""
+        """For few tokens, the last projection shrinks to its expected active part. Attention's savings depend on the
+        text and are not predicted."""
         if e.model.activation != "relu" or e.model.num_experts or g.tokens > self.rows or 1 - self.zeros > self.most:
             return g
         wide = DTYPE_BYTES[e.dtype]
@@ -80,11 +81,11 @@ class ZeroSkipping(Technique):
     def _shrunk(self, op: Op, wide: float) -> Op:
         rows, out, inner = op.shape
         weights = out * inner * wide
-        read = weights * min(1.0, rows * (1 - self.zeros))  # every row its own stretches
+        read = weights * min(1.0, rows * (1 - self.zeros))  # every row reads its own columns
         return changed(op, flops=op.flops * (1 - self.zeros), bytes=op.bytes - weights + read)
 
     def apply(self, run: Build) -> None:
-        """Transpose the last projections and count what they skip."""
+        """Transpose the last projections and count the FLOPs that they skip."""
         from torch import nn
 
         from ridgeline.nn.model.mlp import MLP

@@ -1,7 +1,7 @@
-"""Products that leave out operands known to be zero, or next to it, from the operation before.
+"""Products that skip operands that the previous operation left at, or close to, zero.
 
-Behind a ReLU most inner entries are zero, and after a softmax most probabilities are next to it. What is then
-multiplied by them (columns of the last projection, rows of the values) need be neither read nor multiplied (NLP-Fast,
+After a ReLU most inner activations are zero, and after a softmax most probabilities are close to it. What they are
+multiplied by (columns of the last projection, rows of the values) need be neither read nor multiplied (NLP-Fast,
 doi:10.1109/PACT52795.2021.00013).
 """
 
@@ -18,33 +18,33 @@ from ridgeline.nn.model.attention import AttentionBackend, Mask, probabilities
 
 @dataclass
 class Tally:
-    """FLOPs of the products that could skip, and of what they skipped."""
+    """FLOPs of the products that support skipping, and of what was skipped."""
 
     flops: int = 0
     skipped: int = 0
 
     def add(self, flops: int, skipped: int) -> None:
-        """One product."""
+        """Count one product."""
         self.flops += flops
         self.skipped += skipped
 
     @property
     def share(self) -> float:
-        """Part of the FLOPs that was left out."""
+        """Fraction of the FLOPs that was skipped."""
         return self.skipped / self.flops if self.flops else 0.0
 
 
 class SkippingLinear(nn.Module):
     """A frozen linear layer that multiplies only inputs above ``threshold`` in magnitude.
 
-    It keeps the weight transposed, [in, out], so that what an input multiplies is one stretch of memory; each row of
-    inputs then is a weighted sum of such stretches. |error| of an output is at most ``threshold`` · Σ |w| over what its
-    row skipped; at threshold 0 nothing but the order of summation changes.
+    It stores the transposed weight, [in, out], so that the weights of one input are contiguous in memory; each row of
+    outputs is then a weighted sum of such rows. |error| of an output is at most ``threshold`` · Σ |w| over what its row
+    skipped; at threshold 0 only the order of summation changes.
     """
 
     def __init__(self, linear: nn.Linear, threshold: float, rows: int, tally: Tally, most: float = 1.0) -> None:
-        """``rows``, ``most``: rows at once, and share of their inputs that is active, up to which skipping pays; beyond
-        that all share one dense product."""
+        """``rows``, ``most``: maximum number of rows, and maximum fraction of active inputs, for which skipping pays
+        off; above either, all rows use one dense product."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.transposed = nn.Parameter(linear.weight.detach().t().contiguous(), requires_grad=False)
@@ -70,11 +70,11 @@ class SkippingLinear(nn.Module):
 
 
 def skipping_attention(threshold: float, block: int, tally: Tally) -> AttentionBackend:
-    """Attention that leaves out blocks of ``block`` keys in which no query of a key/value head has a probability above
+    """Attention that skips blocks of ``block`` keys in which no query of a key/value head has a probability above
     ``threshold``.
 
-    What an output loses is at most ``threshold`` · Σ |v| over the keys left out. At threshold 0 those are the keys that
-    no query sees: beyond its window, in its future, or so unlikely that the softmax gave 0.
+    The error of an output is at most ``threshold`` · Σ |v| over the skipped keys. At threshold 0 those are the keys
+    that no query attends to: outside its window, in its future, or so unlikely that the softmax gave 0.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:

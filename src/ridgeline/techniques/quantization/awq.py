@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class AWQ(WeightOnly):
-    """Scale the weights of inputs that are large in the mean up before rounding to nearest, by a power of that mean
-    that is searched for each site; the inverse is folded into what produces the input. Mixtures' experts are rounded as
-    they are."""
+    """Before rounding to nearest, scale up the weights of inputs whose mean magnitude is large, by a power of that mean
+    that is searched for each site; the inverse is folded into what produces the input. Experts of mixtures are rounded
+    without scaling."""
 
     card: ClassVar[Card] = Card(
         name="awq",
@@ -37,13 +37,13 @@ class AWQ(WeightOnly):
     )
 
     symmetric: bool = False
-    """Whether the range is centerd on zero; False: a zero point per group is stored too."""
+    """Whether the range is centered on zero; False: a zero point per group is stored too."""
     steps: int = Field(default=20, ge=1)
-    """Powers that are tried: 0, 1/steps, …, 1."""
+    """Number of powers that are tried: 0, 1/steps, …, 1."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: gptq stores the same."""
+        """None: gptq has the same storage format."""
         return []
 
     def compress(self, run: CompressBuild) -> None:
@@ -80,7 +80,8 @@ class AWQ(WeightOnly):
             job.notes[site] = {"power": power}
 
     def search(self, weight: Tensor, gram: Tensor, mean: Tensor, grid: Grid) -> tuple[float, Tensor]:
-        """(the power, the scales [in]) of least layer error for ``weight`` [out, in] under H, from mean |x| [in]."""
+        """(the power, the scales [in]) with the least layer error for ``weight`` [out, in] under H, from mean |x|
+        [in]."""
         import torch
 
         from ridgeline.runtime.solve.grid import nearest

@@ -1,4 +1,4 @@
-"""FineQuant: weight-only quantization with a granularity of its own for every matrix."""
+"""FineQuant: weight-only quantization with an individual group size for every matrix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class FineQuant(WeightOnly):
-    """Start with one scale per row and halve the group as long as that shrinks the ranges by much, which says that
-    outliers were among them; round to nearest. Needs no data. Layers that engines fuse get the same group."""
+    """Start with one scale per row and halve the group as long as that shrinks the ranges considerably, which indicates
+    outliers; round to nearest. Needs no data. Layers that engines fuse get the same group size."""
 
     card: ClassVar[Card] = Card(
         name="finequant",
@@ -35,19 +35,19 @@ class FineQuant(WeightOnly):
     )
 
     group_size: int = Field(default=64, ge=1)
-    """Fewest inputs that may share a scale. Predictions take it for all."""
+    """Smallest group of inputs that share a scale. Predictions use it for all matrices."""
     alpha: float = Field(default=0.9, gt=0, lt=1)
-    """Halve while the mean range falls to less than this share of what it was."""
+    """Halve the group while the mean range falls below this fraction of its previous value."""
     mse: bool = False
-    """Shrink each group's range to the least error before rounding."""
+    """Shrink each group's range to minimize the error before rounding."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: gptq stores the same."""
+        """None: gptq has the same storage format."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """Without weights to look at, rows are divided into the smallest groups."""
+        """Without weights, assume that rows are divided into the smallest groups."""
         if e.task != "compress":
             super().check(e)
 
@@ -73,7 +73,7 @@ class FineQuant(WeightOnly):
         return size
 
     def _range(self, weight: Tensor, size: int) -> float:
-        """What the scales span, in the mean over rows and groups."""
+        """Mean range covered by the scales, over rows and groups."""
         grouped = weight.reshape(len(weight), -1, size)
         if self.symmetric:
             return float(grouped.abs().amax(-1).mean())

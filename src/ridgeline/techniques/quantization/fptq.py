@@ -1,4 +1,4 @@
-"""FPTQ: 4-bit weights with 8-bit inputs, each site's inputs treated by how large they become."""
+"""FPTQ: 4-bit weights with 8-bit inputs; how a site's inputs are quantized depends on their range."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ INPUT_BITS = 8
 
 
 class FPTQ(WeightOnly):
-    """Weights in 4 bits; inputs in int8. By the largest calibrated input of a site: small ones get one scale for all;
-    middling ones too, after logarithmic equalization of their channels, folded into what produces them; large ones, and
-    those that nothing can be folded into, get a scale per token at run time."""
+    """Weights in 4 bits; inputs in int8. The largest calibrated input of a site decides: small ranges get one static
+    scale; medium ones too, after logarithmic equalization of their channels, which is folded into what produces them;
+    large ones, and those into whose producer nothing can be folded, get a scale per token at run time."""
 
     card: ClassVar[Card] = Card(
         name="fptq",
@@ -42,24 +42,24 @@ class FPTQ(WeightOnly):
     )
 
     low: float = Field(default=15.0, ge=0)
-    """Largest magnitude up to which a site's inputs get one static scale as they are."""
+    """Largest magnitude up to which a site's inputs get one static scale without equalization."""
     high: float = Field(default=150.0, ge=0)
-    """Largest magnitude from which they get a scale per token; between the two they are equalized."""
+    """Magnitude from which they get a scale per token; between the two they are equalized."""
     solver: Literal["rtn", "gptq"] = "rtn"
     """How weights are rounded."""
 
     def check(self, e: Experiment) -> None:
-        """The bounds are in order."""
+        """``low`` must not exceed ``high``."""
         super().check(e)
         self.needs(self.low <= self.high, f"low={self.low:g} is above high={self.high:g}", "use low <= high")
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: to a search it is gptq, with inputs that cost quality."""
+        """None: a search sees it as gptq with quantized inputs, which cost quality."""
         return []
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink, and products run in int8 where the device has it."""
+        """Shrink the weights; products run in int8 where the device supports it."""
         return in_int8(super().rewrite(g, e), e)
 
     def compress(self, run: CompressBuild) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class GPTQ(WeightOnly):
-    """Round weights column by column, each time making up for the error in the columns that are left, by the second
-    moments of the layer's inputs. Keeps the zeros of a pruned weight."""
+    """Round weights column by column, each time compensating for the error in the remaining columns, using the second
+    moments of the layer's inputs. Preserves the zeros of a pruned weight."""
 
     card: ClassVar[Card] = Card(
         name="gptq",
@@ -33,21 +33,21 @@ class GPTQ(WeightOnly):
     )
 
     act_order: bool = True
-    """Visit inputs by falling activity; groups keep the scales of their own columns ("static groups")."""
+    """Process inputs in order of decreasing activity; groups keep the scales of their own columns ("static groups")."""
     damp: float = Field(default=0.01, gt=0)
-    """Share of the mean diagonal that is added to H; raised tenfold, twice, where H is singular."""
+    """Fraction of the mean diagonal that is added to H; increased tenfold, up to twice, where H is singular."""
     block: int = Field(default=128, ge=1)
-    """Columns between updates of the rest."""
+    """Columns processed between updates of the remaining ones."""
     mse: bool = False
-    """Shrink each group's range to the least error before the sweep."""
+    """Shrink each group's range to minimize the error before the sweep."""
 
     def compress(self, run: CompressBuild) -> None:
-        """Solve the layers of a site as one: they share H."""
+        """Solve the layers of a site together: they share H."""
         run.wants.add("gram")
         run.at_site.append(lambda site: self.solve(run, site))
 
     def solve(self, run: CompressBuild, site: Site) -> None:
-        """Replace the weights of one site."""
+        """Solve for the quantized weights of one site and replace them."""
         from ridgeline.runtime.compress_build import store
         from ridgeline.runtime.solve.support import Given
         from ridgeline.runtime.solve.sweep import sweep

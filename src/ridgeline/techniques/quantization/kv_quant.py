@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KVQuant(Technique):
-    """Keep keys and values in 8 or 4 bits: two to four times the tokens in the same memory."""
+    """Keep keys and values in 8 or 4 bits: two to four times as many tokens in the same memory."""
 
     card: ClassVar[Card] = Card(
         name="kv_quant",
@@ -36,12 +36,12 @@ class KVQuant(Technique):
     """After flash_attention, whose operator reads the cache."""
 
     dtype: Literal["fp8", "int8", "int4"] = "fp8"
-    """Storage of keys and values: fp8 (e4m3, no scale), int8 (a scale per token and head), int4 (a minimum and a scale
-    per 64 values of a token and head)."""
+    """Storage format of keys and values: fp8 (e4m3, no scale), int8 (a scale per token and head), int4 (a minimum and a
+    scale per 64 values of a token and head)."""
 
     @property
     def cache_dtype(self) -> str:
-        """What keys and values are held in."""
+        """Storage dtype of keys and values."""
         return self.dtype
 
     def check(self, e: Experiment) -> None:
@@ -52,7 +52,7 @@ class KVQuant(Technique):
         )
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The cache shrinks. An engine's attention reads it as it is; here it is expanded first."""
+        """Shrink the cache. A serving engine's attention reads it directly; here it is dequantized first."""
         each, wide = kv_bytes(self.dtype, e.model.head_dim), DTYPE_BYTES[e.dtype]
         g.kv_cache *= each / wide
         if isinstance(e.workload, Generate) and not e.workload.engine:
@@ -60,13 +60,13 @@ class KVQuant(Technique):
         return g.each_block(lambda b: _narrow(b, each / wide, self.dtype), layers_only=True)
 
     def apply(self, run: Build) -> None:
-        """Have generation make its caches of codes."""
+        """Make generation use quantized caches."""
         from ridgeline.nn.quant.quantized_kv import CodedCache
 
         run.model.cache_of = lambda shape, dtype, device: CodedCache(self.dtype, shape, device)
 
     def scheduling(self, s: Scheduling) -> None:
-        """Have the pool hold codes."""
+        """Make the pool hold quantized blocks."""
         s.cache_kind = self.dtype
 
 
@@ -88,7 +88,7 @@ def _narrow(b: Block, ratio: float, dtype: str) -> None:
         if o.kind != "attention" or not o.shape:
             return o
         q_len, kv_len = o.shape[-3:-1]
-        share = kv_len / (kv_len + q_len)  # of the traffic that is keys and values
+        share = kv_len / (kv_len + q_len)  # fraction of the traffic that is keys and values
         return changed(o, bytes=o.bytes * (1 - share * (1 - ratio)), kv_dtype=dtype)
 
     b.forward = [narrow(o) for o in b.forward]

@@ -10,13 +10,13 @@ from ridgeline.techniques.quantization.weight_only import narrow
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 BITS = 4 + 8 / 32
-"""Bits of one weight: 4, and its share of the block's 8-bit scale."""
+"""Bits per weight: 4, plus the weight's part of the block's 8-bit scale."""
 
 
 class MXFP4(Technique):
-    """Store weights as E2M1 codes in blocks of 32 with a power-of-two scale; kernels expand them in registers.
+    """Store weights as E2M1 codes in blocks of 32 with a power-of-two scale; kernels dequantize them in registers.
 
-    The way gpt-oss ships its experts. Products run in 16 bits, so that only memory traffic shrinks; Blackwell
+    This is the format of gpt-oss's experts. Products run in 16 bits, so only memory traffic shrinks; Blackwell
     multiplies 4-bit weights with 8-bit activations at its fp8 rate.
     """
 
@@ -37,18 +37,18 @@ class MXFP4(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = 2
-    """Before anything divides the weights; fp8 leaves what it stored."""
+    """Before anything divides the weights; fp8 leaves the weights that it stored alone."""
 
     layers: Literal["experts", "all"] = "experts"
     """Which linear layers: the experts of a mixture, or every projection of the blocks."""
 
     def check(self, e: Experiment) -> None:
-        """Needs something to shrink."""
+        """There must be weights to quantize."""
         self.needs(self.layers == "all" or e.model.num_experts > 0, f"{e.model.name} has no experts",
                    "use mxfp4:layers=all")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The chosen weights take 4.25 bits; everything else stays."""
+        """The chosen weights take 4.25 bits; everything else is unchanged."""
         part = ".experts." if self.layers == "experts" else "_proj"
         native = e.cluster.device.architecture == "blackwell"
         return g.each_block(lambda b: _shrink(b, part, native), layers_only=True)

@@ -1,4 +1,4 @@
-"""Norm Tweaking: the norms of a quantized model are adjusted block by block."""
+"""Norm Tweaking: adjust the norms of a quantized model block by block."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class NormTweaking(Technique):
-    """After a quantizer: train only the norms (and biases) of each block so that its output comes closer to what it is
-    in the original model. Kept where it helps on windows that were not trained on."""
+    """After a quantizer: train only the norms (and biases) of each block so that its output comes closer to that of the
+    original model. Kept where it helps on held-out windows."""
 
     card: ClassVar[Card] = Card(
         name="norm_tweaking",
@@ -38,14 +38,14 @@ class NormTweaking(Technique):
     order: ClassVar[int] = TUNE
 
     distance: Literal["outputs", "channels"] = "outputs"
-    """What is lowered: the squared error of the outputs or, as in the paper, the differences of each channel's mean and
-    deviation, which hardly moves perplexity here (docs/compressing.md)."""
+    """The loss: the squared error of the outputs or, as in the paper, the differences of each channel's mean and
+    standard deviation, which hardly changes perplexity here (docs/compressing.md)."""
     lr: float = Field(default=1e-3, gt=0)
     """Learning rate in the first block (the paper searches from 1e-5 for its large models)."""
     growth: float = Field(default=1.0, ge=0)
     """The last block's learning rate is 1 + growth times the first's, rising linearly."""
     passes: int = Field(default=4, ge=1)
-    """Times over the calibration windows (the paper: 1)."""
+    """Epochs over the calibration windows (the paper: 1)."""
     batch_size: int = Field(default=8, ge=1)
     """Windows per step."""
 
@@ -55,7 +55,7 @@ class NormTweaking(Technique):
         return []
 
     def check(self, e: Experiment) -> None:
-        """Something must be quantized, blocks must be whole, and windows must be left to judge by."""
+        """Something must be quantized, blocks must be whole, and there must be windows to hold out."""
         if isinstance(e.workload, Compress):
             self.needs(has(e, "weights"), "nothing is quantized, so there is nothing"
                        " to make up for", "add a quantizer (--with gptq:bits=2)")  # fmt: skip
@@ -65,11 +65,11 @@ class NormTweaking(Technique):
                    " cannot be trained whole", "leave norm_tweaking out")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Nothing: norms keep their size."""
+        """No change: norms keep their size."""
         return g
 
     def compress(self, run: CompressBuild) -> None:
-        """Behind every block, with the original block's output as the aim."""
+        """After every block, with the original block's output as the target."""
         from ridgeline.techniques.quantization.norm_tweaking_torch import DISTANCES, tweak
 
         run.wants.add("teacher")

@@ -1,4 +1,4 @@
-"""Norm tweaking: a block's norms are moved so that its output is again what it was before quantization."""
+"""Norm tweaking: train a block's norms to restore its output from before quantization."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from ridgeline.runtime.compress_build import BlockJob
 
 HELD_OUT = 4
-"""One window in this many is held out, and decides whether the tweaks are kept."""
+"""One window in this many is held out, and determines whether the tweaks are kept."""
 
 
 def of_channels(found: Tensor, wanted: Tensor) -> Tensor:
-    """1/C Σ_c |μ_c - μ'_c| + |σ_c - σ'_c|: mean and deviation of each channel over all tokens (arXiv:2309.02784,
-    equation 2). Both [..., C]; a scalar."""
+    """1/C Σ_c |μ_c - μ'_c| + |σ_c - σ'_c|: mean and standard deviation of each channel over all tokens
+    (arXiv:2309.02784, equation 2). Both [..., C]; a scalar."""
     a, b = found.reshape(-1, found.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
     spread = a.std(0, correction=0) - b.std(0, correction=0)
     return (a.mean(0) - b.mean(0)).abs().mean() + spread.abs().mean()
@@ -31,7 +31,7 @@ DISTANCES: dict[str, Distance] = {"outputs": of_outputs, "channels": of_channels
 
 
 def batches(job: BlockJob, size: int, held_out: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """(inputs, teacher's outputs) of up to ``size`` windows: those that are held out, or all others."""
+    """(inputs, teacher's outputs) of up to ``size`` windows each: the held-out ones, or all others."""
     assert job.target is not None
     first = 0
     for x, y in zip(job.inputs.chunks(), job.target.chunks(), strict=True):
@@ -44,14 +44,14 @@ def batches(job: BlockJob, size: int, held_out: bool) -> Iterator[tuple[Tensor, 
 
 @torch.no_grad()
 def held_out_distance(job: BlockJob, distance: Distance, size: int) -> float:
-    """The distance on the windows that are held out, batch by batch."""
+    """The distance on the held-out windows, batch by batch."""
     found = [float(distance(job.forward(x), y)) for x, y in batches(job, size, held_out=True)]
     return sum(found) / len(found)
 
 
 def tweak(job: BlockJob, distance: Distance, lr: float, passes: int, size: int) -> None:
-    """Train norm weights and biases of ``job``'s block by Adam; put them back where that did not help. What came of it
-    is in ``job.said``."""
+    """Train norm weights and biases of ``job``'s block with Adam; restore them where that did not help. The outcome is
+    recorded in ``job.said``."""
     chosen = [p for name, p in job.block.named_parameters() if "norm" in name or name.endswith("bias")]
     before = [p.detach().clone() for p in chosen]
     start = held_out_distance(job, distance, size)
@@ -69,7 +69,7 @@ def tweak(job: BlockJob, distance: Distance, lr: float, passes: int, size: int) 
         p.grad = None
     job.settle()
     end = held_out_distance(job, distance, size)
-    kept = end < start  # not a number is not kept either
+    kept = end < start  # NaN is not kept either
     if not kept:
         with torch.no_grad():
             for p, old in zip(chosen, before, strict=True):

@@ -16,21 +16,24 @@ if TYPE_CHECKING:
     from ridgeline.runtime.compress_build import CompressBuild, Site
 
 WORD_BITS = 0.737
-"""Bits of the words per weight where 88.5 % of the weights are zero, as of Gaussian rows rounded to their extremes."""
+"""Bits of the codewords per weight where 88.5 % of the weights are zero, as for Gaussian rows rounded to their
+extremes."""
 ROW_BITS = 72
-"""Bits of a row beside its words: two values, an offset, and half a word that reaches beyond its end on average."""
+"""Bits per row in addition to its codewords: two values, an offset, and on average half a codeword that extends beyond
+its end."""
 
 BATCH_ELEMENTS = 1 << 24
-"""Numbers in the weights and second moments of experts that are solved side by side. Of narrow experts most of the time
-goes into calls, which a batch shares; those of about a million weights keep a CPU busy one by one."""
+"""Number of elements in the weights and second moments of experts that are solved together. For narrow experts most of
+the time is call overhead, which a batch amortizes; experts of about a million weights keep a CPU busy individually."""
 
 
 class QMoE(Technique):
-    """Round every expert to three values per row under the second moments of the tokens routed to it, and store it in
-    words of a fixed dictionary. Everything else stays as it is, or as another technique of the plan leaves it.
+    """Round every expert to three values per row using the second moments of the tokens routed to it, and store it in
+    codewords of a fixed dictionary. Everything else is unchanged, or as another technique of the plan leaves it.
 
     A weight takes less than one bit where at least 83 % are zero: in Gaussian rows of about 700 inputs or more, later
-    where inputs are correlated, for then more is made up for in other weights (measured: 1.00 bit at 1024 inputs)."""
+    where inputs are correlated, for then more is made up for in other weights (measured: 1.00 bit at 1024 inputs).
+    """
 
     card: ClassVar[Card] = Card(
         name="qmoe",
@@ -48,39 +51,39 @@ class QMoE(Technique):
     )
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = QUANTIZE - 1
-    """Before what quantizes all that is left."""
+    """Before techniques that quantize everything that is left."""
 
     grid: Literal["ternary", "2bit"] = "ternary"
-    """Values of a weight: its row's minimum, zero and maximum, in words of the dictionary (needs --format ridgeline);
-    or four of its own row's, as plain 2-bit integers."""
+    """Possible values of a weight: its row's minimum, zero and maximum, in codewords of the dictionary (needs --format
+    ridgeline); or four per row, as plain 2-bit integers."""
     damp: float = Field(default=0.1, gt=0)
-    """Share of the mean diagonal that is added to H, which few tokens stand behind."""
+    """Fraction of the mean diagonal that is added to H, which is estimated from few tokens."""
     min_tokens: int = Field(default=1, ge=1)
-    """Experts that fewer calibration tokens reach are rounded to nearest instead."""
+    """Experts reached by fewer calibration tokens are rounded to nearest instead."""
     batch: int = Field(default=16, ge=1)
-    """Experts that are solved side by side, all of them in memory; fewer where their weights and second moments are
-    more than 64 MiB together: wide ones gain nothing."""
+    """Number of experts that are solved together, all of them in memory; fewer where their weights and second moments
+    exceed 64 MiB in total, since wide experts do not benefit."""
 
     @property
     def own_format(self) -> bool:
-        """Words of the dictionary do."""
+        """Whether weights are stored in codewords of the dictionary."""
         return self.grid == "ternary"
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it costs in quality is not predicted, so a search would always take it."""
+        """None: the loss in quality is not predicted, so a search would always choose it."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """There must be experts."""
+        """The model must have experts."""
         self.needs(e.model.num_experts > 0, f"{e.model.name} has no experts", "use gptq for a dense model")
 
     def bytes_per_weight(self, width: int) -> float:
-        """Expected bytes of one weight of a row of ``width``; below one bit for ternary rows from 274 inputs on."""
+        """Expected bytes per weight in a row of ``width``; below one bit for ternary rows from 274 inputs on."""
         return (2 + 18 / width if self.grid == "2bit" else WORD_BITS + ROW_BITS / width) / 8
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Experts shrink to their expected bytes; kernels expand them on the way in."""
+        """Experts shrink to their expected bytes; kernels dequantize them on load."""
         wide, dtype = DTYPE_BYTES[e.dtype], "int4" if self.grid == "2bit" else "ternary"
 
         def shrink(b: Block) -> None:
@@ -95,7 +98,7 @@ class QMoE(Technique):
         return g.each_block(shrink, layers_only=True)
 
     def compress(self, run: CompressBuild) -> None:
-        """Each expert's projections that read one input are solved as one, and several experts' side by side."""
+        """An expert's projections that read the same input are solved together, and several experts at a time."""
         from ridgeline.runtime.compress_build import Together
 
         run.wants.add("gram")

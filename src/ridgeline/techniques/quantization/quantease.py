@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ridgeline.runtime.compress_build import CompressBuild, Site
 
 _HELD = 4 + 2 * 8
-"""Bytes in memory of one weight that is kept aside: its value, its row and its column."""
+"""Bytes in memory per outlier weight: its value, its row and its column."""
 
 
 class QuantEase(WeightOnly):
-    """Move one weight of each row after the other to the value on the grid that is best given all others, over and
-    over; by default from GPTQ's solution, which can then only become better. Some weights may be kept aside."""
+    """Repeatedly move one weight of each row after another to the best grid value given all others; by default starting
+    from GPTQ's solution, which can then only improve. Some weights may be kept in 16 bits as outliers."""
 
     card: ClassVar[Card] = Card(
         name="quantease",
@@ -38,30 +38,30 @@ class QuantEase(WeightOnly):
     )
 
     start: Literal["gptq", "cold"] = "gptq"
-    """From GPTQ's solution, or as in the paper from the weights themselves (then take passes=25)."""
+    """Start from GPTQ's solution, or as in the paper from the weights themselves (then use passes=25)."""
     passes: int = Field(default=8, ge=1)
-    """Times that every weight is revisited."""
+    """Number of passes over all weights."""
     outliers: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of the weights (or, structured, of the inputs) that are kept aside in 16 bits."""
+    """Fraction of the weights (or, if structured, of the inputs) that are kept in 16 bits."""
     structured: bool = False
-    """Keep whole inputs aside, not single weights."""
+    """Keep whole inputs in 16 bits instead of single weights."""
     damp: float = Field(default=0.01, gt=0)
     """Damping of the GPTQ start."""
     mse: bool = False
-    """Shrink each group's range to the least error first."""
+    """Shrink each group's range to minimize the error first."""
 
     @property
     def own_format(self) -> bool:
-        """Weights kept aside do."""
+        """Whether outlier weights are stored."""
         return self.outliers > 0
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: gptq stores the same."""
+        """None: gptq has the same storage format."""
         return []
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink; those that are kept aside are added at run time, by value, row and column."""
+        """Shrink the weights; outliers are added at run time, by value, row and column."""
 
         def add(b: Block) -> None:
             extra = {p.name: self.outliers * p.numel * _HELD for p in b.params if p.name.endswith(CODED)}
@@ -74,13 +74,13 @@ class QuantEase(WeightOnly):
         return g.each_block(add, layers_only=True) if self.outliers else g
 
     def note(self, e: Experiment, result: Result) -> None:
-        """Outliers too: each has an index (4 bytes) and a value (2 bytes)."""
+        """Add the outliers' storage: each has an index (4 bytes) and a value (2 bytes)."""
         super().note(e, result)
         result.metrics["checkpoint_bytes"].value += 6 * self.outliers * coded_weights(e)
         result.metrics["bits_per_weight"].value += 48 * self.outliers
 
     def compress(self, run: CompressBuild) -> None:
-        """Solve the layers of a site as one: they share H."""
+        """Solve the layers of a site together: they share H."""
         run.wants.add("gram")
         run.at_site.append(lambda site: self._solve(run, site))
 
@@ -93,12 +93,12 @@ class QuantEase(WeightOnly):
 
         assert site.gram is not None
         keep, grid = site.keeps(), run.affine(self.bits, self.group_size, self.symmetric, self.mse)
-        # Both solvers take inputs that are never active out; the grids that they fit must agree on that.
+        # Both solvers exclude inputs that are never active; the grids that they fit must agree on that.
         weight = site.together().masked_fill(site.gram.diagonal() == 0, 0)
         start, notes = None, {}
         if self.start == "gptq":
             rest, support = weight, None if keep is None else Given(keep)
-            if self.outliers:  # which are not to be made up for
+            if self.outliers:  # whose error is not to be compensated
                 count = round(self.outliers * (weight.shape[1] if self.structured else weight.numel()))
                 rest = weight - largest(weight.t(), count, self.structured).t()
             solved = sweep(rest, site.gram, grid.fit(rest), support, act_order=True, damp=self.damp)

@@ -1,7 +1,7 @@
-"""QuantEase: cyclic coordinate descent on the layer error, with outliers kept aside if asked (arXiv:2309.01885).
+"""QuantEase: cyclic coordinate descent on the layer error, with optional outliers (arXiv:2309.01885).
 
-With S = H, column j of W has the minimizer Q_j + [(W - Q) S]_j / S_jj when all others stand; snapping it to the grid
-is the best value on the grid. So a pass from a feasible point can never raise the error.
+With S = H, column j of W has the minimizer Q_j + [(W - Q) S]_j / S_jj when all others are fixed; the grid value nearest
+to it is the best one. So a pass that starts on the grid can never increase the error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ridgeline.runtime.solve.grid import Fitted, Grid
 from ridgeline.runtime.solve.sweep import BLOCK
 
 RELAXED_UNTIL = 25
-"""Passes in which every third may leave the grid, from a cold start (the paper's section 3.3)."""
+"""Passes in which every third may leave the grid, when starting from the weights (the paper's section 3.3)."""
 
 
 @dataclass(frozen=True)
 class Descended:
-    """What the descent found."""
+    """Result of the descent."""
 
     on_grid: Tensor
     """[out, in], without the outliers."""
@@ -30,7 +30,7 @@ class Descended:
     fitted: Fitted
     outliers: PackedOutliers | None
     errors: tuple[float, ...]
-    """tr((W - Q) H (W - Q)ᵀ) of the start (if there was one) and after every pass that stayed on the grid."""
+    """tr((W - Q) H (W - Q)ᵀ) at the start (if there was one) and after every pass that stayed on the grid."""
 
 
 def descend(
@@ -45,11 +45,11 @@ def descend(
     block: int = BLOCK,
 ) -> Descended:
     """Coordinate descent from ``start`` [out, in] (on the grid of ``weight`` without its :func:`largest` entries, such
-    as GPTQ's solution), or cold from ``weight`` itself.
+    as GPTQ's solution), or from ``weight`` itself (cold start).
 
-    ``keep`` bool [out, in]: entries outside stay zero. ``outliers``: share of the entries (``structured``: of the
-    inputs, whole columns) that are kept aside, found by iterative hard thresholding (the paper's algorithm 3); the grid
-    is fitted on the rest, whose range is smaller. Cold starts relax every third pass, and end on the grid.
+    ``keep`` bool [out, in]: entries outside it stay zero. ``outliers``: fraction of the entries (``structured``: of the
+    inputs, whole columns) that are kept in 16 bits, found by iterative hard thresholding (the paper's algorithm 3); the
+    grid is fitted to the rest, whose range is smaller. Cold starts relax every third pass, and end on the grid.
     """
     width = weight.shape[1]
     gram = gram.clone()
@@ -75,7 +75,7 @@ def descend(
     for it in range(passes):
         last = it == passes - 1
         if count and last:
-            sparse = sparse.to(stored).to(sparse.dtype)  # as stored, so that the last pass corrects for it
+            sparse = sparse.to(stored).to(sparse.dtype)  # in the stored dtype, so that the last pass corrects for it
         relax = start is None and it % 3 == 1 and it <= RELAXED_UNTIL and not last
         _sweep(q, s, s @ (w - sparse - q), None if relax else (fitted, columns), mask, block)
         if not relax:
@@ -128,7 +128,7 @@ def _packed(outliers: Tensor, dtype: torch.dtype) -> PackedOutliers:
 
 
 def grid_dtype(grid: Grid) -> torch.dtype | None:
-    """What a grid's scales are stored in, if it says."""
+    """The dtype in which a grid's scales are stored, if specified."""
     return getattr(grid, "scale_dtype", None)
 
 
@@ -146,7 +146,8 @@ def largest(x: Tensor, count: int, structured: bool) -> Tensor:
 
 
 def _largest_eigenvalue(s: Tensor, rounds: int = 40) -> float:
-    """Of a positive semi-definite matrix, by power iteration, two per cent up so as not to fall short."""
+    """Largest eigenvalue of a positive semi-definite matrix, by power iteration, increased by two percent to be an
+    upper bound."""
     v = s.sum(0)
     for _ in range(rounds):
         v = s @ (v / v.norm().clamp_min(1e-30))

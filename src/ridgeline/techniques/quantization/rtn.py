@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class RTN(WeightOnly):
-    """Store the linear layers of the blocks as integer codes with a scale per row or group, each weight rounded by
-    itself; dequantize per use. Keeps the zeros of a pruned weight."""
+    """Store the linear layers of the blocks as integers with a scale per row or group, each weight rounded to nearest
+    independently; dequantized at every use. Preserves the zeros of a pruned weight."""
 
     card: ClassVar[Card] = Card(
         name="rtn",
@@ -37,19 +37,19 @@ class RTN(WeightOnly):
     )
 
     bits: int = Field(default=8, ge=2, le=8)
-    """Bits of one weight; 4 or 8 as the base of a training run."""
+    """Bits per weight; 4 or 8 for the base of a training run."""
     group_size: int = Field(default=0, ge=0)
     """Weights that share a scale along the input dimension; 0: the whole row."""
     mse: bool = False
-    """Shrink each group's range to the least error (not in training)."""
+    """Shrink each group's range to minimize the error (not in training)."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Both widths."""
+        """Both bit widths."""
         return [cls(bits=4), cls(bits=8)]
 
     def check(self, e: Experiment) -> None:
-        """Groups must divide the rows; a training base has fewer forms."""
+        """Groups must divide the rows; a training base supports fewer formats."""
         super().check(e)
         if not e.is_training:
             return
@@ -63,7 +63,7 @@ class RTN(WeightOnly):
                 self.needs(self.bits == 8 or k % 2 == 0, f"{p.name} has odd width {k}: int4 packs pairs", "use bits=8")
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink; in training every use first expands one weight matrix to the compute dtype."""
+        """Shrink the weights; in training every use first dequantizes one weight matrix to the compute dtype."""
         if not e.is_training:
             return super().rewrite(g, e)
 
@@ -90,7 +90,8 @@ class RTN(WeightOnly):
         return g.each_block(quantize, layers_only=True)
 
     def apply(self, run: Build) -> None:
-        """Replace the linears of every block by integer codes; where nothing trains, by those of the fast kernels."""
+        """Replace the linears of every block by quantized ones; where nothing trains, in the format of the fast
+        kernels."""
         if not run.experiment.is_training:
             packed(run, self.card.name, self.bits, self.group_size, self.symmetric, codes_dense=True, mse=self.mse)
             return
@@ -99,14 +100,14 @@ class RTN(WeightOnly):
         replace_linears(run.model, lambda linear: IntLinear(linear, self.bits, self.group_size))
 
     def compress(self, run: CompressBuild) -> None:
-        """Round the layers of a site."""
+        """Round the layers of a site to nearest."""
         from ridgeline.runtime.compress_build import store_nearest
 
         grid = run.affine(self.bits, self.group_size, self.symmetric, self.mse)
         run.at_site.append(lambda site: store_nearest(site, grid))
 
     def plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Codes expanded."""
+        """Dequantize the weights."""
         from ridgeline.nn.quant.quantized import IntLinear, expanded
 
         return expanded(state, IntLinear)

@@ -1,4 +1,4 @@
-"""LLM.int8: weights and inputs in 8 bits, but for the few inputs that are large; optionally SmoothQuant's migration."""
+"""LLM.int8: weights and inputs in 8 bits, except for outlier inputs; optionally with SmoothQuant's migration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 class SmoothInt8(WeightOnly):
     """Weights as int8 with a scale per row, inputs as int8 with a scale per token; inputs in which a value reaches the
-    threshold are multiplied in full precision. With alpha, part of the inputs' range is first moved into the weights,
-    which leaves the function as it is."""
+    threshold are multiplied in full precision. With alpha, part of the inputs' range is first migrated into the
+    weights, which does not change the model's function."""
 
     card: ClassVar[Card] = Card(
         name="smooth_int8",
@@ -34,39 +34,40 @@ class SmoothInt8(WeightOnly):
     )
 
     bits: Literal[8] = 8
-    """Bits of one weight and of one input."""
+    """Bits per weight and per input."""
     group_size: Literal[0] = 0
     """Always the whole row: integer products sum over it before they are scaled."""
     symmetric: Literal[True] = True
-    """Always: integer products need no zero points."""
+    """Always true: integer products need no zero points."""
     threshold: float = Field(default=6.0, ge=0)
-    """Magnitude from which an input is computed in full precision; 0: none is."""
+    """Magnitude from which an input is computed in full precision; 0: never."""
     alpha: float = Field(default=0.0, ge=0, le=1)
-    """Share of the inputs' range that moves into the weights (SmoothQuant takes 0.5, with threshold=0); 0: none."""
+    """Fraction of the inputs' range that is migrated into the weights (SmoothQuant uses 0.5, with threshold=0); 0:
+    none."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: to a search it is rtn, with inputs that cost quality."""
+        """None: a search sees it as rtn with quantized inputs, which cost quality."""
         return []
 
     @property
     def own_format(self) -> bool:
-        """The threshold does."""
+        """Whether the threshold is used, which needs our own format."""
         return self.threshold > 0
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink, and products run in int8 where the device has it."""
+        """Shrink the weights; products run in int8 where the device supports it."""
         return in_int8(super().rewrite(g, e), e)
 
     def compress(self, run: CompressBuild) -> None:
-        """Move ranges, then round."""
+        """Migrate ranges, then round."""
         if self.alpha:
             run.wants.add("peak")
             run.before_block.append(self._smooth)
         run.at_site.append(lambda site: self._round(run, site))
 
     def _smooth(self, job: BlockJob) -> None:
-        """s = max|X|^α / max|W|^(1-α) of each input (arXiv:2211.10438, equation 4)."""
+        """s = max|X|^α / max|W|^(1-α) for each input (arXiv:2211.10438, equation 4)."""
         import torch
 
         from ridgeline.runtime.solve.fold import fold, readers, unfoldable

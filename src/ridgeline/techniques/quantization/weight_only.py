@@ -1,4 +1,4 @@
-"""What weight-only quantizers share: bits and groups, what they refuse, and what their weights weigh."""
+"""Shared code of the weight-only quantizers: bits and groups, checks, and the size of the weights."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from ridgeline.runtime.train_build import Build
 
 PRUNE, FOLD, QUANTIZE, TUNE = -20, -10, 0, 10
-"""Order of compression within phase adapt: supports before grids, folded scales between, norms last. In training a
-quantized base comes before the adapters on it, which are behind 0."""
+"""Order of compression within phase adapt: pruning masks before grids, folded scales between, norms last. In training a
+quantized base comes before its adapters, which come after 0."""
 
 
 class WeightOnly(Technique):
-    """Linear layers of the blocks (experts too, not the router) as integers with a scale per group of inputs."""
+    """Linear layers of the blocks (including experts, not the router) as integers with a scale per group of inputs."""
 
     phase: ClassVar[Phase] = "adapt"
     order: ClassVar[int] = QUANTIZE
 
     bits: int = Field(default=4, ge=2, le=8)
-    """Bits of one weight."""
+    """Bits per weight."""
     group_size: int = Field(default=128, ge=0)
     """Inputs that share a scale; 0: the whole row."""
     symmetric: bool = True
-    """Whether the range is centerd on zero; False: a zero point per group is stored too."""
+    """Whether the range is centered on zero; False: a zero point per group is stored too."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Its defaults: what its other options change is quality, which is not predicted."""
+        """The defaults: the other options change quality, which is not predicted."""
         return [cls()]
 
     def check(self, e: Experiment) -> None:
@@ -60,17 +60,18 @@ class WeightOnly(Technique):
         return self.card.owns | {"weights"}
 
     def apply(self, run: Build) -> None:
-        """A compressed checkpoint's layers hold their codes already; random weights get codes of the same form."""
+        """A compressed checkpoint's layers are quantized already; random weights get quantized layers of the same
+        format."""
         packed(run, self.card.name, self.bits, self.group_size, self.symmetric)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Weights shrink to what is held of them; kernels expand them on the way in."""
+        """Shrink the weights to what is stored of them; kernels dequantize them on load."""
         return shrunk(g, e, self.bits, self.group_size, self.symmetric)
 
     def note(self, e: Experiment, result: Result) -> None:
-        """Bytes of the checkpoint, and stored bits of a weight."""
+        """Report the bytes of the checkpoint, and the stored bits per weight."""
         size, bits = stored(e, self.bits, self.group_size, self.symmetric)
-        size += 16 * coded_matrices(e) * self.own_format  # our format says four sizes of each, others two
+        size += 16 * coded_matrices(e) * self.own_format  # our format stores four sizes per tensor, others two
         result.metrics["checkpoint_bytes"] = Metric(value=size, unit="bytes", better="lower", source="graph")
         result.metrics["bits_per_weight"] = Metric(value=bits, better="lower", source="graph")
 
@@ -80,13 +81,13 @@ CODED = ("_proj.weight", ".experts.gate_proj", ".experts.up_proj", ".experts.dow
 
 
 def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool) -> Graph:
-    """The graph with the blocks' linear layers (and experts) quantized, as :mod:`ridgeline.spec.lowbit` says."""
+    """The graph with the blocks' linear layers (and experts) quantized as :mod:`ridgeline.spec.lowbit` specifies."""
     device = "cpu" if e.cluster.device.kind == "cpu" else "cuda"
 
     def shrink(b: Block) -> None:
         held_as: dict[str, tuple[float, float, str]] = {}
         for p in b.params:
-            if p.name.endswith(CODED) and p.dtype != "ternary":  # qmoe's are stored already
+            if p.name.endswith(CODED) and p.dtype != "ternary":  # qmoe's experts are already quantized
                 out, width = p.shape[-2:]
                 each = held_bytes(out, width, bits, group_size, symmetric, device) / (out * width)
                 nibbles = held(out, width, bits, group_size, device).form == "nibbles"
@@ -100,10 +101,10 @@ def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool)
 
 
 def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[int, float]:
-    """(bytes of all tensors of the checkpoint that compressed-tensors holds this model in, stored bits per weight of
-    its linear layers).
+    """(bytes of all tensors of the model's checkpoint in the compressed-tensors format, stored bits per weight of its
+    linear layers).
 
-    What stays dense is in the dtype of the checkpoint that is compressed; without one, in that of the plan.
+    Layers that stay dense have the dtype of the checkpoint that is compressed; without one, the dtype of the plan.
     """
     wide = DTYPE_BYTES[_checkpoint_dtype(e)]
     total, kept, count = 0.0, 0.0, 0
@@ -119,13 +120,13 @@ def stored(e: Experiment, bits: int, group_size: int, symmetric: bool) -> tuple[
 
 
 def coded_matrices(e: Experiment) -> int:
-    """Quantized matrices; each expert's is one."""
+    """Number of quantized matrices, counting each expert's."""
     return sum(p.numel // (p.shape[-1] * p.shape[-2]) for p in left(e).parameters()
                if p.name.startswith("layers.") and p.name.endswith(CODED))  # fmt: skip
 
 
 def coded_weights(e: Experiment) -> int:
-    """Quantized weights."""
+    """Number of quantized weights."""
     return sum(p.numel for p in left(e).parameters() if p.name.startswith("layers.") and p.name.endswith(CODED))
 
 
@@ -142,10 +143,11 @@ def _checkpoint_dtype(e: Experiment) -> str:
 def packed(
     run: Build, name: str, bits: int, group_size: int, symmetric: bool, codes_dense: bool = False, mse: bool = False
 ) -> None:
-    """Have a generating model's linear layers compute from codes.
+    """Make a generating model's linear layers compute from quantized weights.
 
     Those of a compressed checkpoint do; weights without a checkpoint (or, where ``codes_dense``, of a dense one) are
-    rounded to nearest. Raises :class:`UserError` for a dense checkpoint otherwise, and for other codes than asked for.
+    rounded to nearest. Raises :class:`UserError` for a dense checkpoint otherwise, and for quantization other than
+    requested.
     """
     import torch
 
@@ -165,7 +167,7 @@ def packed(
         wrong = sorted({layer.bits for layer in layers} - {bits})
         if wrong:
             raise UserError(f"{w.checkpoint} holds codes of {wrong[0]} bits, {name} asks for {bits}",
-                            f"say {name}:bits={wrong[0]}, or compress it anew")  # fmt: skip
+                            f"use {name}:bits={wrong[0]}, or compress it again")  # fmt: skip
     elif w.checkpoint and not codes_dense:
         raise UserError(
             f"{w.checkpoint} is not compressed yet",
@@ -177,7 +179,7 @@ def packed(
 
 
 def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
-    """The product with weights of ``each`` bytes instead of ``wide``; rows and results stay as they are."""
+    """The product with weights of ``each`` bytes instead of ``wide``; activations and results are unchanged."""
     rows, out, inner = op.shape[-3:]
     weights = out * inner * op.experts
     return changed(op, bytes=rows * (out + inner) * wide + weights * each, weight_bytes=weights * each,
@@ -185,7 +187,7 @@ def narrow(op: Op, each: float, wide: float, dtype: str) -> Op:
 
 
 def in_int8(g: Graph, e: Experiment) -> Graph:
-    """Products with quantized weights computed in int8, on a device that multiplies in it."""
+    """Compute products with quantized weights in int8, on a device that supports it."""
     if "int8" not in e.cluster.device.peak_flops:
         return g
 
@@ -196,7 +198,7 @@ def in_int8(g: Graph, e: Experiment) -> Graph:
 
 
 def left(e: Experiment) -> ModelSpec:
-    """The model that is left where the plan makes it smaller."""
+    """The model that remains where the plan makes it smaller."""
     spec = e.model
     for t in techniques_of(e.plan):
         spec = t.resized(spec)
@@ -204,7 +206,7 @@ def left(e: Experiment) -> ModelSpec:
 
 
 def widths(e: Experiment) -> dict[str, tuple[int, int]]:
-    """(out, in) of all linear layers of the blocks, an expert's too, by name."""
+    """(out, in) of all linear layers of the blocks, including an expert's, by name."""
     from ridgeline.spec.targets import linears
 
     spec = left(e)

@@ -1,1 +1,1 @@
-"""Scheduling, memory and batching of a serving engine."""
+"""Scheduling, memory and batching in a serving engine."""

@@ -1,4 +1,4 @@
-"""Prompts in pieces."""
+"""Chunked prefill: prompts are processed in pieces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class ChunkedPrefill(Technique):
-    """Read a long prompt in pieces that fill what the decoding sequences leave of an iteration's token budget
-    (Sarathi), so that they never wait for a whole prompt. Off, a prompt is computed in one iteration."""
+    """Process a long prompt in chunks that fill what decoding sequences leave of an iteration's token budget (Sarathi),
+    so that decoding never waits for a whole prompt. Without it, a prompt is computed in one iteration."""
 
     card: ClassVar[Card] = Card(
         name="chunked_prefill",
@@ -30,9 +30,9 @@ class ChunkedPrefill(Technique):
     phase: ClassVar[Phase] = "loop"
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators stay as they are; the simulated scheduler knows."""
+        """No change to operators; the simulated scheduler accounts for it."""
         return g
 
     def scheduling(self, s: Scheduling) -> None:
-        """Let an iteration compute a part of a prompt."""
+        """Allow an iteration to compute part of a prompt."""
         s.limits.chunked = True

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class ContinuousBatching(Technique):
-    """Let requests join and leave the batch at every iteration (Orca). Off, a batch runs until its last member ends."""
+    """Let requests join and leave the batch at every iteration (Orca). Without it, a batch runs until its last request
+    ends."""
 
     card: ClassVar[Card] = Card(
         name="continuous_batching",
@@ -29,9 +30,9 @@ class ContinuousBatching(Technique):
     phase: ClassVar[Phase] = "loop"
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators stay as they are; the simulated scheduler knows."""
+        """No change to operators; the simulated scheduler accounts for it."""
         return g
 
     def scheduling(self, s: Scheduling) -> None:
-        """Admit requests while others run."""
+        """Admit requests while others are running."""
         s.limits.continuous = True

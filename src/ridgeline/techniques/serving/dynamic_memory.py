@@ -1,4 +1,4 @@
-"""Buffers that all layers share, grown when they are too small."""
+"""Buffers shared by all layers that grow when they are too small."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class DynamicMemory(Technique):
-    """Take the results of a pass from a pool of buffers, each busy or idle, that all layers share: an idle one that is
-    large enough, else one more or a larger one (EET). The pool grows with the longest pass and never shrinks. Covered
-    are the results of operators that can write into a given tensor, outside attention."""
+    """Allocate the results of a pass from a pool of buffers, each busy or idle, that all layers share: an idle one that
+    is large enough, otherwise an additional or enlarged one (EET). The pool grows with the longest pass and never
+    shrinks. Covered are the results of operators that can write into a given tensor, outside attention."""
 
     card: ClassVar[Card] = Card(
         name="dynamic_memory",
@@ -36,19 +36,19 @@ class DynamicMemory(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it saves is the allocator's work, which is not predicted."""
+        """None: it saves allocator work, which is not predicted."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """Needs passes whose operators follow from their number of tokens."""
+        """Needs passes whose operators are determined by their number of tokens."""
         planned_passes(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The graph's inference memory is what lives at once; how far a pool exceeds it is not predicted."""
+        """The graph's inference memory is the peak of live bytes; how far a pool exceeds it is not predicted."""
         return g
 
     def serve(self, run: ServeBuild) -> None:
-        """Put the pool around the forward pass."""
+        """Run the forward pass with the pool."""
         from ridgeline.nn.memory.pass_memory import around
 
         run.memory = around(place_in_buffers)
@@ -57,13 +57,13 @@ class DynamicMemory(Technique):
 def place_in_buffers(
     spans: Sequence[tuple[int, int, int]], buffers: Mapping[int, int]
 ) -> tuple[list[tuple[int, int]], dict[int, int]]:
-    """(buffer, 0) of each (bytes, birth, death) in order of birth, and the buffers as they must be, bytes by number.
+    """(buffer, 0) of each (bytes, birth, death) in order of birth, and the required buffer sizes in bytes, by number.
 
     A tensor gets the smallest idle buffer that holds it; if all idle ones are too small, the largest of them grows; if
     none is idle, there is one more.
     """
     sizes = dict(buffers)
-    busy: dict[int, int] = {}  # buffer → when it is idle again
+    busy: dict[int, int] = {}  # buffer → when it becomes idle
     places = [(0, 0)] * len(spans)
     for i in sorted(range(len(spans)), key=lambda i: spans[i][1]):
         size, birth, death = spans[i]

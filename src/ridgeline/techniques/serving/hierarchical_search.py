@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class HierarchicalSearch(Technique):
-    """Choose tokens and beams by groups of the vocabulary first: exact, and most logits are read once (LightSeq)."""
+    """Choose tokens and beams by groups of the vocabulary first: exact, and most logits are read only once
+    (LightSeq)."""
 
     card: ClassVar[Card] = Card(
         name="hierarchical_search",
@@ -29,13 +30,14 @@ class HierarchicalSearch(Technique):
     phase: ClassVar[Phase] = "loop"
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators stay as they are; the simulated engine reads the logits less often."""
+        """No change to operators; the simulated engine reads the logits fewer times."""
         return g
 
     def scheduling(self, s: Scheduling) -> None:
-        """One pass over the logits finds the groups' maxima; the few groups that are searched hardly count."""
+        """One pass over the logits finds the groups' maxima; the cost of the few groups that are searched is
+        negligible."""
         s.logit_reads = 1
 
     def serve(self, run: ServeBuild) -> None:
-        """Search in two levels."""
+        """Use two-level search."""
         run.hierarchical = True

@@ -1,4 +1,4 @@
-"""Memory of a pass in chunks, planned for its length."""
+"""Memory of a pass in chunks, planned for its number of tokens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
     from ridgeline.runtime.serve_build import ServeBuild
 
 CHUNK = 2 << 20
-"""Bytes of a chunk at least."""
+"""Minimum bytes of a chunk."""
 SLACK = 1.2
-"""Bytes of a chunk made for a tensor larger than that, over the tensor's."""
+"""Size of a chunk allocated for a tensor that exceeds the minimum, relative to the tensor's."""
 ALIGNMENT = 64
 FROM_REQUESTS: dict[Part, str] = {
     "adapter_table": "which adapters a pass runs under {other} follows from its requests, not from its number of tokens"
 }
-"""What makes passes of as many tokens differ."""
+"""Parts that make passes with the same number of tokens differ."""
 
 
 class LengthAwareMemory(Technique):
-    """Plan each pass's memory for its number of tokens before it runs: lifetimes say which results may share a place,
-    places lie in chunks that passes of all lengths reuse, and chunks that no pass has used for a while are given back
-    (TurboTransformers). Covered are the results of operators that can write into a given tensor, outside attention."""
+    """Plan each pass's memory for its number of tokens before it runs: lifetimes determine which results may share
+    memory, offsets are in chunks that passes of all lengths reuse, and chunks that no pass has used for a while are
+    freed (TurboTransformers). Covered are the results of operators that can write into a given tensor, outside
+    attention."""
 
     card: ClassVar[Card] = Card(
         name="length_aware_memory",
@@ -47,30 +48,30 @@ class LengthAwareMemory(Technique):
     order: ClassVar[int] = 9
 
     keep: int = Field(default=16, ge=0)
-    """Passes after which a chunk that none of them used is given back."""
+    """Number of passes without use after which a chunk is freed."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it saves is the allocator's work, which is not predicted."""
+        """None: it saves allocator work, which is not predicted."""
         return []
 
     def check(self, e: Experiment) -> None:
-        """Needs passes whose operators follow from their number of tokens."""
+        """Needs passes whose operators are determined by their number of tokens."""
         planned_passes(self, e)
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The graph's inference memory is what lives at once, which is what a plan without gaps takes."""
+        """The graph's inference memory is the peak of live bytes, which is what a plan without gaps takes."""
         return g
 
     def serve(self, run: ServeBuild) -> None:
-        """Put the planner around the forward pass."""
+        """Run the forward pass with the planner."""
         from ridgeline.nn.memory.pass_memory import around
 
         run.memory = around(place_in_chunks, self.keep)
 
 
 def planned_passes(technique: Technique, e: Experiment) -> None:
-    """Refuse what makes the operators of a pass differ at the same number of tokens."""
+    """Refuse techniques with which passes of the same number of tokens have different operators."""
     technique.needs(
         not e.model.num_experts,
         "routing changes the sizes of tensors from pass to pass, so that none can be planned",
@@ -86,10 +87,10 @@ def planned_passes(technique: Technique, e: Experiment) -> None:
 def place_in_chunks(
     spans: Sequence[tuple[int, int, int]], chunks: Mapping[int, int]
 ) -> tuple[list[tuple[int, int]], dict[int, int]]:
-    """(chunk, offset) of each (bytes, birth, death), and the chunks with what had to be added, bytes by number.
+    """(chunk, offset) of each (bytes, birth, death), and the chunks with any that had to be added, in bytes, by number.
 
-    TurboTransformers' algorithm 2: the largest tensor first, into the best-fitting gap between those that live at the
-    same time, of the first chunk that has one; where none has, into a new chunk.
+    TurboTransformers' algorithm 2: largest tensor first, into the best-fitting gap between those that are live at the
+    same time, in the first chunk that has one; where none has, into a new chunk.
     """
     sizes = dict(chunks)
     held: dict[int, list[tuple[int, int, int, int]]] = {i: [] for i in sizes}  # offset, end, birth, death

@@ -1,4 +1,4 @@
-"""Padded batches of similar lengths, cut by dynamic programming."""
+"""Padded batches of similar lengths, chosen by dynamic programming."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class LengthDP(Technique):
-    """Cut the queue into batches of similar length, so that padding costs least (TurboTransformers): of all ways to cut
-    it, the one with the smallest sum of batch times, which are measured once when the engine starts. Every batch of a
-    queue is served before requests that came later. Only padded batches gain: packed ones have no pads."""
+    """Divide the queue into batches of similar length to minimize the cost of padding (TurboTransformers): of all
+    partitions, the one with the smallest sum of batch times, which are measured once when the engine starts. Every
+    batch of a queue is served before requests that arrive later. Only padded batches benefit: packed ones have no
+    padding."""
 
     card: ClassVar[Card] = Card(
         name="length_dp",
@@ -36,11 +37,11 @@ class LengthDP(Technique):
     phase: ClassVar[Phase] = "loop"
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators stay as they are; the simulated engines pack their batches."""
+        """No change to operators; the simulated engines pack their batches."""
         return g
 
     def serve(self, run: ServeBuild) -> None:
-        """Cut the queue."""
+        """Divide the queue into batches."""
         run.cut = lambda lengths, adapters, cost, own: dp_batches(lengths, cost)
 
 

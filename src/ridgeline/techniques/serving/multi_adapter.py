@@ -1,4 +1,4 @@
-"""Many fine-tuned tasks over one base, in one batch."""
+"""Many fine-tuned tasks over one base model, in one batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 class MultiAdapter(Technique):
     """Serve requests of different adapters (LoRA, BitFit, bottleneck, diff pruning, masks) in one batch: the product
-    with the base's weights is shared by all, each task adds its own part for its rows (PetS). Adapters come and go
-    while the engine runs; their memory is taken out of the cache's."""
+    with the base's weights is shared by all, and each task adds its own part for its rows (PetS). Adapters can be
+    loaded and unloaded while the engine runs; their memory is taken from the cache's."""
 
     card: ClassVar[Card] = Card(
         name="multi_adapter",
@@ -41,24 +41,24 @@ class MultiAdapter(Technique):
     phase: ClassVar[Phase] = "loop"
 
     two_stage: bool = False
-    """Cut the queue into batches within each task first, then across tasks; for padded batches."""
+    """Divide the queue into batches within each task first, then across tasks; for padded batches."""
     adapters: int = Field(default=0, ge=0)
-    """For predictions: LoRA adapters around every linear that are loaded, and asked for equally often. 0: not known,
-    predicted as the base alone."""
+    """For predictions: number of loaded LoRA adapters, each around every linear layer and requested equally often. 0:
+    not known, predicted as the base model alone."""
     rank: int = Field(default=8, ge=1)
     """For predictions: their rank."""
 
     def owns(self) -> frozenset[Part]:
-        """With stages, the order of the queue."""
+        """With two stages, the order of the queue."""
         return frozenset({"queue"}) if self.two_stage else frozenset()
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Without stages: what they save depends on which tasks are asked for."""
+        """A single stage: what two stages save depends on which tasks are requested."""
         return [cls()]
 
     def check(self, e: Experiment) -> None:
-        """Needs the model in one piece; stages need pads."""
+        """Needs an undivided model; two stages need padding."""
         self.needs(not e.parallel, "adapters are loaded into one process, and the model is divided over several",
                    "use one process, or merge the adapter into the model")  # fmt: skip
         if self.two_stage:
@@ -66,8 +66,8 @@ class MultiAdapter(Technique):
                    "leave out two_stage, or {other}")  # fmt: skip
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Hold every adapter, and beside each product run two thin ones with those that the rows ask for, each as one
-        grouped kernel (Punica, arXiv:2310.18547; an engine that goes from adapter to adapter takes longer)."""
+        """Hold every adapter, and add to each product two thin ones with the adapters requested by its rows, each as
+        one grouped kernel (Punica, arXiv:2310.18547; an engine that loops over adapters takes longer)."""
         return g.each_block(self._beside, layers_only=True) if self.adapters else g
 
     def _beside(self, b: Block) -> None:
@@ -89,7 +89,7 @@ class MultiAdapter(Technique):
         b.forward = out
 
     def note(self, e: Experiment, result: Result) -> None:
-        """What is assumed."""
+        """State the assumptions."""
         if not self.adapters:
             result.notes.append("multi_adapter: predicted as the base alone; state how many adapters with adapters")
 
@@ -102,10 +102,10 @@ class MultiAdapter(Technique):
 
 def two_stage_batches(lengths: Sequence[int], tasks: Sequence[str], shared: Cost, own: Cost) -> list[list[int]]:
     """PetS' batches of sequences of several tasks, as indices: small ones within each task, the cheapest for the task's
-    own operators, then neighbors by length put together, the cheapest for all.
+    own operators, then adjacent lengths combined, the cheapest overall.
 
     ``shared(length, batch)``: seconds of the base's operators; ``own``: of the operators of one task in a batch. "" is
-    the task without any. Each stage is a dynamic program over sequences, or small batches, in order of length.
+    the base without an adapter. Each stage is a dynamic program over sequences, or small batches, in order of length.
     """
     small: list[list[int]] = []
     for task in dict.fromkeys(tasks):

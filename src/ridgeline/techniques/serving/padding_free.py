@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class PaddingFree(Technique):
-    """Compute the tokens of a batch and nothing else: sequences lie behind each other in one row, and attention takes
-    them one by one (ByteTransformer). Off, each is padded to the longest of its batch, and pads are computed."""
+    """Compute only the tokens of a batch: sequences are packed one after another into one row, and attention processes
+    each separately (ByteTransformer). Without it, each is padded to the longest of its batch, and padding is
+    computed."""
 
     card: ClassVar[Card] = Card(
         name="padding_free",
@@ -30,9 +31,9 @@ class PaddingFree(Technique):
     phase: ClassVar[Phase] = "loop"
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators stay as they are; the simulated scheduler knows. Other engines than our own pack in any case."""
+        """No change to operators; the simulated scheduler accounts for it. Engines other than our own always pack."""
         return g
 
     def scheduling(self, s: Scheduling) -> None:
-        """Let a step have as many rows as it has tokens."""
+        """Make the rows of a step equal to its tokens."""
         s.limits.padded = False

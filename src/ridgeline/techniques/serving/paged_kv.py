@@ -1,4 +1,4 @@
-"""Paged key/value memory: blocks, tables, sharing."""
+"""Paged key/value cache: blocks, tables, sharing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class PagedKV(Technique):
-    """Give a sequence cache blocks as it grows, and let equal prefixes and forks share them (vLLM). Off, every sequence
-    is given the memory of its longest possible output when it starts."""
+    """Allocate cache blocks as a sequence grows, and let equal prefixes and forks share them (vLLM). Without it, every
+    sequence reserves the memory of its longest possible output when it starts."""
 
     card: ClassVar[Card] = Card(
         name="paged_kv",
@@ -32,17 +32,17 @@ class PagedKV(Technique):
     phase: ClassVar[Phase] = "loop"
 
     block_size: int = Field(default=16, ge=1, le=1024)
-    """Tokens of a block."""
+    """Number of tokens per block."""
     prefix_sharing: bool = True
-    """Whether prompts that begin alike share blocks."""
+    """Whether prompts with the same prefix share blocks."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """The default block."""
+        """The default block size."""
         return [cls()]
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators stay as they are; the simulated scheduler knows."""
+        """No change to operators; the simulated scheduler accounts for it."""
         return g
 
     def scheduling(self, s: Scheduling) -> None:

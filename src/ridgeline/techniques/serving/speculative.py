@@ -1,4 +1,4 @@
-"""Draft several tokens, check them in one pass."""
+"""Draft several tokens, verify them in one pass."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Speculative(Technique):
-    """Guess the next tokens from what the text has said before, compute them all in one pass, keep those that agree.
+    """Draft the next tokens, compute them all in one pass, and keep those that agree.
 
     Drafts come from the sequence itself (what followed the last occurrence of its newest n-gram) or from a smaller
-    model. A drafted token is kept when it is the one that sampling chooses at its place, with the random number of that
-    place: outputs are the same, token for token, as without drafts. Where drafts are measured not to pay, as in fuller
-    batches, they are left out.
+    model. A drafted token is accepted if it is the one that sampling chooses at its position, with that position's
+    random number: outputs are the same, token for token, as without drafts. Where measurements show that drafts do not
+    pay off, as in fuller batches, they are left out.
     """
 
     card: ClassVar[Card] = Card(
@@ -40,39 +40,39 @@ class Speculative(Technique):
     phase: ClassVar[Phase] = "loop"
 
     tokens: int = Field(default=4, ge=1, le=16)
-    """Most tokens to draft."""
+    """Maximum number of tokens to draft."""
     ngram: int = Field(default=3, ge=1, le=8)
-    """Longest n-gram that is looked for in the text so far; shorter ones follow."""
+    """Longest n-gram that is looked up in the text so far; shorter ones follow."""
     draft: str = ""
-    """Checkpoint directory of a smaller model with the same vocabulary that drafts instead."""
+    """Checkpoint directory of a smaller draft model with the same vocabulary."""
     acceptance: float | None = Field(default=None, ge=0, lt=1)
-    """Probability that a drafted token is kept, for predictions: it depends on the text, so say what was measured.
+    """Probability that a drafted token is accepted, for predictions: it depends on the text, so give a measured value.
     None: predicted as if nothing were drafted."""
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what drafts save depends on the text, which no predictor knows."""
+        """None: what drafts save depends on the text, which cannot be predicted."""
         return []
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """Operators stay as they are; the simulated engine makes several tokens of a pass."""
+        """No change to operators; the simulated engine generates several tokens per pass."""
         return g
 
     def scheduling(self, s: Scheduling) -> None:
-        """What the simulation needs to know."""
+        """Pass the simulation its parameters."""
         if self.acceptance is not None:
             model = ModelSpec.from_path(Path(self.draft)) if self.draft else None
             s.speculation = Speculation(self.tokens, self.acceptance, model)
 
     def note(self, e: Experiment, result: Result) -> None:
-        """What is assumed."""
+        """State the assumptions."""
         known = self.acceptance is not None
         result.notes.append(f"speculative: each draft is kept with probability {self.acceptance:g}, as stated" if known
                             else "speculative: predicted as if nothing were drafted; state what share is kept with"
                             " acceptance")  # fmt: skip
 
     def serve(self, run: ServeBuild) -> None:
-        """Draft where it pays."""
+        """Draft where it pays off."""
         from ridgeline.nn.quant.packed_model import load_packed
         from ridgeline.runtime.serve_build import Drafts
 

@@ -1,4 +1,4 @@
-"""Kernels whose thread blocks hold a part of a row at a time."""
+"""Kernels whose thread blocks process a row in tiles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class ThreadBlockFolding(Technique):
-    """Fold the thread blocks that a wide row would take into one that walks it in tiles, in the fused norms and softmax
-    (EET): rows of any width, hidden sizes of 12288 and scores of long sequences among them, with registers for a tile.
-    Serving gets the fused norms with it. On the CPU kernels walk rows in any case, and only that changes."""
+    """In the fused norms and softmax, fold the thread blocks that a wide row would need into one that iterates over
+    tiles (EET): this supports rows of any width, such as hidden sizes of 12288 and scores of long sequences, with the
+    registers of one tile. Serving gets the fused norms with it. CPU kernels iterate over rows in any case, and only the
+    tile width changes."""
 
     card: ClassVar[Card] = Card(
         name="thread_block_folding",
@@ -38,7 +39,7 @@ class ThreadBlockFolding(Technique):
     order: ClassVar[int] = 6
 
     columns: int = Field(default=1024, ge=16)
-    """Columns of a tile, a power of two; narrower rows are not divided."""
+    """Columns per tile, a power of two; narrower rows are not divided."""
 
     @field_validator("columns")
     @classmethod
@@ -49,21 +50,21 @@ class ThreadBlockFolding(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what a kernel keeps in registers is not predicted."""
+        """None: a kernel's register use is not predicted."""
         return []
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """The same operators and bytes: a tile that is read again comes out of the cache."""
+        """The same operators and bytes: a tile that is read again comes from the cache."""
         return g
 
     def build(self, run: TrainBuild) -> None:
-        """Fold the kernels that fused_layers has put in."""
+        """Fold the kernels of fused_layers."""
         from ridgeline.nn.model.fused import fold
 
         fold(run.model, self.columns)
 
     def serve(self, run: ServeBuild) -> None:
-        """Fuse norms with the residual additions before them, folded."""
+        """Fuse norms with the preceding residual additions, folded."""
         from ridgeline.nn.model.fused import fold, fuse_elementwise
 
         fuse_elementwise(run.model)

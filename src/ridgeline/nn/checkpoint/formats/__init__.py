@@ -1,8 +1,8 @@
-"""File formats of compressed weights: pure functions between records and named tensors.
-Only our own holds other codes too.
+"""File formats of compressed weights: pure functions between records and named tensors. Only our own format supports
+all kinds of quantized weights.
 
-A format writes one module's weight as tensors under that module's name, says in ``config.json`` what it wrote, and
-reads it back. Which one a checkpoint is in, its ``quantization_config`` tells.
+A format writes one module's weight as tensors under that module's name, describes it in ``config.json``, and reads it
+back. A checkpoint's format is given by its ``quantization_config``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Get = Callable[[str], Tensor | None]
 
 
 class Format(Protocol):
-    """One format; an instance is a reader for the ``quantization_config`` it was made from, or a writer."""
+    """One format; an instance is a reader for the ``quantization_config`` it was created from, or a writer."""
 
     name: str
 
@@ -30,21 +30,22 @@ class Format(Protocol):
         """A reader for a ``quantization_config`` of this method."""
 
     def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
-        """The tensors that stand for ``module.weight``. Raises :class:`UserError` for what the format cannot say."""
+        """The tensors that represent ``module.weight``. Raises :class:`UserError` for what the format cannot
+        express."""
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """``quantization_config``, given the packed modules (their tensors may stand on the meta device), the linear
         modules that stay dense, and how inputs of modules are quantized (:class:`InputCode` by module name)."""
 
     def read(self, module: str, get: Get) -> Stored | None:
-        """The weight of ``module``; None when the file has it dense."""
+        """The weight of ``module``; None if the file stores it densely."""
 
     def input(self, module: str, get: Get) -> InputCode | None:
-        """How the input of ``module`` is quantized when the model runs; None: not."""
+        """How the input of ``module`` is quantized at inference; None: it is not."""
 
 
 def formats() -> dict[str, type[Format]]:
-    """What can be written, by name."""
+    """The formats that can be written, by name."""
     from ridgeline.nn.checkpoint.formats.compressed_tensors import CompressedTensors
     from ridgeline.nn.checkpoint.formats.gptq import GPTQFormat
     from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline

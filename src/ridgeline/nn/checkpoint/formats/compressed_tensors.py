@@ -35,7 +35,7 @@ class CompressedTensors:
     def write(self, module: str, packed: Packed) -> dict[str, Tensor]:
         """See the class."""
         if packed.outliers is not None:
-            raise UserError(f"{module} keeps outliers aside, which compressed-tensors cannot say",
+            raise UserError(f"{module} has outliers, which compressed-tensors cannot store",
                             "use --format ridgeline, or quantease with outliers=0")  # fmt: skip
         tensors = {
             f"{module}.weight_packed": pack_bits(packed.codes, packed.bits),

@@ -1,8 +1,8 @@
-"""GGUF, llama.cpp's one-file format: 4- and 8-bit solutions map onto Q4_0, Q4_1 and Q8_0 without rounding anew.
+"""GGUF, llama.cpp's single-file format: 4- and 8-bit weights map to Q4_0, Q4_1 and Q8_0 without rounding again.
 
 All three are affine in groups of 32 inputs: Q4_0 is d·(q - 8), Q4_1 is d·q + m, Q8_0 is d·q with signed q. So a weight
-whose groups are multiples of 32 keeps its very values (m = -scale·zero is rounded to fp16). Llama's queries and keys
-are stored with the two halves of each head interleaved, which only exchanges rows.
+whose groups are multiples of 32 keeps its exact values (m = -scale·zero is rounded to fp16). Llama's queries and keys
+are stored with the two halves of each head interleaved, which only permutes rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def their_name(ours: str) -> str:
 
 
 def _turned(spec: ModelSpec, ours: str, rows: int, inverse: bool = False) -> Tensor | None:
-    """The order of a weight's (or bias's) rows in the file, or back; None: as they are."""
+    """The order of a weight's (or bias's) rows in the file, or the inverse; None: unchanged."""
     if _ARCHITECTURES[spec.family] != "llama" or (".q_proj." not in ours and ".k_proj." not in ours):
         return None
     order = torch.arange(rows).view(-1, 2, spec.head_dim // 2).transpose(1, 2).reshape(-1)
@@ -66,7 +66,8 @@ def _turned(spec: ModelSpec, ours: str, rows: int, inverse: bool = False) -> Ten
 
 
 def blocks_of(packed: Packed, name: str) -> tuple[np.ndarray, str]:
-    """(bytes uint8 [out, bytes], type) of a weight. Raises :class:`UserError` for what no type holds exactly."""
+    """(bytes uint8 [out, bytes], type) of a weight. Raises :class:`UserError` for weights that no type represents
+    exactly."""
     out, width = packed.shape
     fits = packed.group_size % BLOCK == 0 and packed.outliers is None
     if not fits or packed.bits not in (4, 8) or (packed.bits == 8 and packed.zero is not None):
@@ -174,7 +175,7 @@ def _write_tokenizer(out: Any, checkpoint: Path) -> None:
     out.add_token_list([tokens.get(i, f"<unused{i}>") for i in ids])
     out.add_token_types(kinds)
     if fallback:
-        out.add_token_scores([-float(i) for i in ids])  # pieces are numbered as they were merged
+        out.add_token_scores([-float(i) for i in ids])  # pieces are numbered in merge order
     else:
         out.add_tokenizer_pre("gpt-2")
         out.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
@@ -187,7 +188,7 @@ def _write_tokenizer(out: Any, checkpoint: Path) -> None:
 
 
 def spec_of(file: Path) -> ModelSpec:
-    """The architecture that a GGUF file describes. Raises :class:`UserError` for others than Llama, Qwen2, Qwen3."""
+    """The architecture in a GGUF file. Raises :class:`UserError` for any other than Llama, Qwen2, Qwen3."""
     return _spec(_open(file), file)
 
 

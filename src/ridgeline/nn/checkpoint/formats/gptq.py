@@ -14,7 +14,7 @@ from ridgeline.nn.quant.packed import Packed, pack_bits, unpack_bits
 from ridgeline.spec.errors import UserError
 
 V1, V2 = "gptq", "gptq_v2"
-"""How zero points are stored: less one, or as they are. A zero point of 0 has no place in the first."""
+"""How zero points are stored: minus one, or unchanged. The first cannot represent a zero point of 0."""
 
 
 class GPTQFormat:
@@ -38,7 +38,7 @@ class GPTQFormat:
         """See the class. Symmetric weights in version 1, others in version 2."""
         out, width = packed.shape
         if packed.outliers is not None:
-            raise UserError(f"{module} keeps outliers aside, which the GPTQ format cannot say",
+            raise UserError(f"{module} has outliers, which the GPTQ format cannot store",
                             "use --format ridgeline, or quantease with outliers=0")  # fmt: skip
         if packed.bits not in (2, 3, 4, 8) or out % 32 or width % 32:
             raise UserError(
@@ -75,11 +75,11 @@ class GPTQFormat:
         return Packed(codes, scales.t().contiguous(), None if middle else zero, self.bits, group)
 
     def input(self, module: str, get: Get) -> InputCode | None:
-        """Never: the format is for weights."""
+        """None: the format is for weights only."""
         return None
 
     def config(self, layers: Mapping[str, Packed], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """One scheme for all layers, as the format has it. Raises :class:`UserError` for several."""
+        """One scheme for all layers, as the format requires. Raises :class:`UserError` for several."""
         if inputs:
             raise UserError("the GPTQ format holds weights only, this plan quantizes inputs too",
                             "use --format compressed-tensors")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Our own format: every record that a layer may be stored as, number for number, also those that no other can say."""
+"""Our own format: stores every kind of record exactly, including those that no other format can express."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ridgeline:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Ridgeline:
-        """A reader. Raises :class:`UserError` for a version or a dictionary that is not this one."""
+        """A reader. Raises :class:`UserError` for another version or dictionary."""
         version, book = config.get("version"), config.get("dictionary", _dictionary())
         if version != VERSION or book != _dictionary():
             raise UserError(f"ridgeline format of version {version} with dictionary {book} is not read",
@@ -93,11 +93,11 @@ class Ridgeline:
         return Packed(unpack_bits(words, bits, width), scale, zero, bits, group_size, aside)
 
     def input(self, module: str, get: Get) -> InputCode | None:
-        """As the config says."""
+        """As recorded in the config."""
         return self._inputs.get(module)
 
     def config(self, layers: Mapping[str, Stored], dense: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """How many modules are stored how; the tensors themselves say it of each."""
+        """How many modules are stored in which way; the tensors themselves carry the details."""
         names = {Ternary: "ternary", Sparse: "bitmask"}
         kinds = Counter(f"{la.bits}-bit" if isinstance(la, Packed) else names[type(la)] for la in layers.values())
         config: dict[str, Any] = {"quant_method": self.name, "version": VERSION, "modules": dict(sorted(kinds.items())),
