@@ -135,10 +135,9 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     draw = random.Random(0)
     plans = {"flexgen": (["flash_attention", "flexgen"], batch)}
     for i in range(8):
-        wd, cd = draw.choice((0, 10)), draw.choice((0, 10))
-        wh, ch = draw.randint(0, 50), draw.randint(0, 100 - cd)
-        shares = f"weights_device={wd},weights_host={wh},cache_device={cd},cache_host={ch}"
-        n = draw.choice((4, 8, 16, 32))
+        wh = draw.randint(0, 40)
+        shares = f"weights_device=0,weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)}"
+        n = draw.choice((8, 16, 32, 64))
         plans[f"random {i}"] = (["flash_attention", f"flexgen:batches={n},{shares}"], batch)
     for b in (128, 64, 32, 16, 8, 4, 2, 1):
         plan = ["flash_attention", "zero_inference:parameters=nvme"]

@@ -122,11 +122,11 @@ class FlexGen(Technique):
     def _costs(self, e: Experiment, n: int, ask: Ask) -> Costs:
         """What each share costs: differences of predictions in which nothing overlaps."""
 
-        def asked(weights: str, cache: str) -> Result:
+        def asked(weights: str, cache: str, overlap: bool = False) -> Result:
             where = {"weights_device": weights == "device", "weights_host": weights == "host",
                      "cache_device": cache == "device", "cache_host": cache == "host"}  # fmt: skip
             shares = {name: 100 * int(here) for name, here in where.items()}
-            return ask(self.model_copy(update={"batches": n, "overlap": False, **shares}).placed(e))
+            return ask(self.model_copy(update={"batches": n, "overlap": overlap, **shares}).placed(e))
 
         device, host, disk = asked("device", "device"), asked("host", "device"), asked("disk", "device")
         outside, on_disk = asked("device", "host"), not _coded(e)
@@ -139,7 +139,7 @@ class FlexGen(Technique):
                                     moved - hosted))  # fmt: skip
         memory = {m.category: m.bytes for m in device.memory}
         weights, cache = host.metrics["host_bytes"].value, memory["kv_cache"]
-        least = sum(m.bytes for m in asked("host", "host").memory)
+        least = sum(m.bytes for m in asked("host", "host", self.overlap).memory)
         d = e.cluster.device
         room = math.inf if d.host is None else (1 - _RESERVE) * d.host.memory_bytes / e.cluster.devices_per_node
         steps = e.workload.output_len - 1  # type: ignore[union-attr]
