@@ -8,6 +8,8 @@ Parts:
             slower of transfers and computation would take alone
     flexgen the policy that is settled for a batch against others drawn at random and against ZeRO-Inference with the
             largest batch that fits, all within the same device and host memory: measured and predicted
+    prefix  time to the first token of a prompt of 4096 tokens that was served before: never, its blocks in the pool, in
+            host memory, on disk, and on disk after a restart; equal tokens are asserted
     peers   in a memory cgroup that leaves a quarter of the checkpoint beside the process: ours from disk, and
             accelerate's disk offload (transformers); equal greedy tokens are asserted. Needs root and cgroup v1
 
@@ -41,6 +43,8 @@ from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.predict import predict
+from ridgeline.serve.build_engine import load_engine
+from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.device import Cluster, Host
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
@@ -160,6 +164,45 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
     return {"device_bytes": size / 4, "host_bytes": size / 2, "disk_bytes_per_s": disk.bandwidth, "rows": rows}
 
 
+def prefix(checkpoint: str, rounds: int, folder: str) -> dict[str, Any]:
+    """Seconds to the first token by where the prompt's blocks are."""
+    prompts = torch.randint(MODEL.vocab_size, (2, 4096), generator=torch.Generator().manual_seed(1)).tolist()
+    pool = 2 * 4 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4200
+    base = ["paged_kv", "continuous_batching", "chunked_prefill", "padding_free"]
+    seconds: dict[str, list[float]] = {}
+    tokens: set[tuple[int, ...]] = set()
+
+    def first(engine: Any, name: str, which: int) -> None:
+        engine.add(EngineRequest(f"{name}{len(seconds.get(name, ()))}{time.perf_counter()}", prompts[which],
+                                 Sampling(max_tokens=1, temperature=0.0)))  # fmt: skip
+        start = time.perf_counter()
+        made: list[int] = []
+        while engine.has_work():
+            made += [t for event in engine.step() for t in event.tokens]
+        if name:
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+            tokens.add(tuple(made))
+
+    stores = {"host": "kv_offload:host=4GiB", "disk": f"kv_offload:host=1,disk=4GiB,path={folder}",
+              "disk after a restart": f"prefix_store:host=1GiB,disk=4GiB,path={folder}/prefixes"}  # fmt: skip
+    for _ in range(rounds):
+        for name, store in stores.items():
+            engine = load_engine(Path(checkpoint), [*base, store], kv_cache_bytes=pool, max_model_len=4200)
+            first(engine, "never served", 0)
+            first(engine, "pool", 0)
+            if name == "disk after a restart":
+                engine.close()
+                engine = load_engine(Path(checkpoint), [*base, store], kv_cache_bytes=pool, max_model_len=4200)
+            else:
+                first(engine, "", 1)  # takes the pool
+            first(engine, name, 0)
+            engine.close()
+            shutil.rmtree(f"{folder}/prefixes", ignore_errors=True)
+    assert len(tokens) == 1
+    return {"tokens": 4096, "ttft_s": {k: statistics.median(v) for k, v in seconds.items()},
+            "spread": {k: statistics.pstdev(v) / statistics.median(v) for k, v in seconds.items()}}  # fmt: skip
+
+
 def generate(checkpoint: str, plan: list[str], batch: int) -> dict[str, Any]:
     """Seconds of each token, and the tokens."""
     model, ids = model_of(experiment(checkpoint, plan, batch)), prompt(batch)
@@ -230,7 +273,7 @@ def main() -> None:
     """Run both parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="tiers,flexgen,peers")
+    parser.add_argument("--only", default="tiers,flexgen,prefix,peers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -249,6 +292,10 @@ def main() -> None:
                                "prompt": PROMPT, "output": OUTPUT, "load_average": os.getloadavg()[0]}  # fmt: skip
         if "tiers" in args.only:
             out["tiers"] = tiers(checkpoint, args.rounds)
+        if "prefix" in args.only:
+            long = str(Path(where) / "long")
+            save_checkpoint(build(MODEL.changed(max_positions=4200), "cpu", torch.float32, 0), long)
+            out["prefix"] = prefix(long, args.rounds, str(Path(where) / "blocks"))
         if "flexgen" in args.only:
             out["flexgen"] = flexgen(checkpoint, args.rounds)
         if "peers" in args.only:

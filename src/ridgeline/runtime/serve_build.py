@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 
 import torch
 
+from ridgeline.nn.memory.block_store import BlockStore
 from ridgeline.nn.memory.kv_pool import BatchLayout
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.model.transformer import Transformer
@@ -57,3 +58,6 @@ class ServeBuild(Scheduling, Build):
     """Which waiting sequences are batched together; None: first come, first served."""
     per_task: bool = False
     """Whether the batching function needs the costs of adapters."""
+    block_store: Callable[[Iterable[torch.Tensor], int], BlockStore] | None = None
+    """Makes a store for the cache blocks that the pool drops, from the pool's tensors and the size of a block; None:
+    their contents are lost."""

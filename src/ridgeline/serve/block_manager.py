@@ -17,6 +17,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
+from ridgeline.nn.memory.block_store import BlockStore
 from ridgeline.serve.sequence import Sequence
 
 Copy = tuple[int, int]
@@ -36,6 +37,8 @@ class Blocks:
         self.blanks = count
         self.borrowed = 0
         self.claim = np.full(count, -1, dtype=np.int64)
+        self.store: BlockStore | None = None
+        """Where the contents of evicted blocks go."""
 
     @property
     def free(self) -> int:
@@ -68,9 +71,26 @@ class Blocks:
                 del self.cached[block]
             self.refs[block] += 1
             seq.blocks.append(block)
+        if self.store is not None:
+            self._restore(seq, seq.keys[len(seq.blocks) : most], self.store)
         seq.committed = len(seq.blocks)
         seq.n_computed = seq.committed * self.size
         return seq.n_computed
+
+    def _restore(self, seq: Sequence, keys: List[bytes], store: BlockStore) -> None:
+        """Take up what was dropped of the blocks that come next."""
+        keys = keys[: min(store.known(keys), self.free)]
+        blocks: list[int] = []
+        for _ in keys:
+            last = blocks[-1] if blocks else seq.blocks[-1] if seq.blocks else -1
+            blocks.append(self._take(seq, last))
+        found = store.load(keys, blocks)
+        for block in blocks[found:]:
+            self.refs[block] = 0
+            self._empty(block)
+        for key, block in zip(keys, blocks[:found], strict=False):
+            self.key[block], self.by_key[key] = key, block
+            seq.blocks.append(block)
 
     def commit(self, seq: Sequence) -> None:
         """Offer the blocks that became full of computed tokens for sharing."""
@@ -156,10 +176,14 @@ class Blocks:
         seq.blocks, seq.n_computed, seq.committed = [], 0, 0
         self.claim[self.claim == id(seq)] = -1
 
-    def drop_cache(self) -> None:
-        """Forget the contents of all blocks that nobody holds."""
-        while self.cached:
-            self._empty(self._evict())
+    def close(self) -> None:
+        """Leave what is cached to the store, and close it."""
+        if self.store is not None:
+            for block in self.cached if self.store.persistent else ():
+                key = self.key[block]
+                if key is not None:
+                    self.store.save(key, block)
+            self.store.close()
 
     # ---- blocks --------------------------------------------------------------------------------------------------
 
@@ -189,6 +213,9 @@ class Blocks:
 
     def _evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
+        key = self.key[block]
+        if self.store is not None and key is not None:
+            self.store.save(key, block)
         self._forget(block)
         return block
 

@@ -57,6 +57,8 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     blocks, longest = run.pool(e.model, w, each, _free(run)) if e.model.causal else (0, context(e.model, w))
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
+    if run.block_store is not None:
+        table.store = run.block_store(runner.pool(), run.block_size)
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
         engine.adapters = AdapterTable(run.model, table, each, longest)

@@ -193,6 +193,7 @@ class Engine:
 
     def close(self) -> None:
         """Let the processes of a divided model go."""
+        self.blocks.close()
         if isinstance(self.runner, RankedRunner):
             self.runner.close()
 
@@ -204,6 +205,7 @@ class Engine:
         return Stats(
             len(s.waiting), len(s.running), b.count, b.used, len(b.cached), self._prompt_tokens, o.cached_tokens,
             o.generated, s.preemptions, self._steps, self._drafted, self.next_tokens.accepted,
+            *((b.store.saved, b.store.restored) if b.store is not None else ()),
         )  # fmt: skip
 
     def check(self) -> None:

@@ -85,6 +85,8 @@ class _State:
             ("preemptions", s.preemptions, "Sequences put back for want of blocks."),
             ("steps", s.steps, "Engine steps."),
             ("drafted_tokens", s.drafted_tokens, "Tokens drafted."),
+            ("saved_blocks", s.saved_blocks, "Cache blocks that the pool dropped and a store kept."),
+            ("restored_blocks", s.restored_blocks, "Cache blocks that came back from the store."),
             ("accepted_tokens", s.accepted_tokens, "Drafted tokens that were right."),
         ):
             yield CounterMetricFamily(f"ridgeline_{name}", what, value)

@@ -269,3 +269,7 @@ class Stats:
     steps: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    saved_blocks: int = 0
+    """Blocks that the pool dropped and a store kept."""
+    restored_blocks: int = 0
+    """Blocks that came back from it."""

@@ -61,6 +61,10 @@ class Runner:
         if model.rotary is not None:
             self._tables = model.rotary.tables(None, 0, max_model_len, self.device, weight.dtype)
 
+    def pool(self) -> list[Tensor]:
+        """The tensors of the pool, [1, G, slots, ·] each, of all layers."""
+        return [t for cache in self.cache.values() if isinstance(cache, PagedCache) for t in cache.tensors()]
+
     def run(self, batch: list[tuple[Sequence, int]], copies: list[Copy]) -> Tensor:
         """Compute the next tokens of each sequence → what the head reads, [T, H], in the batch's order."""
         return self.execute(self.describe(batch, copies))

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 Part = Literal[
     "activations", "adapter_table", "batch_shape", "batch_split", "compute_dtype", "divided_experts",
-    "divided_linears", "divided_tensors", "experts", "fused_attention", "fused_linears", "fused_norms",
-    "loss_scale", "low_rank", "masters", "model_shape", "optimizer", "packed_rows", "pass_memory",
+    "divided_linears", "divided_tensors", "dropped_blocks", "experts", "fused_attention", "fused_linears",
+    "fused_norms", "loss_scale", "low_rank", "masters", "model_shape", "optimizer", "packed_rows", "pass_memory",
     "plain_attention", "products", "queue", "rank_groups", "recomputation", "recorded_step", "relative_updates",
     "replicas", "resting_weights", "sequence_parts", "shards", "trainable", "weights", "whole_gradients", "zeros",
 ]  # fmt: skip
@@ -21,6 +21,7 @@ PARTS: dict[Part, str] = {
     "divided_experts": "experts divided over ranks",
     "divided_linears": "linear layers divided over ranks",
     "divided_tensors": "tensors of which a rank has a part",
+    "dropped_blocks": "where blocks of the cache go that the pool drops",
     "experts": "how experts are stored",
     "fused_attention": "attention without a score matrix",
     "fused_linears": "merged linear layers",

@@ -184,6 +184,10 @@ class PagedCache(LayerCache):
                 if isinstance(held, Tensor):
                     held[:, :, target] = held[:, :, source]
 
+    def tensors(self) -> list[Tensor]:
+        """The layer's part of the pool, [1, G, slots, ·] each."""
+        return [t for store in self.stores for t in vars(store).values() if isinstance(t, Tensor)]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the layer's part of the pool."""

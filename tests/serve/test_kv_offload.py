@@ -1,0 +1,203 @@
+"""Cache blocks that leave the pool and come back: the same tokens, fewer of them computed, files that survive a restart
+and whatever happens to them."""
+
+import os
+
+import pytest
+import torch
+from tests.compressing import LLAMA, checkpoint
+from tests.serving import ask, run
+
+from ridgeline.nn.memory.block_store import BlockStore
+from ridgeline.serve.build_engine import load_engine
+from ridgeline.spec.errors import Incompatible, UserError
+
+PLAN = ("paged_kv:block_size=4", "continuous_batching", "chunked_prefill", "padding_free")
+FIRST, OTHER = list(range(1, 42)), list(range(100, 148))
+BLOCK = 2 * 4 * LLAMA["num_layers"] * LLAMA["num_kv_heads"] * LLAMA["head_dim"] * 4
+"""Bytes of a block in fp32."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("kv") / "m", LLAMA)
+
+
+def engine(source, *more, blocks=16):
+    """One with a pool of this many blocks of 4 tokens, as fp32 has them."""
+    return load_engine(source, [*PLAN, *more], kv_cache_bytes=blocks * BLOCK, max_num_seqs=4, max_model_len=60)
+
+
+def served(e, *prompts, **fields):
+    """Tokens of each prompt, one after the other, and how many of its tokens were found."""
+    out = []
+    for p in prompts:
+        before = e.stats().cached_tokens
+        tokens, _ = run(e, ask(f"r{e.stats().steps}", p, 6, **fields))
+        out.append((next(iter(tokens.values())), e.stats().cached_tokens - before))
+    return out
+
+
+@pytest.fixture(scope="module")
+def want(source):
+    e = engine(source, blocks=64)
+    return {len(p): served(e, p)[0][0] for p in (FIRST, OTHER)}
+
+
+@pytest.mark.parametrize("store", ["kv_offload:host=1MB", "kv_offload:host=1,disk=1MB", "kv_offload:host=9kB,disk=1MB",
+                                   "prefix_store:host=1,disk=1MB"])  # fmt: skip
+def test_a_prompt_of_before_comes_back(source, want, tmp_path, store):
+    """The pool holds one prompt; the other one's blocks are evicted by it, and come back."""
+    e = engine(source, f"{store},path={tmp_path / 'kv'}")
+    answers = served(e, FIRST, OTHER, FIRST, OTHER, FIRST)
+    for (tokens, _), p in zip(answers, (FIRST, OTHER, FIRST, OTHER, FIRST), strict=True):
+        assert tokens == want[len(p)]
+    assert [found for _, found in answers] == [0, 0, 40, 44, 40]
+    stats = e.stats()
+    assert stats.restored_blocks >= 10 + 11 + 10 - 16
+    assert stats.saved_blocks >= 10
+    plain = engine(source)
+    assert sum(found for _, found in served(plain, FIRST, OTHER, FIRST)) <= 8  # what of the head was not evicted
+
+
+@pytest.mark.parametrize(("dtype", "blocks"), [("int8", 5), ("int4", 4), ("fp8", 4)])
+def test_quantized_blocks(source, tmp_path, dtype, blocks):
+    want = [t for t, _ in served(engine(source, f"kv_quant:dtype={dtype}", blocks=64), FIRST, OTHER)]
+    e = engine(source, f"kv_quant:dtype={dtype}", f"kv_offload:host=1MB,path={tmp_path}", blocks=blocks)
+    answers = served(e, FIRST, OTHER, FIRST, OTHER)
+    assert [t for t, _ in answers] == want * 2
+    assert e.stats().restored_blocks > 0
+
+
+def test_preempted_requests_take_up_what_they_had(source, want):
+    """More than the pool holds at once: who is preempted computes less of it again."""
+    prompts = [list(range(20 * i + 1, 20 * i + 15)) for i in range(6)]
+    requests = [ask(f"r{i}", p, 30) for i, p in enumerate(prompts)]
+    plain, stored = engine(source, blocks=20), engine(source, "kv_offload:host=1MB", blocks=20)
+    tokens, _ = run(plain, *requests)
+    again, _ = run(stored, *requests)
+    assert again == tokens
+    assert plain.stats().preemptions > 0
+    assert stored.stats().restored_blocks > 0
+
+
+def test_salts_stay_apart(source):
+    e = engine(source, "kv_offload:host=1MB")
+    served(e, FIRST, OTHER)
+    from dataclasses import replace
+
+    before = e.stats().cached_tokens
+    run(e, replace(ask("salted", FIRST, 2), salt=b"mine"))
+    assert e.stats().cached_tokens == before
+
+
+def test_files_end_with_the_process(source, tmp_path):
+    e = engine(source, f"kv_offload:host=1,disk=1MB,path={tmp_path}")
+    served(e, FIRST, OTHER, FIRST)
+    assert any((tmp_path / "kv-blocks").glob("*.kv"))
+    e.close()
+    assert os.listdir(tmp_path) == []
+
+
+# ---- a store that stays ----------------------------------------------------------------------------------------------
+
+
+def stored(source, folder, *more, **options):
+    text = ",".join(f"{k}={v}" for k, v in {"host": "1MB", "disk": "1MB", **options}.items())
+    return engine(source, f"prefix_store:{text},path={folder}", *more)
+
+
+def test_a_restart_finds_the_prefix(source, want, tmp_path):
+    e = stored(source, tmp_path)
+    assert served(e, FIRST)[0] == (want[len(FIRST)], 0)
+    e.close()
+    e = stored(source, tmp_path)
+    assert served(e, FIRST)[0] == (want[len(FIRST)], 40)
+    assert e.stats().restored_blocks == 10
+
+
+def test_other_weights_or_plans_do_not(source, tmp_path):
+    e = stored(source, tmp_path / "kv")
+    served(e, FIRST)
+    e.close()
+    other = checkpoint(tmp_path / "other", LLAMA, seed=5)
+    assert served(stored(other, tmp_path / "kv"), FIRST)[0][1] == 0
+    assert served(stored(source, tmp_path / "kv", "kv_quant:dtype=fp8"), FIRST)[0][1] == 0
+    assert served(stored(source, tmp_path / "kv"), FIRST)[0][1] == 40
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "gone"])
+def test_a_damaged_file_is_computed_again(source, want, tmp_path, damage):
+    e = stored(source, tmp_path)
+    served(e, FIRST)
+    e.close()
+    e = stored(source, tmp_path, host=1)
+    for file in tmp_path.glob("*.kv"):
+        data = bytearray(file.read_bytes())
+        if damage == "gone":
+            file.unlink()
+        elif damage == "flipped":
+            data[-3] ^= 1
+            file.write_bytes(bytes(data))
+        else:
+            file.write_bytes(bytes(data[: len(data) // 2 if damage == "truncated" else 0]))
+    assert served(e, FIRST)[0] == (want[len(FIRST)], 0)
+    e.blocks.check([])
+
+
+def test_what_a_killed_process_left_is_cleaned(source, tmp_path):
+    import subprocess
+    import sys
+
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    (tmp_path / f"{'0' * 64}.{int(dead.stdout)}.tmp").write_bytes(b"half")
+    (tmp_path / f"{'0' * 64}.{os.getpid()}.tmp").write_bytes(b"being written")
+    stored(source, tmp_path)
+    assert [f.name.split(".")[1] for f in tmp_path.glob("*.tmp")] == [str(os.getpid())]
+
+
+def test_the_disk_keeps_to_its_bytes(source, tmp_path):
+    e = stored(source, tmp_path, host=1, disk=5 * BLOCK)
+    served(e, FIRST, OTHER, FIRST)
+    e.close()
+    assert len(list(tmp_path.glob("*.kv"))) == 5
+
+
+def test_a_folder_that_cannot_be_written(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        stored(source, tmp_path / "file")
+
+
+def test_refusals(source):
+    with pytest.raises(Incompatible, match="known by a version"):
+        engine(source, "kv_offload", "multi_adapter")
+    with pytest.raises(Incompatible, match="where blocks of the cache go"):
+        engine(source, "kv_offload", "prefix_store")
+
+
+# ---- the store -------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_goes_first():
+    """Host memory for three blocks and a disk for two: of six, the last three, and the two before."""
+    pool = [torch.arange(2 * 32 * 3, dtype=torch.float32).view(1, 2, 32, 3)]
+    keys = [bytes([i]) * 32 for i in range(6)]
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = BlockStore(pool, 4, "x", 3 * 96, 2 * 96, Path(folder) / "kv")
+        assert store.block_bytes == 96
+        for i, key in enumerate(keys):
+            store.save(key, i)
+        assert [store.known([k]) for k in keys] == [0, 1, 1, 1, 1, 1]
+        assert store.known(keys[1:]) == 5
+        before = pool[0].clone()
+        pool[0].zero_()
+        assert store.load(keys[1:4], [7, 6, 5]) == 3
+        for i, block in ((1, 7), (2, 6), (3, 5)):
+            assert torch.equal(pool[0][:, :, 4 * block : 4 * block + 4], before[:, :, 4 * i : 4 * i + 4])
+        store.close()
+        assert not (Path(folder) / "kv").exists()
