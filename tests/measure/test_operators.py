@@ -61,8 +61,11 @@ def test_a_profile_is_the_datasheet_with_fitted_constants():
             (sample,) = as_samples([row])
             rows.append({**row, "seconds": op_time(sample.ops[-1], slow).seconds})
     one = {"gpu": "NVIDIA H200", "memory_bytes": 150e9, "rows": rows, "torch": "2.11", "peak_flops": {"bf16": 7e14},
-           "memory_bandwidth": 4e12, "units": 132, "kind": "gpu"}  # fmt: skip
+           "memory_bandwidth": 4e12, "units": 132, "kind": "gpu",
+           "disk": {"name": "disk", "bandwidth": 2e9, "latency": 1e-4}}  # fmt: skip
     device = gpu_device(one)
+    assert device.disk is not None
+    assert device.disk.bandwidth == 2e9
     assert device.name == "local"
     assert device.memory_bytes == known.memory_bytes
     errors = [abs(op_time(s.ops[-1], device).seconds / s.seconds - 1) for s in as_samples(rows)]
