@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ridgeline import catalog, experiments
 from ridgeline.cli import app
 from ridgeline.predict import predict
+from ridgeline.report.dissection import parts_of
 from ridgeline.report.export import export, load_any
 from ridgeline.report.study_tables import study_csv, study_html, study_markdown, table_pages
 from ridgeline.spec.errors import UserError
@@ -18,7 +19,7 @@ from ridgeline.spec.study import Study
 from ridgeline.store import Store
 from ridgeline.study import load_study, run_study
 from ridgeline.study import run as study_run
-from ridgeline.study.cells import LARGEST, Scale, experiment_of, largest, parts_of
+from ridgeline.study.cells import LARGEST, Scale, experiment_of, largest
 from ridgeline.techniques.registry import registry
 
 ROOT = Path(__file__).parents[2]

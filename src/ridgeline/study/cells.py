@@ -12,7 +12,6 @@ from ridgeline.predict import predict
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Result
 from ridgeline.spec.study import Axis
 from ridgeline.study.file import OWN, StudyFile, TableFile
 from ridgeline.techniques.registry import registry
@@ -135,24 +134,3 @@ def command(e: Experiment) -> str:
     for call in e.plan.strings():
         words += ["--with", call]
     return shlex.join(words)
-
-
-MODULES = (
-    ("attention.q_proj", "qkv"), ("attention.k_proj", "qkv"), ("attention.v_proj", "qkv"), ("attention.qkv", "qkv"),
-    ("attention.q_rope", "rope"), ("attention.k_rope", "rope"), ("attention.o_proj", "output"),
-    ("attention.reduce", "communication"), ("attention_norm", "norm"), ("attention_residual", "residual"),
-    ("attention", "attention"), ("mlp_norm", "norm"), ("mlp_residual", "residual"), ("mlp.reduce", "communication"),
-    ("mlp", "mlp"), ("norm", "norm"), ("embed", "embedding"), ("head", "head"), ("loss", "loss"),
-)  # fmt: skip
-"""Module of a layer that an operator belongs to, by the beginning of its name; the first that fits."""
-
-
-def parts_of(r: Result, by: str) -> dict[str, float]:
-    """Exposed seconds of a step by phase, or by phase and module as ``forward/qkv``."""
-    found: dict[str, float] = {}
-    for row in r.breakdown:
-        seconds = row.seconds if row.exposed_seconds is None else row.exposed_seconds
-        module = next((m for start, m in MODULES if row.operator.startswith(start)), row.module)
-        name = row.phase if by == "phase" else f"{row.phase}/{module}"
-        found[name] = found.get(name, 0.0) + seconds
-    return found

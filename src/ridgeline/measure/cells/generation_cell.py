@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ridgeline.jobs.job import CellOptions, RankContext
 from ridgeline.measure.environment import fingerprint
@@ -30,6 +31,12 @@ ROUNDS = 3
 
 def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Generate ``output_len`` tokens for the batch and return a measured Result (as plain data)."""
+    result, _, _ = measured_generation(e, options, here)
+    return result.model_dump(mode="json", by_alias=True)
+
+
+def measured_generation(e: Experiment, options: CellOptions, here: RankContext) -> tuple[Result, Transformer, Tensor]:
+    """The measured Result of generating ``output_len`` tokens for the batch, the model, and the prompt [B, S]."""
     e, techniques = resolve(e)
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
@@ -85,7 +92,7 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
     held = batch * ranks * w.output_len
     balanced = abs(rate * end - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
     result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=rate * end))
-    return result.model_dump(mode="json", by_alias=True)
+    return result, run.model, prompt
 
 
 def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Technique]) -> Build:

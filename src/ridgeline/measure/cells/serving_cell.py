@@ -185,6 +185,11 @@ def _add(result: Result, engine: Engine, setup: float) -> None:
         **{f"{k}_bytes": (v, "bytes", "measured") for k, v in process_memory().items()},
     }
     result.metrics |= {k: Metric(value=v, unit=u, source=s) for k, (v, u, s) in found.items()}
+    record_held(result, engine)
+
+
+def record_held(result: Result, engine: Engine) -> None:
+    """Add the memory of an engine's weights and of its key/value pool."""
     caches = [c for c in engine.runner.cache.values() if isinstance(c, PagedCache)]
     weights = {t.data_ptr(): t.nbytes for t in (*engine.model.parameters(), *engine.model.buffers())}
     held = {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}
