@@ -83,8 +83,8 @@ class StepWatch:
         self._execute, self._choose = engine.runner.execute, engine.next_tokens.choose
         engine.scheduler.schedule = self._scheduled  # type: ignore[method-assign]
         engine.runner.describe = _within(f"{HOST}batch", self._describe)  # type: ignore[method-assign]
-        engine.runner.execute = self._executed  # type: ignore[method-assign]
-        engine.next_tokens.choose = self._chosen  # type: ignore[method-assign]
+        engine.runner.execute = self._executed  # type: ignore[method-assign,assignment]
+        engine.next_tokens.choose = self._chosen  # type: ignore[method-assign,assignment]
 
     def step(self, load: Load, now: float) -> list[OutputEvent]:
         """Add the requests that have come, and do a step."""
@@ -216,5 +216,5 @@ def _result(e: Experiment, here: RankContext, bare: Pass) -> Result:
             found[f"{phase}_step_s"] = (statistics.fmean(took), "s", "mean of bare steps")
     for name, (value, unit, source) in found.items():
         better = "higher" if unit == "tokens/s" else "lower" if unit == "s" else ""
-        result.metrics[name] = Metric(value=value, unit=unit, better=better, source=source)  # type: ignore[arg-type]
+        result.metrics[name] = Metric(value=value, unit=unit, better=better, source=source)
     return result

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +127,15 @@ def scopes(model: nn.Module) -> Iterator[None]:
         for name, module in model.named_modules():
             if name and not isinstance(module, nn.ModuleDict):
                 _mark(module, name, stack)
-        plain = attention.rotate
+        names = vars(attention)
+        plain: Callable[[Tensor, Rope], Tensor] = names["rotate"]
 
         def rotate(x: Tensor, rope: Rope) -> Tensor:
             with record_function(f"{MODULE}attention.rope"):
                 return plain(x, rope)
 
-        stack.callback(partial(setattr, attention, "rotate", plain))
-        attention.rotate = rotate
+        stack.callback(names.update, rotate=plain)
+        names["rotate"] = rotate
         yield
 
 
