@@ -17,6 +17,9 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 
+USED = "device_used_bytes"
+"""Memory as it is gone from the device: see :mod:`ridgeline.measure.device_use`."""
+
 
 def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE) -> tuple[Result, Result]:
     """(predicted, measured) of one experiment; each repeat runs in its own process. ``backend``: what trains it."""
@@ -25,7 +28,14 @@ def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE
     predicted = predict(e)
     parts = [measure_plan(e, r, memory=r == 0, progress=progress, backend=backend) for r in range(repeats)]
     measured = merge(parts) if e.is_training else merge_generation(parts)
-    return predicted, add_utilization(measured, e)
+    return with_device_use(predicted), add_utilization(measured, e)
+
+
+def with_device_use(predicted: Result) -> Result:
+    """With :data:`USED`, which measured results have: the peak and what the framework takes, of a rank."""
+    peak = predicted.metrics.get("peak_bytes")
+    more = {} if peak is None else {USED: peak.model_copy(update={"source": "peak with the framework"})}
+    return predicted.model_copy(update={"metrics": {**predicted.metrics, **more}})
 
 
 def merge_generation(parts: list[Result]) -> Result:

@@ -19,7 +19,7 @@ from ridgeline.jobs.job import DissectOptions, LaunchJob
 from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.jobs.live import announced
 from ridgeline.measure.ablate import measure_plan, require_local
-from ridgeline.measure.bench import merge_generation
+from ridgeline.measure.bench import USED, merge_generation, with_device_use
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.merge import merge
 from ridgeline.predict import predict
@@ -125,7 +125,7 @@ def predicted_cell(study: StudyFile, place: Place, scale: Scale | None = None) -
         return _operator_cell(study, place, cell, scale)
     try:
         e = experiment_of(study, place.table, place.axes, scale)
-        r = predict(e)
+        r = with_device_use(predict(e)) if USED in place.table.show else predict(e)
         ratio = reproduce(catalog.system(str(place.axes["system"]))).ratio if "system" in place.axes else None
     except UserError as error:
         return cell.model_copy(update={"status": "refused", "reason": error.what})

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.jobs.job import CellOptions, RankContext
+from ridgeline.measure.device_use import DeviceUse
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -40,6 +41,7 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
     e, techniques = resolve(e)
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
+    used = DeviceUse(here)
     run = _built(e, w, device, techniques)
     batch = e.micro_batch_size
     generator = torch.Generator().manual_seed(w.seed + here.rank)
@@ -58,6 +60,7 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
             samples += [
                 Sample(step=i, seconds=t, tokens=batch * ranks, repeat=options.repeat) for i, t in enumerate(times)
             ]
+        usage = used.metrics()
         meter = Meter(run.model)
         meter.register(run.model.parameters(), "parameters")
         with meter:
@@ -87,6 +90,7 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
     for name, (value, unit) in known.items():
         better = "higher" if unit == "tokens/s" else "lower"
         result.metrics[name] = Metric(value=value, unit=unit, n=ROUNDS, better=better, source="measured")
+    result.metrics |= usage
     for name, read in run.metrics.items():
         result.metrics[name] = Metric(value=read(), better="higher", source="measured")
     held = batch * ranks * w.output_len

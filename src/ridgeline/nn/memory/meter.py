@@ -212,9 +212,9 @@ class Meter(TorchDispatchMode):
         )
 
 
-def process_memory() -> dict[str, int]:
-    """Real memory of this process in bytes: resident now, anonymous part of it, and the peak (Linux; else empty)."""
-    status = Path("/proc/self/status")
+def process_memory(pid: int | str = "self") -> dict[str, int]:
+    """Real memory of a process in bytes: resident now, anonymous part of it, and the peak (Linux; else empty)."""
+    status = Path(f"/proc/{pid}/status")
     if not status.exists():
         return {}
     wanted = {"VmRSS": "rss", "RssAnon": "rss_anonymous", "VmHWM": "rss_peak"}
