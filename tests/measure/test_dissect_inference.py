@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import catalog
 from ridgeline.jobs.job import DissectOptions, RankContext
+from ridgeline.measure import bench
 from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.dissect import dissect_cell
 from ridgeline.measure.dissect_generation import evenly
@@ -19,7 +20,9 @@ from ridgeline.predict.predict import serving_prompts
 from ridgeline.report.dissection import parts_of, parts_table
 from ridgeline.serve.scheduler import Scheduler
 from ridgeline.spec.device import Cluster
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.plan import Plan
 from ridgeline.spec.result import Result
 from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.matrix import CPU
@@ -153,13 +156,15 @@ def test_predicted_prompts_are_the_loads():
     w = Serve(prompt_len=64, output_len=8, requests=16, concurrency=4)
     e = Experiment(model=catalog.model("llama2-7b"), cluster=catalog.cluster("a100-80g-sxm"), workload=w)
     batch = predict(e).metrics["batch_mean"].value
-    rows = serving_prompts(e, batch)
+    rows = serving_prompts(e)
     assert {r.phase for r in rows} == {"prefill"}
     down = next(r for r in rows if r.operator == "mlp.down_proj")
     iterations = 16 * 8 / batch
     m = e.model
     assert down.flops * iterations == pytest.approx(16 * 64 * 2 * m.hidden_size * m.intermediate_size * m.num_layers)
-    assert down.seconds > 0
+    one = serving_prompts(e.model_copy(update={"workload": w.model_copy(update={"concurrency": 1})}))
+    alone = next(r for r in one if r.operator == "mlp.down_proj")
+    assert 0 < down.seconds * iterations < alone.seconds * 16 * 8, "four prompts at once are faster than one by one"
 
 
 def test_predicted_and_measured_stand_in_one_table(generated):
@@ -169,3 +174,23 @@ def test_predicted_and_measured_stand_in_one_table(generated):
     for module in MODULES - {"sampling"}:
         assert "–" not in by["decode", module], module
     assert by["decode", "sampling"][2] == "–"
+
+
+def test_a_divided_engine_in_processes_of_its_own(tmp_path):
+    w = Serve(prompt_len=PROMPT, output_len=OUTPUT, requests=4, concurrency=2, kv_cache_bytes=1 << 20)
+    cluster = Cluster(device=CPU, devices_per_node=2)
+    e = Experiment(model=MODEL, cluster=cluster, workload=w, plan=Plan.parse(["tensor_parallel:degree=2"]))
+    predicted, measured = bench.dissect(e, tmp_path / "trace.json", lambda message: None)
+    added_up(measured, "profiled_step_s")
+    phases = {row.phase for row in measured.breakdown}
+    assert {"prefill", "decode", "host", "communication"} <= phases
+    assert {"prefill", "decode", "communication"} <= {row.phase for row in predicted.breakdown}
+    calls = sum(r.count for r in measured.breakdown if r.phase == "communication" and r.operator == "allreduce_")
+    assert calls == pytest.approx(2 * MODEL.num_layers), "two sums in each layer of every step"
+    assert "module::layers.0.attention" in (tmp_path / "trace.json").read_text()
+
+
+def test_what_is_not_dissected_says_so():
+    work = {"kind": "compress", "checkpoint": "x"}
+    with pytest.raises(UserError, match="not dissected"):
+        bench.require_dissectible(Experiment(model=MODEL, cluster=Cluster(device=CPU), workload=work))

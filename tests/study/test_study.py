@@ -288,6 +288,22 @@ def test_measured_beside_predicted(file, tmp_path, monkeypatch):
     assert [c.measured for c in again.cells] == [c.measured for c in found.cells]
 
 
+def test_modules_of_inference_are_measured(tmp_path):
+    """The paper's table of prefill and decode at a small scale: a plan that divides the model runs undivided."""
+    catalog.allow_unprobed()
+    study = load_study(ROOT / "studies" / "dissecting.toml")
+    (table,) = (t for t in study.tables if t.name == "inference")
+    work = {**table.workload, "prompt_len": 16, "output_len": 4, "batch_size": 2}
+    table = table.model_copy(update={"workload": work, "axes": {**table.axes, "model": ["llama2-7b"]}})
+    small = study.model_copy(update={"tables": [table], "findings": []})
+    found = run_study(small, tmp_path, workers=1, scale=Scale("llama-tiny", 2))
+    assert {c.measured_status for c in found.cells} == {"ok"}
+    assert len({json.dumps(c.measured_parts) for c in found.cells}) == 1, "measured once"
+    both = set(found.cells[0].parts) & set(found.cells[0].measured_parts)
+    for phase in ("prefill", "decode"):
+        assert {f"{phase}/{m}" for m in ("qkv", "rope", "attention", "output", "mlp", "norm", "head")} <= both
+
+
 # ---- the studies that come with the project --------------------------------------------------------------------------
 
 

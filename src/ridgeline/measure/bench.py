@@ -69,7 +69,7 @@ def dissect(e: Experiment, trace: Path, progress: Progress) -> tuple[Result, Res
         raise UserError(f"the profiled run failed ({failure.status}): {failure.reason}", failure.log) from None
     predicted = predict(e)
     if e.task == "serve" and predicted.status == "ok":
-        predicted.breakdown += serving_prompts(e, predicted.metrics["batch_mean"].value)
+        predicted.breakdown += serving_prompts(e)
     return predicted, add_utilization(measured, e)
 
 

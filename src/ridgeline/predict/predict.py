@@ -36,11 +36,11 @@ def predict(e: Experiment) -> Result:
     return result
 
 
-def serving_prompts(e: Experiment, batch_mean: float) -> list[Row]:
+def serving_prompts(e: Experiment) -> list[Row]:
     """What a mean iteration of a serving engine reads of prompts: rows of phase prefill, beside the breakdown of
-    :func:`predict`, whose ``batch_mean`` it takes."""
+    :func:`predict`."""
     e, techniques = resolve(e, ask)
-    return prompt_rows(e, techniques, batch_mean)
+    return prompt_rows(e, techniques)
 
 
 def predict_trace(e: Experiment) -> list[StreamEvent]:

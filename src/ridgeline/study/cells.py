@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline import catalog, experiments
@@ -33,9 +33,11 @@ class Scale:
     requests: int = 32
 
     def plan(self, calls: list[str]) -> list[str]:
-        """The plan with degrees of parallelism that the small machine has, and ranks of adapters for a small model."""
+        """The plan with degrees of parallelism that the small machine has (without those that come to 1), and ranks of
+        adapters for a small model."""
         most = {"degree": self.devices, "rank": RANK}
-        return [re.sub(r"\b(degree|rank)=(\d+)", lambda m: f"{m[1]}={min(int(m[2]), most[m[1]])}", c) for c in calls]
+        found = [re.sub(r"\b(degree|rank)=(\d+)", lambda m: f"{m[1]}={min(int(m[2]), most[m[1]])}", c) for c in calls]
+        return [c for c in found if not re.search(r"\bdegree=1\b", c)]
 
     def workload(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The workload at this scale."""
@@ -63,6 +65,8 @@ def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], sc
     if "devices" in place:
         cluster = _devices(cluster, int(place["devices"]))
     if scale is not None:
+        if work["kind"] == "generate":
+            scale = replace(scale, devices=1)  # a generation runs in one process here
         model, work = scale.model, scale.workload(work)
         cluster = catalog.cluster(f"{min(cluster.size, scale.devices)}xlocal")
     plan = [*(study.base if table.base is None else table.base), *study.plan(str(place.get("plan", "")))]

@@ -62,17 +62,25 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     return result
 
 
-def prompt_rows(e: Experiment, techniques: list[Technique], batch_mean: float) -> list[Row]:
+def prompt_rows(e: Experiment, techniques: list[Technique]) -> list[Row]:
     """What a mean iteration reads of prompts, beside the decode rows of :func:`predict_serving`: the rows of the mean
-    prompt, times the prompts that an iteration with ``batch_mean`` tokens starts."""
+    iteration that reads any, times the share of these."""
     w = e.workload
     assert isinstance(w, Serve)
     arrivals = _share(requests(w), e.data_parallel, w)
-    prompt = max(1, round(sum(r.prompt for r in arrivals) / len(arrivals)))
-    share = batch_mean * len(arrivals) / sum(r.output for r in arrivals)
+    surface = _surface(e, techniques, arrivals)
+    outcome = simulation_of(surface, techniques, w, arrivals, _clients(w, e.data_parallel))[0].run()
+    if not outcome.prompt_iterations:
+        return []
+    length = sum(r.prompt for r in arrivals) / len(arrivals)
+    tokens = outcome.prompt_tokens / outcome.prompt_iterations
+    prompts = max(1, round(tokens / length))
+    each = max(1, round(tokens / prompts))
+    seen = max(each, round((length + each) / 2))  # the mean piece of a longer prompt has half of the rest before it
+    share = outcome.prompt_iterations / outcome.iterations
     scaled = ("seconds", "count", "flops", "bytes", "link_bytes")
     return [row.model_copy(update={name: share * getattr(row, name) for name in scaled})
-            for row in _rows(_surface(e, techniques, arrivals), "prefill", 1, prompt, prompt)]  # fmt: skip
+            for row in _rows(surface, "prefill", prompts, each, seen)]  # fmt: skip
 
 
 def _surface(e: Experiment, techniques: list[Technique], arrivals: Sequence[Arrival]) -> Iterations:
