@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from ridgeline.jobs.job import DissectOptions, RankContext
 from ridgeline.measure.cells.serving_cell import record_held
 from ridgeline.measure.dissect_generation import evenly
-from ridgeline.measure.environment import fingerprint
+from ridgeline.measure.environment import fingerprint, spare_core
 from ridgeline.measure.profiled_steps import HOST, MODULE, PHASE, StepProfiler, attribute, record_breakdown
 from ridgeline.predict.serving.arrivals import Arrival, requests
 from ridgeline.serve.build_engine import make_engine, make_follower
@@ -51,15 +51,15 @@ def dissect_serving(e: Experiment, options: DissectOptions, here: RankContext) -
     assert isinstance(w, Serve)
     here.report({"stage": "loading"})
     engine, arrivals = make_engine(e, device), requests(w)
-    watch = StepWatch(engine)
-    serve(watch, Load(w, arrivals[:1], engine.spec.vocab_size, 0))  # pays for allocation and warm caches
-    here.report({"stage": f"{len(arrivals)} requests"})
-    bare = serve(watch, Load(w, arrivals, engine.spec.vocab_size, 1))
-    chosen = evenly(len(bare.seconds), STEPS)
-    here.report({"stage": "profiling"})
-    profiler = StepProfiler(engine.model, device, options.trace)
-    again = serve(watch, Load(w, arrivals, engine.spec.vocab_size, 2, bare.joined), profiler, frozenset(chosen))
-    result = _result(e, here, bare)
+    watch, profiler = StepWatch(engine), StepProfiler(engine.model, device, options.trace)
+    with spare_core():  # as in the server
+        serve(watch, Load(w, arrivals[:1], engine.spec.vocab_size, 0))  # pays for allocation and warm caches
+        here.report({"stage": f"{len(arrivals)} requests"})
+        bare = serve(watch, Load(w, arrivals, engine.spec.vocab_size, 1))
+        chosen = evenly(len(bare.seconds), STEPS)
+        here.report({"stage": "profiling"})
+        again = serve(watch, Load(w, arrivals, engine.spec.vocab_size, 2, bare.joined), profiler, frozenset(chosen))
+        result = _result(e, here, bare)
     record_held(result, engine)
     engine.close()
     rows, total = attribute(profiler.roots[""], len(chosen))
