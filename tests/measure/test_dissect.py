@@ -10,7 +10,8 @@ from tests.world import world
 
 from ridgeline.graph import training_graph
 from ridgeline.jobs.job import DissectOptions, RankContext
-from ridgeline.measure.dissect import MODULE, PHASE, ProfileNode, attribute, dissect_cell, flops, label
+from ridgeline.measure.dissect import dissect_cell
+from ridgeline.measure.profiled_steps import MODULE, PHASE, ProfileNode, attribute, flops, label
 from ridgeline.predict.common import rewritten
 from ridgeline.spec.result import PHASES, Result
 from ridgeline.techniques.registry import check

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ridgeline import catalog, experiments
 from ridgeline.cli import app
 from ridgeline.predict import predict
+from ridgeline.report.dissection import parts_of
 from ridgeline.report.export import export, load_any
 from ridgeline.report.study_tables import study_csv, study_html, study_markdown, table_pages
 from ridgeline.spec.errors import UserError
@@ -18,7 +19,7 @@ from ridgeline.spec.study import Study
 from ridgeline.store import Store
 from ridgeline.study import load_study, run_study
 from ridgeline.study import run as study_run
-from ridgeline.study.cells import LARGEST, Scale, experiment_of, largest, parts_of
+from ridgeline.study.cells import LARGEST, Scale, experiment_of, largest
 from ridgeline.techniques.registry import registry
 
 ROOT = Path(__file__).parents[2]
@@ -285,6 +286,22 @@ def test_measured_beside_predicted(file, tmp_path, monkeypatch):
     again = run_study(small, tmp_path, workers=1, scale=scale)
     assert len(asked) == len(set(asked)), "measured cells are kept"
     assert [c.measured for c in again.cells] == [c.measured for c in found.cells]
+
+
+def test_modules_of_inference_are_measured(tmp_path):
+    """The paper's table of prefill and decode at a small scale: a plan that divides the model runs undivided."""
+    catalog.allow_unprobed()
+    study = load_study(ROOT / "studies" / "dissecting.toml")
+    (table,) = (t for t in study.tables if t.name == "inference")
+    work = {**table.workload, "prompt_len": 16, "output_len": 4, "batch_size": 2}
+    table = table.model_copy(update={"workload": work, "axes": {**table.axes, "model": ["llama2-7b"]}})
+    small = study.model_copy(update={"tables": [table], "findings": []})
+    found = run_study(small, tmp_path, workers=1, scale=Scale("llama-tiny", 2))
+    assert {c.measured_status for c in found.cells} == {"ok"}
+    assert len({json.dumps(c.measured_parts) for c in found.cells}) == 1, "measured once"
+    both = set(found.cells[0].parts) & set(found.cells[0].measured_parts)
+    for phase in ("prefill", "decode"):
+        assert {f"{phase}/{m}" for m in ("qkv", "rope", "attention", "output", "mlp", "norm", "head")} <= both
 
 
 # ---- the studies that come with the project --------------------------------------------------------------------------

@@ -156,7 +156,7 @@ function points(trace: Data, colors: Colors): Data[] {
     const dash = trace.line?.dash;
     out.push({
       type: "line", name: trace.name, showSymbol: false, silent: trace.hoverinfo === "skip", step: trace.line?.shape === "hv" ? "end" : undefined,
-      lineStyle: { color: trace.line?.color, width: trace.line?.width ?? 2, type: dash === "dot" ? "dotted" : dash ? "dashed" : "solid" },
+      lineStyle: { color: trace.line?.color, width: trace.line?.width ?? 2, type: dash === "dot" ? "dotted" : dash === "dash" ? "dashed" : "solid" },
       itemStyle: { color: trace.line?.color }, areaStyle: trace.fill === "tozeroy" ? { color: trace.fillcolor } : undefined,
       data: pairs.map((p: unknown[], i: number) => ({ value: p, tooltip: trace.hovertemplate ? { formatter: hover(trace, i) } : undefined })),
     });

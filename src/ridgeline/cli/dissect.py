@@ -1,4 +1,4 @@
-"""`ridgeline dissect`: a profiled step, module by module."""
+"""`ridgeline dissect`: profiled steps of training, generation or serving, module by module."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def dissect(
         out.mkdir(parents=True, exist_ok=True)
         traces = out / f"{name}.measured.json", out / f"{name}.predicted.json"
         predicted, measured = run(e, traces[0], status.message)
-    predicted_trace(e, traces[1])
+    if e.is_training:
+        predicted_trace(e, traces[1])
     keep(measured)
     print(measured.to_json()) if json else print_dissection(predicted, measured)
-    say("Chrome traces (open in Perfetto): " + ", ".join(str(t) for t in traces))
+    say("Chrome traces (open in Perfetto): " + ", ".join(str(t) for t in traces if t.is_file()))

@@ -107,6 +107,14 @@ class ProbeOptions(JobOptions):
     """Measure the serving engine and nothing else."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(JobOptions):
+    """Sizes at which collectives and copies are timed."""
+
+    sizes: list[int]
+    """Bytes."""
+
+
 MODES: dict[str, tuple[type[JobOptions], str]] = {
     "train": (TrainOptions, "ridgeline.train.training_loop:train"),
     "train_backend": (TrainOptions, "ridgeline.measure.backends.train_loop:train"),
@@ -115,6 +123,7 @@ MODES: dict[str, tuple[type[JobOptions], str]] = {
     "compress": (CompressOptions, "ridgeline.compress.driver:compress"),
     "eval": (EvaluateOptions, "ridgeline.measure.evaluation:evaluate"),
     "probe": (ProbeOptions, "ridgeline.measure.probing.probe_worker:probe_rank"),
+    "sweep": (SweepOptions, "ridgeline.measure.probing.sweep_worker:sweep_rank"),
 }
 """By mode: the options, and the function that each rank calls, imported there. It takes (experiment, options,
 :class:`RankContext`) and returns the result as plain data."""

@@ -12,9 +12,13 @@ from ridgeline.measure.backends import NATIVE, require
 from ridgeline.measure.merge import merge
 from ridgeline.measure.utilization import add_utilization
 from ridgeline.predict import predict
+from ridgeline.predict.predict import serving_prompts
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
+
+USED = "device_used_bytes"
+"""Memory as it is gone from the device: see :mod:`ridgeline.measure.device_use`."""
 
 
 def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE) -> tuple[Result, Result]:
@@ -24,7 +28,14 @@ def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE
     predicted = predict(e)
     parts = [measure_plan(e, r, memory=r == 0, progress=progress, backend=backend) for r in range(repeats)]
     measured = merge(parts) if e.is_training else merge_generation(parts)
-    return predicted, add_utilization(measured, e)
+    return with_device_use(predicted), add_utilization(measured, e)
+
+
+def with_device_use(predicted: Result) -> Result:
+    """With :data:`USED`, which measured results have: the peak and what the framework takes, of a rank."""
+    peak = predicted.metrics.get("peak_bytes")
+    more = {} if peak is None else {USED: peak.model_copy(update={"source": "peak with the framework"})}
+    return predicted.model_copy(update={"metrics": {**predicted.metrics, **more}})
 
 
 def merge_generation(parts: list[Result]) -> Result:
@@ -44,16 +55,27 @@ def merge_generation(parts: list[Result]) -> Result:
 
 
 def dissect(e: Experiment, trace: Path, progress: Progress) -> tuple[Result, Result]:
-    """(predicted, measured with its breakdown); the measured steps go to ``trace`` as a Chrome trace.
+    """(predicted, measured with its breakdown) of a training step, a generation, or a mean step of a serving engine; a
+    measured step goes to ``trace`` as a Chrome trace.
 
-    Raises :class:`UserError` when the profiled run fails.
+    Raises :class:`UserError` when the profiled run fails, and for tasks that are not dissected.
     """
     require_local(e)
-    if not e.is_training:
-        raise UserError(f"task {e.task!r} is not dissected yet", "use a pretrain or finetune experiment")
+    require_dissectible(e)
     job = LaunchJob("dissect", e, DissectOptions(trace=str(trace.resolve())), ranks=e.world)
     try:
         measured = Result.model_validate(run_job(job, progress))
     except JobFailed as failure:
         raise UserError(f"the profiled run failed ({failure.status}): {failure.reason}", failure.log) from None
-    return predict(e), add_utilization(measured, e)
+    predicted = predict(e)
+    if e.task == "serve" and predicted.status == "ok":
+        predicted.breakdown += serving_prompts(e)
+    return predicted, add_utilization(measured, e)
+
+
+def require_dissectible(e: Experiment) -> None:
+    """Raise :class:`UserError` for an experiment whose steps no profiler sees here."""
+    if e.task == "compress":
+        raise UserError("compression is not dissected", "dissect a generate or serve experiment of what it makes")
+    if e.task == "serve" and not e.model.causal:
+        raise UserError(f"{e.model.name} is an encoder: its serving is not dissected", "use a decoder")

@@ -7,14 +7,14 @@ from ridgeline.graph import training_graph
 from ridgeline.predict.common import rank_cluster, rewritten
 from ridgeline.predict.interval import add_intervals
 from ridgeline.predict.segments import over_segments, segments
-from ridgeline.predict.serving.simulate import predict_serving
+from ridgeline.predict.serving.simulate import predict_serving, prompt_rows
 from ridgeline.predict.serving.static_batch import predict_generation
 from ridgeline.predict.settle import ask
 from ridgeline.predict.step.peak_memory import resting
 from ridgeline.predict.step.streams import StreamEvent
 from ridgeline.predict.step.training_step import predict_training, timed, update_ops
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Result
+from ridgeline.spec.result import Result, Row
 from ridgeline.techniques.registry import resolve
 
 
@@ -34,6 +34,13 @@ def predict(e: Experiment) -> Result:
         result.notes.append(f"wider interval: no published measurement was at hand of {', '.join(unlike)} in {e.task}")
     add_intervals(result.metrics, result.breakdown, e.task, not unlike)
     return result
+
+
+def serving_prompts(e: Experiment) -> list[Row]:
+    """What a mean iteration of a serving engine reads of prompts: rows of phase prefill, beside the breakdown of
+    :func:`predict`."""
+    e, techniques = resolve(e, ask)
+    return prompt_rows(e, techniques)
 
 
 def predict_trace(e: Experiment) -> list[StreamEvent]:

@@ -251,7 +251,7 @@ def print_ablation(ablation: Ablation) -> None:
 
 def print_dissection(predicted: Result, measured: Result) -> None:
     """Measured and predicted breakdown by module and phase, then operator by operator, then memory."""
-    from ridgeline.report.dissection import breakdown_table, memory_table
+    from ridgeline.report.dissection import breakdown_table, memory_table, parts_table
 
     modules = breakdown_table(measured, by=("module", "phase"), top=20)
     modules.title = "measured: " + modules.title
@@ -259,10 +259,12 @@ def print_dissection(predicted: Result, measured: Result) -> None:
     expected.title = "predicted: " + expected.title
     console = _out()
     console.print(
-        render.rich([modules, expected, breakdown_table(measured), memory_table(measured), memory_table(predicted)])
-    )
+        render.rich([parts_table(predicted, measured), modules, expected, breakdown_table(measured),
+                     memory_table(measured), memory_table(predicted)])
+    )  # fmt: skip
     over = measured.metrics["profiler_overhead"].value
-    console.print(f"  the profiled step took {over:.2f}x the bare step; shares are of the profiled one", markup=False)
+    whole = "generation" if "profiled_e2e_s" in measured.metrics else "step"
+    console.print(f"  the profiled {whole} took {over:.2f}x the bare one; shares are of the profiled one", markup=False)
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -28,6 +28,9 @@ DEFINITIONS: dict[str, str] = {
     "state (the list of plans names it), ✗ when it does not, – when it was not tested.",
     "peak_bytes": "Largest sum of live bytes on one rank during a step: parameters, gradients, optimizer states, "
     "activations, temporaries. GiB = 2³⁰ bytes.",
+    "device_used_bytes": "The device's total minus its free memory, the largest of the ranks: tensors, the allocator's "
+    "cache and the CUDA context. On a CPU, the growth of the processes' resident memory. Predicted: the peak with what "
+    "the framework takes.",
     "memory_ratio": "Measured peak memory over the baseline's.",
     "mfu": "Model FLOPs utilization: FLOPs that the model needs (recomputation not counted) per second, over the "
     "peak of the compute dtype.",

@@ -73,8 +73,49 @@ def breakdown_table(result: Result, by: Sequence[str] = ("module", "phase", "ope
         notes.append(
             f"the rows add up to {percent(total / step)} of the step time: some of them run at the same time (overlap)"
         )
-    title = f"Time of one step by {' × '.join(by)}, {result.source}"
+    title = f"Time of one {_whole(result)} by {' × '.join(by)}, {result.source}"
     return Table(title, columns, cells, notes, total=bool(rows)).without_empty_columns()
+
+
+MODULES = (
+    ("attention.q_proj", "qkv"), ("attention.k_proj", "qkv"), ("attention.v_proj", "qkv"), ("attention.qkv", "qkv"),
+    ("attention.q_rope", "rope"), ("attention.k_rope", "rope"), ("attention.rope", "rope"),
+    ("attention.o_proj", "output"),
+    ("attention.reduce", "communication"), ("attention_norm", "norm"), ("attention_residual", "residual"),
+    ("attention", "attention"), ("mlp_norm", "norm"), ("mlp_residual", "residual"), ("mlp.reduce", "communication"),
+    ("mlp", "mlp"), ("norm", "norm"), ("embed", "embedding"), ("head", "head"), ("loss", "loss"), ("block", "residual"),
+)  # fmt: skip
+"""Module of a layer that a row belongs to, by the beginning of its operator's name (predicted) or of its module's
+(measured); the first that fits."""
+
+
+def parts_of(r: Result, by: str = "module") -> dict[str, float]:
+    """Exposed seconds of a step by phase, or by phase and module as ``forward/qkv``."""
+    found: dict[str, float] = {}
+    for row in r.breakdown:
+        seconds = row.seconds if row.exposed_seconds is None else row.exposed_seconds
+        names = (row.operator, row.module)
+        module = next((m for name in names for start, m in MODULES if name.startswith(start)), row.module)
+        name = row.phase if by == "phase" else f"{row.phase}/{module}"
+        found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def parts_table(predicted: Result, measured: Result) -> Table:
+    """Time by phase and module, predicted beside measured under the profiler."""
+    sides = [parts_of(predicted), parts_of(measured)]
+    order = sorted({**sides[0], **sides[1]}, key=lambda k: -max(side.get(k, 0.0) for side in sides))
+    totals = [sum(side.values()) for side in sides]
+    unit = scale(totals, TIMES)
+    rows = [
+        [*name.split("/", 1), *(f"{side[name] / unit.factor:.3f}" if name in side else NONE for side in sides),
+         *(percent(side[name] / total) if name in side else NONE for side, total in zip(sides, totals, strict=True))]
+        for name in order
+    ]  # fmt: skip
+    rows.append(["total", "", *(f"{t / unit.factor:.3f}" for t in totals), *(percent(1.0) for _ in totals)])
+    columns = [Column("Phase", align="left"), Column("Module", align="left"), Column(f"Predicted, {unit.label}"),
+               Column(f"Measured, {unit.label}"), Column("Share predicted"), Column("Share measured")]  # fmt: skip
+    return Table("Predicted beside measured", columns, rows, total=True)
 
 
 def memory_table(result: Result) -> Table:
@@ -87,6 +128,12 @@ def memory_table(result: Result) -> Table:
     columns = [Column("Category", align="left"), Column("Size", "peak_bytes"), Column("Share", "share"),
                Column("Where", align="left")]  # fmt: skip
     return Table(f"Memory at the peak by category, {result.source}", columns, rows, total=bool(rows))
+
+
+def _whole(result: Result) -> str:
+    """What the breakdown is of."""
+    generated = "e2e_s" in result.metrics and "batch_mean" not in result.metrics
+    return "generation" if generated else "step"
 
 
 def _line(names: list[str], r: Row, total: float, unit: float) -> list[str]:

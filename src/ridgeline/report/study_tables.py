@@ -9,13 +9,15 @@ from itertools import groupby
 from pathlib import Path
 
 from ridgeline.report import units
+from ridgeline.report.charts.bandwidth import bandwidth_charts
 from ridgeline.report.files import write_atomic
-from ridgeline.report.page import page, section
+from ridgeline.report.page import chart_grid, page, section
 from ridgeline.report.table import Column, Table, html, markdown
 from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable
 
 HEADS = {"tokens_per_s": "tokens/s", "peak_bytes": "peak", "step_time_s": "step", "scaling_efficiency": "efficiency",
-         "over_reported": "predicted over reported"}  # fmt: skip
+         "over_reported": "predicted over reported", "operator_s": "time",
+         "bandwidth_bytes_per_s": "bandwidth"}  # fmt: skip
 RATES = {"flops_per_s": "FLOP/s", "bandwidth_bytes_per_s": "B/s"}
 NOTES = 12
 """Reasons below a table at most."""
@@ -69,7 +71,8 @@ def _page(t: StudyTable, cells: list[StudyCell], title: str) -> Table:
     across: list[Axis] = list(dict.fromkeys(c.axes[t.columns] for c in cells)) if t.columns else [""]
     shown = _part_names(cells) if t.parts else t.show
     columns = [Column(r, align="left") for r in t.rows]
-    columns += [Column(f"{a} {_head(m)}".strip()) for a in across for m in shown]
+    unit = " ranks" if t.columns == "ranks" else ""
+    columns += [Column(f"{a}{unit} {_head(m)}".strip()) for a in across for m in shown]
     compared = t.claims and t.rows != ["system"]
     if compared:
         columns.append(Column(f"{_head(shown[0])}, × the first row"))
@@ -122,13 +125,18 @@ def _text(c: StudyCell | None, name: str, t: StudyTable) -> str:
         return "refused"
     predicted = (c.parts if part else c.predicted).get(name)
     measured = (c.measured_parts if part else c.measured).get(name)
-    unit = "s" if part else _unit(name)
-    text = f"{units.count(predicted)}{unit}" if name in RATES else units.metric(predicted, unit)
+    text = _value(predicted, name, part)
     if c.status == "infeasible" and name != "peak_bytes" and not t.beyond_memory:
         text = "does not fit"
     if not c.measured_status:
         return text
-    return f"{text} | {units.metric(measured, unit) if measured is not None else c.measured_status}"
+    return f"{text} | {_value(measured, name, part) if measured is not None else c.measured_status}"
+
+
+def _value(value: float | None, name: str, part: bool) -> str:
+    if name in RATES:
+        return units.NONE if value is None else units.count(value, RATES[name])
+    return units.metric(value, "s" if part else _unit(name))
 
 
 def _unit(metric: str) -> str:
@@ -148,13 +156,14 @@ def study_markdown(s: Study) -> str:
 
 def study_html(s: Study, path: Path) -> Path:
     """The whole study as one HTML file that needs no network."""
-    sections: list[str] = []
+    charts = bandwidth_charts(s)
+    sections = [chart_grid(charts)] if charts else []
     for title, tables in groupby(study_tables(s), lambda t: t.title.partition(":")[0]):
         group = list(tables)
         body = "".join(html(t) for t in group)
         sections.append(section(title, body if len(sections) == 0 else f"<details><summary>{len(group)} tables"
                                 f"</summary>{body}</details>"))  # fmt: skip
-    return write_atomic(path, page(s.title or s.name, _facts(s).replace("`", ""), sections, []))
+    return write_atomic(path, page(s.title or s.name, _facts(s).replace("`", ""), sections, charts))
 
 
 def _facts(s: Study) -> str:

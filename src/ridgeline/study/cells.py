@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline import catalog, experiments
@@ -12,7 +12,6 @@ from ridgeline.predict import predict
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Result
 from ridgeline.spec.study import Axis
 from ridgeline.study.file import OWN, StudyFile, TableFile
 from ridgeline.techniques.registry import registry
@@ -34,9 +33,11 @@ class Scale:
     requests: int = 32
 
     def plan(self, calls: list[str]) -> list[str]:
-        """The plan with degrees of parallelism that the small machine has, and ranks of adapters for a small model."""
+        """The plan with degrees of parallelism that the small machine has (without those that come to 1), and ranks of
+        adapters for a small model."""
         most = {"degree": self.devices, "rank": RANK}
-        return [re.sub(r"\b(degree|rank)=(\d+)", lambda m: f"{m[1]}={min(int(m[2]), most[m[1]])}", c) for c in calls]
+        found = [re.sub(r"\b(degree|rank)=(\d+)", lambda m: f"{m[1]}={min(int(m[2]), most[m[1]])}", c) for c in calls]
+        return [c for c in found if not re.search(r"\bdegree=1\b", c)]
 
     def workload(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The workload at this scale."""
@@ -64,6 +65,8 @@ def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], sc
     if "devices" in place:
         cluster = _devices(cluster, int(place["devices"]))
     if scale is not None:
+        if work["kind"] == "generate":
+            scale = replace(scale, devices=1)  # a generation runs in one process here
         model, work = scale.model, scale.workload(work)
         cluster = catalog.cluster(f"{min(cluster.size, scale.devices)}xlocal")
     plan = [*(study.base if table.base is None else table.base), *study.plan(str(place.get("plan", "")))]
@@ -135,24 +138,3 @@ def command(e: Experiment) -> str:
     for call in e.plan.strings():
         words += ["--with", call]
     return shlex.join(words)
-
-
-MODULES = (
-    ("attention.q_proj", "qkv"), ("attention.k_proj", "qkv"), ("attention.v_proj", "qkv"), ("attention.qkv", "qkv"),
-    ("attention.q_rope", "rope"), ("attention.k_rope", "rope"), ("attention.o_proj", "output"),
-    ("attention.reduce", "communication"), ("attention_norm", "norm"), ("attention_residual", "residual"),
-    ("attention", "attention"), ("mlp_norm", "norm"), ("mlp_residual", "residual"), ("mlp.reduce", "communication"),
-    ("mlp", "mlp"), ("norm", "norm"), ("embed", "embedding"), ("head", "head"), ("loss", "loss"),
-)  # fmt: skip
-"""Module of a layer that an operator belongs to, by the beginning of its name; the first that fits."""
-
-
-def parts_of(r: Result, by: str) -> dict[str, float]:
-    """Exposed seconds of a step by phase, or by phase and module as ``forward/qkv``."""
-    found: dict[str, float] = {}
-    for row in r.breakdown:
-        seconds = row.seconds if row.exposed_seconds is None else row.exposed_seconds
-        module = next((m for start, m in MODULES if row.operator.startswith(start)), row.module)
-        name = row.phase if by == "phase" else f"{row.phase}/{module}"
-        found[name] = found.get(name, 0.0) + seconds
-    return found

@@ -34,11 +34,18 @@ def operator_metrics(kind: Operator, place: dict[str, Axis], cluster: Cluster) -
             raise Incompatible("a collective needs two ranks", "choose ranks = 2 or more")
         op = Op(kind, "communication", kind, link_bytes=size, ranks=ranks, axis="dp", dtype=DTYPE)
         seconds = collective_time(op, cluster).seconds
-        hops = (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
-        return {"operator_s": seconds, "bandwidth_bytes_per_s": hops * size / seconds}
+        return {"operator_s": seconds, "bandwidth_bytes_per_s": bandwidth(kind, size, ranks, seconds)}
     if kind == "device_copy":
         seconds = op_time(Op("copy", "other", "copy", bytes=2 * size, dtype=DTYPE), cluster.device).seconds
     else:
         op = Op("copy", "other", "h2d" if kind == "host_copy" else "disk_read", link_bytes=size, dtype=DTYPE)
         seconds = host_time(op, cluster).seconds
-    return {"operator_s": seconds, "bandwidth_bytes_per_s": size / seconds}
+    return {"operator_s": seconds, "bandwidth_bytes_per_s": bandwidth(kind, size, 1, seconds)}
+
+
+def bandwidth(kind: Operator, size: float, ranks: int, seconds: float) -> float:
+    """Bytes/s of a copy of ``size`` bytes, or the bus bandwidth of a collective: what each link carries, so that it
+    does not depend on the number of ranks (NCCL's own tests)."""
+    if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
+        return size / seconds
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks * size / seconds

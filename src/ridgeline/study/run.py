@@ -19,16 +19,17 @@ from ridgeline.jobs.job import DissectOptions, LaunchJob
 from ridgeline.jobs.launch import JobFailed, run_job
 from ridgeline.jobs.live import announced
 from ridgeline.measure.ablate import measure_plan, require_local
-from ridgeline.measure.bench import merge_generation
+from ridgeline.measure.bench import USED, merge_generation, with_device_use
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.merge import merge
 from ridgeline.predict import predict
+from ridgeline.report.dissection import parts_of
 from ridgeline.report.files import write_atomic
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable, Verdict
-from ridgeline.study.cells import Scale, command, experiment_of, parts_of
+from ridgeline.study.cells import Scale, command, experiment_of
 from ridgeline.study.file import FindingFile, StudyFile, TableFile, places
 from ridgeline.study.operators import operator_metrics
 from ridgeline.techniques.registry import brief, registry
@@ -124,7 +125,7 @@ def predicted_cell(study: StudyFile, place: Place, scale: Scale | None = None) -
         return _operator_cell(study, place, cell, scale)
     try:
         e = experiment_of(study, place.table, place.axes, scale)
-        r = predict(e)
+        r = with_device_use(predict(e)) if USED in place.table.show else predict(e)
         ratio = reproduce(catalog.system(str(place.axes["system"]))).ratio if "system" in place.axes else None
     except UserError as error:
         return cell.model_copy(update={"status": "refused", "reason": error.what})
@@ -189,7 +190,7 @@ def _measure_cell(place: Place, cell: StudyCell, e: Experiment, folder: Path) ->
     except UserError as error:
         cell.measured_status, cell.measured_reason = "refused", error.what
         return
-    profiled = bool(place.table.parts) and e.is_training
+    profiled = bool(place.table.parts) and e.task != "compress"
     file = folder / "cells" / f"{e.id}{'-dissected' if profiled else ''}.json"
     if file.is_file():
         r = Result.load(file)
@@ -211,7 +212,7 @@ def measured(e: Experiment) -> Result:
 
 
 def dissected(e: Experiment) -> Result:
-    """One measurement of a training step under the profiler, with its breakdown."""
+    """One measurement of an experiment's steps under the profiler, with their breakdown."""
     job = LaunchJob("dissect", e, DissectOptions(), ranks=e.world)
     try:
         return Result.model_validate(run_job(job, timeout=TIMEOUT))

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ridgeline.jobs.job import CellOptions, RankContext
+from ridgeline.measure.device_use import DeviceUse
 from ridgeline.measure.environment import fingerprint
 from ridgeline.nn.memory.meter import Meter, process_memory
 from ridgeline.nn.model.generate import decode, make_cache, prefill
@@ -30,9 +32,16 @@ ROUNDS = 3
 
 def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Generate ``output_len`` tokens for the batch and return a measured Result (as plain data)."""
+    result, _, _ = measured_generation(e, options, here)
+    return result.model_dump(mode="json", by_alias=True)
+
+
+def measured_generation(e: Experiment, options: CellOptions, here: RankContext) -> tuple[Result, Transformer, Tensor]:
+    """The measured Result of generating ``output_len`` tokens for the batch, the model, and the prompt [B, S]."""
     e, techniques = resolve(e)
     w, device, ranks = e.workload, here.device, here.ranks
     assert isinstance(w, Generate)
+    used = DeviceUse(here)
     run = _built(e, w, device, techniques)
     batch = e.micro_batch_size
     generator = torch.Generator().manual_seed(w.seed + here.rank)
@@ -51,6 +60,7 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
             samples += [
                 Sample(step=i, seconds=t, tokens=batch * ranks, repeat=options.repeat) for i, t in enumerate(times)
             ]
+        usage = used.metrics()
         meter = Meter(run.model)
         meter.register(run.model.parameters(), "parameters")
         with meter:
@@ -80,12 +90,13 @@ def generation_cell(e: Experiment, options: CellOptions, here: RankContext) -> d
     for name, (value, unit) in known.items():
         better = "higher" if unit == "tokens/s" else "lower"
         result.metrics[name] = Metric(value=value, unit=unit, n=ROUNDS, better=better, source="measured")
+    result.metrics |= usage
     for name, read in run.metrics.items():
         result.metrics[name] = Metric(value=read(), better="higher", source="measured")
     held = batch * ranks * w.output_len
     balanced = abs(rate * end - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
     result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=rate * end))
-    return result.model_dump(mode="json", by_alias=True)
+    return result, run.model, prompt
 
 
 def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Technique]) -> Build:

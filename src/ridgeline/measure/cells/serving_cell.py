@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ridgeline.jobs.job import CellOptions, Progress, RankContext
 from ridgeline.measure.backends import NATIVE, engine_versions
+from ridgeline.measure.device_use import DeviceUse
 from ridgeline.measure.environment import spare_core
 from ridgeline.measure.load.run_load import Settings
 from ridgeline.measure.wire import Wire
@@ -49,8 +50,10 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
     :class:`UserError` when the workload's requests cannot be served.
     """
     (e, _), device = resolve(e), here.device
+    used = DeviceUse(here)
     if here.rank:
         make_follower(e, device).follow()
+        used.metrics()
         return {}
     if options.backend != NATIVE:
         from ridgeline.measure.backends.hf_serving import hf_serving
@@ -59,6 +62,7 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
         result.environment |= engine_versions(options.backend)
     else:
         result = serve_load(e, device, here.report)
+    result.metrics |= used.metrics()
     tokens, seconds = result.metric("output_tokens_total"), result.metric("window_s")
     if tokens and seconds:
         # A run is one sample: what ablations compare is seconds per token, and its requests are not independent.
@@ -185,6 +189,11 @@ def _add(result: Result, engine: Engine, setup: float) -> None:
         **{f"{k}_bytes": (v, "bytes", "measured") for k, v in process_memory().items()},
     }
     result.metrics |= {k: Metric(value=v, unit=u, source=s) for k, (v, u, s) in found.items()}
+    record_held(result, engine)
+
+
+def record_held(result: Result, engine: Engine) -> None:
+    """Add the memory of an engine's weights and of its key/value pool."""
     caches = [c for c in engine.runner.cache.values() if isinstance(c, PagedCache)]
     weights = {t.data_ptr(): t.nbytes for t in (*engine.model.parameters(), *engine.model.buffers())}
     held = {"parameters": float(sum(weights.values())), "kv_cache": float(sum(c.nbytes for c in caches))}

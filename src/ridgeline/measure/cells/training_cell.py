@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ridgeline.jobs.job import CellOptions, Progress, RankContext
 from ridgeline.measure.backends import TrainingEngine, engine_versions, make_engine
+from ridgeline.measure.device_use import DeviceUse
 from ridgeline.measure.environment import fingerprint
 from ridgeline.measure.wire import Wire
 from ridgeline.nn.memory.meter import Meter, Usage, process_memory
@@ -26,9 +27,11 @@ def training_cell(e: Experiment, options: CellOptions, here: RankContext) -> dic
     Of foreign backends only the process's memory is known.
     """
     start = time.perf_counter()
+    used = DeviceUse(here)
     here.report({"stage": "set-up"})
     engine = make_engine(options.backend, e, here.device, here.rank, here.ranks)
     result = timed(engine, time.perf_counter() - start, here.report, options.repeat)
+    result.metrics |= used.metrics()
     result.environment |= engine_versions(options.backend)
     if options.memory and isinstance(engine, Trainer):
         record_memory(result, engine)

@@ -34,6 +34,17 @@ def file_rate(path: Path, title: str = "disk") -> Link:
     return _rate(OpenFile.of(path), max(PAGE, min(_BYTES, path.stat().st_size // PAGE * PAGE)), title)
 
 
+def read_seconds(folder: Path, sizes: list[int]) -> dict[int, float]:
+    """Seconds of reading so many bytes, whole pages, of a file in ``folder``, which is written for that.
+
+    Raises :class:`UserError` where the folder cannot be written.
+    """
+    most = max(sizes)
+    file = Scratch(folder, most).write(torch.randint(256, (most,), dtype=torch.uint8)).ranges[0].file
+    into = aligned(most)
+    return {size: _median(FileSource([FileRange(file, 0, size, size, 0)]), into) for size in sizes}
+
+
 def _rate(file: OpenFile, size: int, title: str) -> Link:
     whole = FileSource([FileRange(file, 0, size, size, 0)])
     page = FileSource([FileRange(file, 0, PAGE, PAGE, 0)])

@@ -213,9 +213,9 @@ class Meter(TorchDispatchMode):
         )
 
 
-def process_memory() -> dict[str, int]:
-    """Actual memory of this process in bytes: resident, its anonymous part, and the peak (Linux; elsewhere empty)."""
-    status = Path("/proc/self/status")
+def process_memory(pid: int | str = "self") -> dict[str, int]:
+    """Actual memory of a process in bytes: resident, its anonymous part, and the peak (Linux; elsewhere empty)."""
+    status = Path(f"/proc/{pid}/status")
     if not status.exists():
         return {}
     wanted = {"VmRSS": "rss", "RssAnon": "rss_anonymous", "VmHWM": "rss_peak"}

@@ -39,6 +39,10 @@ class SimulationOutcome:
     """(seconds, tokens): inter-token latencies, as (mean of a run of iterations, tokens in it)."""
     preemptions: int = 0
     iterations: int = 0
+    prompt_iterations: int = 0
+    """Those that read prompts, in pieces of two tokens or more."""
+    prompt_tokens: int = 0
+    """Tokens of these pieces."""
     busy_s: float = 0.0
     rejected: int = 0
 

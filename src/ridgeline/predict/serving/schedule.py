@@ -350,6 +350,8 @@ class Simulation:
         k = 1
         if prompts:
             seconds = self.costs.mixed(prompts, decoding, cached, pads)
+            self.out.prompt_iterations += 1
+            self.out.prompt_tokens += sum(n for n, _ in prompts)
         else:
             k, each, slope = decode_iterations(self.costs, decoding, cached, most)
             if self.limits.continuous and not self.waiting:

@@ -18,7 +18,7 @@ from ridgeline.predict.step.streams import breakdown
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.result import Metric, Result, Traffic
+from ridgeline.spec.result import Metric, Result, Row, Traffic
 from ridgeline.spec.scheduling import OWN, context
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import default_plan
@@ -36,14 +36,10 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     assert isinstance(w, Serve)
     if not e.model.causal:
         raise Incompatible(f"{e.model.name} is an encoder: its serving can be run, not predicted", "use a decoder")
-    cluster = rank_cluster(e)
-    engine = find_engine(w.engine, cluster.device)
-    if engine.name == OWN:
-        weights = rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).resident_bytes
-        cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
     arrivals = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in arrivals]
-    surface = Iterations(e, techniques, cluster, engine, (min(r.prompt for r in arrivals), max(lengths)))
+    surface = _surface(e, techniques, arrivals)
+    cluster, engine = surface.cluster, surface.engine
     clients = _clients(w, e.data_parallel)
     sim, space = simulation_of(surface, techniques, w, arrivals, clients)
     outcome = sim.run()
@@ -62,13 +58,52 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
     mean = max(1, round(metrics["batch_mean"].value))
-    g = surface.graph(mean, 1, max(1, w.prompt_len + w.output_len // 2))
-    inside = {"1": max(0.0, cluster.device.in_step(mean))} if cluster.device.step_latency else {}
-    device = cluster.device.model_copy(update={"host_latency": {**cluster.device.host_latency, **inside}})
-    result.breakdown = breakdown(g, cluster.model_copy(update={"device": device}))
-    for row in result.breakdown:
-        row.phase = "decode" if row.phase == "forward" else row.phase
+    result.breakdown = _rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
     return result
+
+
+def prompt_rows(e: Experiment, techniques: list[Technique]) -> list[Row]:
+    """What a mean iteration reads of prompts, beside the decode rows of :func:`predict_serving`: the rows of the mean
+    iteration that reads any, times the share of these."""
+    w = e.workload
+    assert isinstance(w, Serve)
+    arrivals = _share(requests(w), e.data_parallel, w)
+    surface = _surface(e, techniques, arrivals)
+    outcome = simulation_of(surface, techniques, w, arrivals, _clients(w, e.data_parallel))[0].run()
+    if not outcome.prompt_iterations:
+        return []
+    length = sum(r.prompt for r in arrivals) / len(arrivals)
+    tokens = outcome.prompt_tokens / outcome.prompt_iterations
+    prompts = max(1, round(tokens / length))
+    each = max(1, round(tokens / prompts))
+    seen = max(each, round((length + each) / 2))  # the mean piece of a longer prompt has half of the rest before it
+    share = outcome.prompt_iterations / outcome.iterations
+    scaled = ("seconds", "count", "flops", "bytes", "link_bytes")
+    return [row.model_copy(update={name: share * getattr(row, name) for name in scaled})
+            for row in _rows(surface, "prefill", prompts, each, seen)]  # fmt: skip
+
+
+def _surface(e: Experiment, techniques: list[Technique], arrivals: Sequence[Arrival]) -> Iterations:
+    """The cost surface of one replica that serves ``arrivals``."""
+    w, cluster = e.workload, rank_cluster(e)
+    assert isinstance(w, Serve)
+    engine = find_engine(w.engine, cluster.device)
+    if engine.name == OWN:
+        weights = rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).resident_bytes
+        cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
+    contexts = min(r.prompt for r in arrivals), max(r.prompt + r.output for r in arrivals)
+    return Iterations(e, techniques, cluster, engine, contexts)
+
+
+def _rows(surface: Iterations, phase: str, batch: int, q_len: int, kv_len: int) -> list[Row]:
+    """The breakdown of an iteration over the last ``q_len`` of ``kv_len`` tokens of ``batch`` sequences."""
+    device = surface.cluster.device
+    inside = {"1": max(0.0, device.in_step(batch * q_len))} if device.step_latency else {}
+    device = device.model_copy(update={"host_latency": {**device.host_latency, **inside}})
+    rows = breakdown(surface.graph(batch, q_len, kv_len), surface.cluster.model_copy(update={"device": device}))
+    for row in rows:
+        row.phase = phase if row.phase == "forward" else row.phase
+    return rows
 
 
 def _of_schedule(engine: EngineCosts, techniques: Sequence[Technique]) -> Iterator[str]:
