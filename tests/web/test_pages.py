@@ -159,6 +159,21 @@ def test_runs(page, store):
     assert run
 
 
+def test_a_late_answer_does_not_replace_a_later_one(page, store):
+    e = experiments.make("llama2-7b", "a100-80g-sxm", {"kind": "pretrain"}, ["mixed_precision"], name="late")
+    store.add_result(predict(e))
+    store.add_result(predict(e.model_copy(update={"name": "other"})))
+    held = []
+    page.route(re.compile(r"api/runs\?name=&"), lambda route: held.append(route))
+    page.goto("/#/runs")
+    page.get_by_label("Name, model or plan").fill("late")
+    page.wait_for_selector("[data-total='1']")
+    with page.expect_response(re.compile(r"api/runs\?name=&")):
+        held[0].continue_()
+    page.evaluate("() => new Promise((done) => setTimeout(done, 100))")
+    assert page.locator("[data-total]").get_attribute("data-total") == "1"
+
+
 def test_a_study_shows_its_findings(page, store, tmp_path):
     study = load_study(ROOT / "studies" / "dissecting.toml")
     tables = [t for t in study.tables if t.name == "scaling"]

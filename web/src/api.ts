@@ -1,3 +1,4 @@
+import { useEffect } from "preact/hooks";
 import type { Mistake } from "./types";
 
 export class ApiError extends Error {
@@ -49,4 +50,13 @@ export async function* events(path: string, body: unknown, signal?: AbortSignal)
       if (part.startsWith("data: ")) yield JSON.parse(part.slice(6));
     }
   }
+}
+
+/** Asks whenever `keys` change. Only the answer to the last question counts: an earlier one may come after it. */
+export function useLatest<T>(ask: () => Promise<T> | undefined, keys: unknown[], take: (answer: T) => void, fail: (mistake: string) => void) {
+  useEffect(() => {
+    let last = true;
+    ask()?.then((answer) => last && take(answer), (e: Error) => last && fail(e.message));
+    return () => void (last = false);
+  }, keys);
 }

@@ -1,5 +1,5 @@
-import { useEffect, useState } from "preact/hooks";
-import { post } from "../api";
+import { useState } from "preact/hooks";
+import { post, useLatest } from "../api";
 import { Chart } from "../Chart";
 import { nameOf } from "../controls";
 import { address, fromQuery } from "../route";
@@ -28,9 +28,8 @@ export function ComparePage({ query, catalog }: { query: URLSearchParams; catalo
   const plans = list.map((q) => fromQuery(new URLSearchParams(q)));
   const [found, setFound] = useState<Outcome[]>([]);
   const [mistake, setMistake] = useState("");
-  useEffect(() => {
-    if (plans.length) post<Outcome[]>("compare", { plans }).then(setFound, (e: Error) => setMistake(e.message));
-  }, [JSON.stringify(list)]);
+  const ask = () => (plans.length ? post<Outcome[]>("compare", { plans }) : undefined);
+  useLatest(ask, [JSON.stringify(list)], setFound, setMistake);
   if (!plans.length) {
     return <><h1>Compare</h1><p>Nothing to compare yet: on the page <a href="#/plan">Plan</a>, put plans aside with “compare”.</p></>;
   }

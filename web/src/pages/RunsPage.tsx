@@ -1,5 +1,5 @@
 import { useEffect, useState } from "preact/hooks";
-import { get, post } from "../api";
+import { get, post, useLatest } from "../api";
 import { Chart } from "../Chart";
 import { address, settle } from "../route";
 import type { Ablation, LiveJob, Outcome, Part, Result, RunLine, Study } from "../types";
@@ -26,12 +26,13 @@ function List({ query }: { query: URLSearchParams }) {
   const [found, setFound] = useState<Answer | null>(null);
   const [mistake, setMistake] = useState("");
   const [again, setAgain] = useState(0);
-  useEffect(() => {
+  const ask = () => {
     const asked = new URLSearchParams({ ...filters, limit: String(PAGE) });
     settle("runs", new URLSearchParams(Object.entries(filters).filter(([, v]) => v !== "")));
-    get<Answer>(`runs?${asked}`).then(setFound, (e: Error) => setMistake(e.message));
-  }, [filters, again]);
-  const set = (more: Record<string, string>) => setFilters({ ...filters, offset: "0", ...more });
+    return get<Answer>(`runs?${asked}`);
+  };
+  useLatest(ask, [filters, again], setFound, setMistake);
+  const set = (more: Record<string, string>) => setFilters((old) => ({ ...old, offset: "0", ...more }));
   const offset = Number(filters.offset);
   const tag = (run: RunLine) => {
     const given = prompt("Tags, separated by commas", run.tags.join(", "));
@@ -131,9 +132,7 @@ type Document = { kind: "result"; document: Result; tree: Part | null } | { kind
 function Run({ id }: { id: string }) {
   const [found, setFound] = useState<Document | null>(null);
   const [mistake, setMistake] = useState("");
-  useEffect(() => {
-    get<Document>(`runs/${encodeURIComponent(id)}`).then(setFound, (e: Error) => setMistake(e.message));
-  }, [id]);
+  useLatest(() => get<Document>(`runs/${encodeURIComponent(id)}`), [id], setFound, setMistake);
   return (
     <>
       <p><a href="#/runs">All runs</a></p>
