@@ -6,9 +6,18 @@ from pkgutil import resolve_name
 import pytest
 
 from ridgeline import experiments
-from ridgeline.jobs.job import MODES, CompressOptions, EvaluateOptions, LaunchJob, TrainOptions, train_job
+from ridgeline.jobs.job import (
+    MODES,
+    CompressOptions,
+    EvaluateOptions,
+    LaunchJob,
+    SweepOptions,
+    TrainOptions,
+    train_job,
+)
 
-REQUIRED = {CompressOptions: {"out": "x"}, EvaluateOptions: {"checkpoint": "x", "text": "y"}}
+REQUIRED = {CompressOptions: {"out": "x"}, EvaluateOptions: {"checkpoint": "x", "text": "y"},
+            SweepOptions: {"sizes": [1024]}}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -24,7 +24,7 @@ MOST = 64
 """Calls of one measurement at most."""
 
 
-def sweep_rank(_: Experiment | None, options: SweepOptions, here: RankContext) -> dict[str, Any]:
+def sweep_rank(e: Experiment | None, options: SweepOptions, here: RankContext) -> dict[str, Any]:
     """Seconds of one call by operator and bytes: of a collective with more than one rank (those of the slowest rank;
     bytes are of the whole buffer on one rank), else of copies."""
     device = here.device
