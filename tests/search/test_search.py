@@ -305,3 +305,18 @@ def test_gradients_are_reduced_also_where_only_the_sequence_is_divided():
     best = search(q, workers=1).best
     assert best
     assert all(t.names & {"zero", "data_parallel"} for t in best)
+
+
+def test_every_way_to_offload_is_compared():
+    """A model that does not fit: the best of what each technique settles alone, with its options filled in."""
+    work = Generate(batch_size=16, prompt_len=256, output_len=64)
+    q = question("llama2-13b", "rtx4090", workload=work, only=frozenset())
+    answer = search(q, workers=1)
+    alone = {}
+    for call in ("zero_inference:resident=auto", "zero_inference:parameters=nvme,resident=auto", "flexgen"):
+        e = experiments.make("llama2-13b", "rtx4090", work.model_dump(), ["flash_attention", call])
+        alone[call] = predict(e).metrics["tokens_per_s"].value
+    assert answer.best[0].metrics["tokens_per_s"] == pytest.approx(max(alone.values()))
+    assert len({frozenset(t.names) for t in answer.best}) > 1
+    for t in answer.best:
+        assert resolve(t.experiment)[0].plan == t.experiment.plan, "nothing is left open in a plan that is written down"

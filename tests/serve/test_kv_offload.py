@@ -2,6 +2,10 @@
 and whatever happens to them."""
 
 import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,7 +115,7 @@ def test_a_restart_finds_the_prefix(source, want, tmp_path):
     e = stored(source, tmp_path)
     assert served(e, FIRST)[0] == (want[len(FIRST)], 0)
     e.close()
-    e = stored(source, tmp_path)
+    e = stored(source, tmp_path, host="2MB", disk="3MB")
     assert served(e, FIRST)[0] == (want[len(FIRST)], 40)
     assert e.stats().restored_blocks == 10
 
@@ -146,15 +150,54 @@ def test_a_damaged_file_is_computed_again(source, want, tmp_path, damage):
 
 
 def test_what_a_killed_process_left_is_cleaned(source, tmp_path):
-    import subprocess
-    import sys
-
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True,
                           check=True)  # fmt: skip
     (tmp_path / f"{'0' * 64}.{int(dead.stdout)}.tmp").write_bytes(b"half")
     (tmp_path / f"{'0' * 64}.{os.getpid()}.tmp").write_bytes(b"being written")
     stored(source, tmp_path)
     assert [f.name.split(".")[1] for f in tmp_path.glob("*.tmp")] == [str(os.getpid())]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.serve.test_kv_offload import FIRST, OTHER, served, stored
+e = stored(Path(sys.argv[1]), sys.argv[2], host=1)
+while True:
+    served(e, FIRST, OTHER, list(range(200, 248)))
+    e.blocks.store._files.clear()  # forgotten, so that they are written again and again
+    print("written", flush=True)
+"""
+
+
+def test_killed_in_the_middle_of_writing(source, want, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(tmp_path)], stdout=subprocess.PIPE,
+                               cwd=Path(__file__).parents[2])  # fmt: skip
+    assert process.stdout is not None
+    for _ in range(3):
+        assert process.stdout.readline() == b"written\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    e = stored(source, tmp_path)
+    for prompt in (FIRST, OTHER):
+        tokens, found = served(e, prompt)[0]
+        assert (tokens, found % 4) == (want[len(prompt)], 0)
+    assert e.stats().restored_blocks > 0
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_disk_that_fills_costs_computation_alone(source, want, tmp_path):
+    """The system refuses to write a whole block."""
+    e = stored(source, tmp_path, host=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK // 2, before[1]))
+    try:
+        assert [t for t, _ in served(e, FIRST, OTHER, FIRST)] == [want[len(p)] for p in (FIRST, OTHER, FIRST)]
+        e.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_disk_keeps_to_its_bytes(source, tmp_path):

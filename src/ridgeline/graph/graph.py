@@ -62,7 +62,7 @@ class Op:
     """For a collective inside a block: the operator of the block with which it overlaps; empty: no overlap."""
     pieces: int = 1
     """Number of pieces of an overlapping collective; with more than one, the first (or last) piece has nothing to
-    overlap with."""
+    overlap with. Of an operator: number of pieces that it is computed in, one after the other."""
     experts: float = 1
     """gemm: number of weight matrices over which the rows are spread in one grouped kernel (expected number, for routed
     rows)."""

@@ -34,6 +34,7 @@ from ridgeline.search.space import (
     slots,
     splits_batch,
     sub_clusters,
+    with_open_options,
     with_settled,
 )
 from ridgeline.spec.device import Cluster
@@ -202,6 +203,8 @@ def _place(
             continue
         e, techniques = candidate(base, node.chosen + stages + placement, node.micro)
         refused = refusal((e, techniques))
+        if not refused and offloads(placement) and not q.training:  # how much is placed where is left to the predictor
+            e, techniques, refused = with_open_options(e, techniques)
         if refused:
             found.refuse(refused, 1)
             continue
@@ -216,7 +219,7 @@ def _place(
         if not timed.states_fit:
             found.too_large.add(kind)
         if _judge(q, e, timed, found):
-            fits = True
+            fits = q.training or not offloads(placement)  # generations differ in what they offload: all are compared
             found.smallest = min(found.smallest, timed.metrics["peak_bytes"])
             seconds = timed.metrics.get("step_time_s", math.inf) * weight
             found.faster(seconds)

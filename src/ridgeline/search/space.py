@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
 
+from ridgeline.predict.settle import ask
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
 from ridgeline.spec.workload import Generate, Training
-from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, registry, techniques_of
+from ridgeline.techniques.registry import check_techniques, in_order, mesh_axes, registry, resolve, techniques_of
 from ridgeline.techniques.technique import Technique
 
 GROUPS = ("mesh", "shape", "split", "placement")
@@ -85,6 +86,14 @@ def refusal(point: tuple[Experiment, list[Technique]]) -> str:
     except Incompatible as why:
         return str(why)
     return ""
+
+
+def with_open_options(e: Experiment, techniques: list[Technique]) -> tuple[Experiment, list[Technique], str]:
+    """The experiment and its techniques with what they leave to the predictor, and why that fails, if it does."""
+    try:
+        return (*resolve(e, ask), "")
+    except Incompatible as why:
+        return e, techniques, str(why)
 
 
 def offloads(placement: Set) -> int:

@@ -126,6 +126,7 @@ class Device(BaseModel):
     memory_bandwidth: float
     """Bytes/s of device memory."""
     l2_bytes: float = 0
+    """Last-level cache; of a CPU that was measured, what its caches hold together; 0: not known."""
     sm_count: int = 0
     """Streaming multiprocessors, compute units, or cores."""
     clock: float = 0

@@ -253,6 +253,7 @@ def device_of(found: dict[int, dict[str, Any]]) -> Device:
         peak_flops=one["peak_flops"],
         memory_bytes=one["memory_bytes"],
         memory_bandwidth=one["memory_bandwidth"],
+        l2_bytes=one["cache_bytes"],
         sm_count=one["units"],
         launch_latency=one["launch_latency"],
         disk=Link(**one["disk"]),

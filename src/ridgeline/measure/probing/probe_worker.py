@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ridgeline import catalog
 from ridgeline.jobs.job import ProbeOptions, Progress, RankContext
 from ridgeline.measure.environment import spare_core
+from ridgeline.measure.probing.cache_size import cache_bytes
 from ridgeline.measure.probing.disk import folder_rate
 from ridgeline.measure.probing.gpu_operators import operator_rows
 from ridgeline.measure.probing.probe import DECODE_REFERENCE, REFERENCE, reference_experiment
@@ -76,6 +77,7 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
         "rates": rates,
         "rows": rows,
         "disk": disk,
+        "cache_bytes": cache_bytes() if device.type == "cpu" and ranks == 1 else 0,
         "peak_flops": peaks,
         "memory_bandwidth": bandwidth,
         "reference_step_s": reference,

@@ -55,13 +55,15 @@ def op_time(op: Op, device: Device) -> Timed:
     if rate is not None:
         compute = op.flops / rate.flop_rate if rate.flop_rate else 0.0
         memory = op.bytes / rate.byte_rate if rate.byte_rate else 0.0
-        return _bounded(rate.latency + device.extra_latency, compute, memory, rate.source, _MEASURED_SPREAD)
+        return _bounded(
+            op.pieces * (rate.latency + device.extra_latency), compute, memory, rate.source, _MEASURED_SPREAD
+        )
     m = machine(device)
     if device.kind == "cpu":
         share = _CPU_SHARE.get(op.kind, 0.3)
         compute = op.flops / (m.peak(op.dtype) * share)
         memory = op.bytes / (m.bandwidth * _CPU_MEMORY_SHARE)
-        return _bounded(device.launch_latency, compute, memory, "class default", _CPU_SPREAD)
+        return _bounded(op.pieces * device.launch_latency, compute, memory, "class default", _CPU_SPREAD)
     return _modeled(op, m)
 
 
@@ -105,15 +107,16 @@ def _packed_attention(op: Op, device: Device) -> Timed:
 
 
 def _modeled(op: Op, m: Machine) -> Timed:
+    more = (op.pieces - 1) * m.device.launch_latency
     if op.kind == "gemm" and len(op.shape) == 3:
         rows, n, k = op.shape
         k = max(1, k // 2) if op.sparse else k  # twice the dense rate
         t = gemm_time(m, op.dtype, rows, n, k, op.experts, op.bytes, DTYPE_BYTES.get(op.weight_dtype, 0), op.reuse)
-        return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
+        return Timed(more + t.seconds, t.bound, m.source, m.spread("gemm"))
     if op.kind == "bmm" and len(op.shape) == 4:
         batch, rows, n, k = op.shape
         t = gemm_time(m, op.dtype, batch * rows, n, k, batch, op.bytes)
-        return Timed(t.seconds, t.bound, m.source, m.spread("gemm"))
+        return Timed(more + t.seconds, t.bound, m.source, m.spread("gemm"))
     if op.kind == "attention" and len(op.shape) == 6:
         backward = op.direction == "backward" and not op.recompute
         t = attention_time(m, op.kernel or "flash", op.shape, op.causal, op.dtype, op.kv_dtype, backward, op.reuse)
@@ -126,7 +129,7 @@ def _modeled(op: Op, m: Machine) -> Timed:
     compute = op.flops / m.peak(op.dtype)
     near = m.resident(op.bytes)  # the previous kernel left it in the cache
     memory = op.bytes * (near / m.l2_bandwidth + (1.0 - near) / m.bandwidth) / e.pointwise_share
-    return _bounded(m.slow * e.pointwise_latency, compute, memory, m.source, m.spread("pointwise"))
+    return _bounded(op.pieces * m.slow * e.pointwise_latency, compute, memory, m.source, m.spread("pointwise"))
 
 
 def _bounded(latency: float, compute: float, memory: float, source: str, spread: float) -> Timed:

@@ -78,8 +78,8 @@ class FlexGen(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """None: what it would choose depends on the batch; ask for it."""
-        return []
+        """All left to the predictor."""
+        return [cls()] if e.task in cls.card.tasks else []
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
         """The number of batches and the shares with the highest predicted throughput."""

@@ -57,11 +57,10 @@ class ZeroInference(Technique):
 
     @classmethod
     def choices(cls, e: Experiment) -> list[Technique]:
-        """Both tiers, with none to seven eighths of the layers on the device. On a CPU, copies from host memory use the
-        cores that compute, so prefetching does not help."""
+        """Both tiers, with as many layers on the device as the predictor decides. On a CPU, copies from host memory use
+        the cores that compute, so prefetching does not help."""
         ahead = {"cpu": int(e.cluster.device.kind == "gpu"), "nvme": 1}
-        counts = eighths(e.model.num_layers)[:-1]
-        return [cls(parameters=tier, resident=n, prefetch=k) for tier, k in ahead.items() for n in counts]
+        return [cls(parameters=tier, resident="auto", prefetch=k) for tier, k in ahead.items()]
 
     def settled(self, e: Experiment, ask: Ask) -> Technique:
         """Resolve the number of resident layers where it was left to the predictor."""

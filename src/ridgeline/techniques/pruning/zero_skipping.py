@@ -29,6 +29,7 @@ class ZeroSkipping(Technique):
         lossless=True,
         claim="part of NLP-Fast, whose optimizations together raise throughput up to 2.92x on a CPU, 1.59x on a GPU",
         needs_model={"activation": "relu", "gated": False},
+        changes=frozenset({"products"}),
     )
     phase: ClassVar[Phase] = "compile"
     order: ClassVar[int] = 3
