@@ -7,7 +7,7 @@ from ridgeline.predict.operators.kernel import Timed
 from ridgeline.spec.device import Cluster
 
 COPIES = {"d2h": "out", "h2d": "in", "disk_read": "in", "disk_write": "out", "host_update": "host",
-          "host_read": "host"}  # fmt: skip
+          "host_read": "host", "host_product": "host"}  # fmt: skip
 """Kinds of host operators, and the stream each runs on."""
 _LINK_SHARE = 0.80
 """Fraction of the host link's bandwidth that pinned copies reach."""
@@ -21,6 +21,9 @@ _CORE_BANDWIDTH = 5e9
 _CORE_ATTENTION = 0.77e9
 """Bytes/s of a 16-bit cache that one core attends to: FlexGen's cost model (arXiv:2303.06865) has 12.3 GFLOP/s, which
 is as many bytes/s, on a server of 16 cores."""
+_GATHER_SHARE = 0.5
+"""Fraction of the host's memory bandwidth at which it multiplies by rows gathered from a matrix (measured on two cores:
+0.39 of a whole product's where each row is a sum, 0.65 where it is weighted and summed)."""
 _HOST_CORES = 48
 """Cores of an ordinary server: a DGX-2's."""
 _HOST_LINKS = 4.0
@@ -37,6 +40,10 @@ def host_time(op: Op, cluster: Cluster) -> Timed:
         host = cluster.device.host
         rate = _UPDATE_SHARE * (host.memory_bandwidth if host else _HOST_BANDWIDTH)
         rate = min(rate, host.cores * _CORE_BANDWIDTH) if host else rate
+        return Timed(op.bytes * ranks / rate, "memory", "class default")
+    if op.kind == "host_product":
+        host = cluster.device.host
+        rate = _GATHER_SHARE * (host.memory_bandwidth if host else _HOST_BANDWIDTH)
         return Timed(op.bytes * ranks / rate, "memory", "class default")
     if op.kind == "host_read":
         host = cluster.device.host

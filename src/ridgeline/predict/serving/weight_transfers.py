@@ -25,7 +25,7 @@ def weight_transfers(g: Graph, cluster: Cluster) -> Transfers:
     For prefetched weights, disk, host link and computation work in parallel, and the slowest is the bottleneck. A CPU
     copies host memory with the cores that compute, so its copies cannot overlap.
     """
-    busy, before = {"disk": 0.0, "h2d": 0.0, "d2h": 0.0}, 0.0
+    busy, before = {"disk": 0.0, "h2d": 0.0, "d2h": 0.0, "host_product": 0.0}, 0.0
     for b in g.blocks:
         for op in b.gather_forward:
             if op.axis == "host":
