@@ -34,10 +34,10 @@ PLACING = tuple(n for n, cls in registry().items() if "resting_weights" in cls.c
 NONE, NOTHING = "fits", "does not fit"
 COLORS = {
     NONE: "#3d8a5f", "zero_inference": "#2f6fb0", "zero_inference, disk": "#7aa6d6", "flexgen": "#b8622b",
-    "flexgen, disk": "#dba27c", "moe_offload": "#8a5aa8", "moe_offload, disk": "#bb9bd0", "hot_neurons": "#a8485c",
+    "flexgen, disk": "#dba27c", "moe_offload": "#8a5aa8", "moe_offload, disk": "#bb9bd0",
     NOTHING: "#9aa3ad",
 }  # fmt: skip
-CELL, ROW, LEFT, TOP, GAP = 92, 34, 110, 96, 66
+CELL, ROW, LEFT, TOP, GAP = 92, 34, 110, 80, 76
 
 
 def best(model: str, gib: float, batch: int, fixed: tuple[str, ...]) -> tuple[str, float | None]:
@@ -78,9 +78,9 @@ def picture() -> str:
         x, y = 16 + 150 * (i % 5), 40 + 18 * (i // 5)
         lines += [f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color}"/>', text(x + 17, y + 11, name, "soft")]
     for k, (batch, fixed) in enumerate(PANELS):
-        top = TOP + k * height + 34
+        top = TOP + k * height + 56
         bits = "4-bit weights" if fixed else "16-bit weights"
-        lines.append(text(16, top - 14, f"{batch} sequence{'s' * (batch > 1)}, {bits}", "ink head"))
+        lines.append(text(16, top - 36, f"{batch} sequence{'s' * (batch > 1)}, {bits}", "ink head"))
         lines += [text(LEFT + CELL * (j + 0.5), top - 14, f"{gib} GiB", "soft middle") for j, gib in enumerate(MEMORY)]
         for i, model in enumerate(MODELS):
             lines.append(text(16, top + ROW * i + 21, model, "ink"))

@@ -22,8 +22,8 @@ for _name in _COMMANDS:
     import_module(f"ridgeline.cli.{_name}")
 
 _LATER = 120.0
-"""Seconds by which ranks that do not speak leave later: torchrun ends all ranks when one is gone, so also the one that
-has yet to say why, which on a busy machine has yet to start."""
+"""Seconds that ranks without an error of their own wait before they exit: torchrun ends all ranks as soon as one exits,
+including one that has not reported its error yet."""
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ def ablate(
 ) -> None:
     """Which techniques help, by how much, and why? Every plan predicted and measured, against the baseline.
 
-    An interrupted ablation goes on where it stopped when the same command is given again.
+    An interrupted ablation resumes when the same command is run again.
     """
     import shutil
 

@@ -92,7 +92,7 @@ def store() -> Any:
 
 
 def keep(*results: Result) -> None:
-    """Store results and say under which names."""
+    """Store results and print their ids."""
     ids = [store().add_result(r) for r in results]
     say("stored as " + ", ".join(ids))
 
@@ -100,7 +100,7 @@ def keep(*results: Result) -> None:
 def probed(load: Callable[[], T]) -> T:
     """``load()``; when it needs the profile of this machine and there is none, probe once and load again.
 
-    What trains only waits for the short part of the probe.
+    A training experiment runs only the short part of the probe.
     """
     from ridgeline import catalog
     from ridgeline.spec.experiment import Experiment
@@ -125,7 +125,7 @@ def probed(load: Callable[[], T]) -> T:
 
 
 def say(text: str) -> None:
-    """One line on standard error."""
+    """Print one line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -138,7 +138,7 @@ def require_checkpoint(path: Path) -> None:
 
 
 def stored(what: str) -> Any:
-    """The result or ablation of a file, or of an id in the store."""
+    """The result or ablation in a file, or with an id in the store."""
     from ridgeline.report.export import load_any
 
     path = Path(what)
@@ -154,7 +154,7 @@ def command_line() -> str:
 
 @contextlib.contextmanager
 def ctrl_c_between_steps() -> Iterator[Callable[[], None]]:
-    """Take the first Ctrl-C where the function that this yields is called, the second one anywhere: an interrupt that
+    """Handle the first Ctrl-C where the yielded function is called, and a second one anywhere: an interrupt that
     arrives while Python runs a finalizer would be lost."""
     import signal
     from types import FrameType

@@ -6,14 +6,14 @@ import re
 
 
 def models(incomplete: str) -> list[str]:
-    """Catalog models that begin so."""
+    """Catalog models that start with the typed text."""
     from ridgeline import catalog
 
     return [name for name in catalog.models() if name.startswith(incomplete)]
 
 
 def clusters(incomplete: str) -> list[str]:
-    """Catalog devices behind the count that was typed: ``8xa1`` gives ``8xa100-80g-sxm`` and others."""
+    """Catalog devices, with the typed count kept: ``8xa1`` gives ``8xa100-80g-sxm`` and others."""
     from ridgeline import catalog
 
     counts, start = re.fullmatch(r"((?:\d+x){0,2})(.*)", incomplete).groups()  # type: ignore[union-attr]
@@ -21,7 +21,7 @@ def clusters(incomplete: str) -> list[str]:
 
 
 def techniques(incomplete: str) -> list[str]:
-    """Techniques and systems that begin so; behind ``NAME:`` the technique's options."""
+    """Techniques and systems that start with the typed text; after ``NAME:`` the technique's options."""
     from ridgeline import catalog
     from ridgeline.techniques.registry import registry
 

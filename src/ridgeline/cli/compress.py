@@ -35,7 +35,7 @@ def compress(
     seed: Annotated[int, typer.Option(help="Random seed of the calibration windows.")] = 0,
     json: Json = False,
 ) -> None:
-    """Compress a checkpoint, layer by layer. What is done survives Ctrl-C; the same command goes on."""
+    """Compress a checkpoint, layer by layer. Finished layers survive Ctrl-C; the same command resumes."""
     import json as js
 
     from ridgeline import catalog, experiments

@@ -38,7 +38,7 @@ def make_engine(
     technique of these out.
 
     ``memory``: limits of device and host memory, and a folder on disk; where any is given, the fastest predicted
-    placement of the weights within them is added to the plan and told.
+    placement of the weights within them is added to the plan and printed.
     """
     from ridgeline.experiments import plan_of
     from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine

@@ -1,4 +1,4 @@
-"""`ridgeline eval`: what a checkpoint is worth."""
+"""`ridgeline eval`: the quality and speed of a checkpoint."""
 
 from __future__ import annotations
 

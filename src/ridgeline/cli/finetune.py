@@ -62,8 +62,8 @@ def finetune(
     device_memory: Annotated[str | None, typer.Option(help="Memory limit per device: 600MB, …")] = None,
     json: Json = False,
 ) -> None:
-    """Fine-tune a checkpoint for real. Keeps the weights of the lowest held-out loss; Ctrl-C saves, and the same
-    command goes on."""
+    """Fine-tune a checkpoint. Keeps the weights with the lowest held-out loss; Ctrl-C saves, and the same command
+    resumes."""
     from ridgeline import catalog, experiments
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.measure.ablate import require_local
@@ -111,7 +111,7 @@ def _require_paths(checkpoint: Path, tokenizer: str | None, out: Path) -> None:
 def _plan(wanted: list[str], adapter: Path | None, model: ModelSpec, merged: bool) -> tuple[list[str], bool]:
     """The techniques asked for, with that of an ``adapter`` to continue from; and whether one of them is an adapter.
 
-    Raises :class:`UserError` where ``merged`` is asked of what cannot be merged: now, not after the training.
+    Raises :class:`UserError` for ``merged`` where nothing can be merged: before the training, not after it.
     """
     from ridgeline.experiments import plan_of
     from ridgeline.techniques.adapters.adapted import Adapting

@@ -59,7 +59,7 @@ def generate(
     host_memory: HostMemory = None,
     disk: DiskFolder = None,
 ) -> None:
-    """Generate for one prompt or a file of them. Ctrl-C keeps what is done, and the same command goes on."""
+    """Generate for one prompt or a file of prompts. Ctrl-C keeps finished outputs, and the same command resumes."""
     from ridgeline.data.batches import load_tokenizer
     from ridgeline.data.examples import find_template
     from ridgeline.serve import offline
@@ -104,7 +104,7 @@ def generate(
 def _print_one(
     engine: Engine, vocabulary: Any, prompt: Any, sampling: Any, stops: tuple[str, ...], check: Callable[[], None]
 ) -> None:
-    """One prompt's outputs on standard output; a single one as it comes."""
+    """Print one prompt's outputs to standard output; a single output is streamed."""
     from ridgeline.serve import offline
     from ridgeline.spec.errors import UserError
 
@@ -122,7 +122,7 @@ def _print_one(
 
 
 def _write(results: Any, out: Path, total: int, before: int) -> None:
-    """Each result as a line of ``out`` as soon as it is there."""
+    """Write each result as a line of ``out`` as soon as it is finished."""
     import json
 
     from ridgeline.report.console import CountBar

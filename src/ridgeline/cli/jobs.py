@@ -1,4 +1,4 @@
-"""What commands that run jobs share: training under a progress bar, and what is said of one that failed."""
+"""What commands that run jobs share: training under a progress bar, and the error of a failed job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_training(
 
 
 def failed(failure: JobFailed) -> Exception:
-    """What to raise for a job that failed, after its log and reason are said."""
+    """The exception to raise for a failed job, after printing its log and reason."""
     if failure.log:
         say(failure.log)
     say(f"the run failed ({failure.status}): {failure.reason}")

@@ -1,4 +1,4 @@
-"""``load``: requests to a running server, and what it gives."""
+"""`ridgeline load`: load on a running server, and its latency and throughput."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def load(
 ) -> None:
     """Send load to a server: TTFT, TPOT, ITL, throughput, goodput.
 
-    Open loop: requests go when they are due, answered or not, and latency counts from then. Ctrl-C keeps what is there.
+    Open loop: requests are sent when they are due, whatever is still unanswered, and latency counts from
+    then. Ctrl-C keeps the results so far.
     """
     import secrets
 

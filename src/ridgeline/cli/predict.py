@@ -1,4 +1,4 @@
-"""`ridgeline predict`: what a plan gives, without running it."""
+"""`ridgeline predict`: the performance of a plan, without running it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def study(
     """Run a benchmark of many experiments: the whole grid predicted, its tables, and the findings checked.
 
     With `--on local` the same tables are measured on this machine with a small model, beside the prediction. An
-    interrupted study goes on where it stopped when the same command is given again.
+    interrupted study resumes when the same command is run again.
     """
     from ridgeline import experiments
     from ridgeline.report.console import CountBar, print_tables

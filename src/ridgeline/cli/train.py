@@ -1,4 +1,4 @@
-"""`ridgeline train`: an experiment, trained for real."""
+"""`ridgeline train`: train the model of an experiment."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train for real. Ctrl-C finishes the step and saves; the same command goes on where it stopped."""
+    """Train. Ctrl-C finishes the step and saves; the same command resumes."""
     from ridgeline import catalog
     from ridgeline.jobs.job import TrainOptions
     from ridgeline.jobs.launchers import launched, launcher_of
@@ -95,7 +95,7 @@ def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> N
     if result is not None:
         _print_training(result, json)
     sys.stdout.flush()
-    os._exit(code)  # a rank whose peers are gone may hang in library destructors
+    os._exit(code)  # a rank whose peers have exited may hang in library destructors
 
 
 def _print_training(result: dict[str, Any], json: bool) -> None:

@@ -18,7 +18,7 @@ def web(
     ] = None,
     server: Annotated[str, typer.Option(help="Inference server for the playground, e.g. http://127.0.0.1:8000.")] = "",
 ) -> None:
-    """Plan, compare and look at runs in a browser. Ctrl-C ends it."""
+    """Plan, compare and inspect runs in a browser. Ctrl-C stops it."""
     import secrets
     import socket
 

@@ -1,4 +1,4 @@
-"""The options that describe a workload, shared by every command that asks about one."""
+"""The options that describe a workload, shared by all commands that take one."""
 
 from __future__ import annotations
 

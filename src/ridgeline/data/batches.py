@@ -20,7 +20,7 @@ from ridgeline.spec.errors import UserError
 END, MASK = "<|endoftext|>", "<|mask|>"
 IGNORE = -100
 MAX_BYTES = 4_000_000
-"""Text read from one source: enough for short measured runs, tokenized in seconds."""
+"""Bytes of text read from one source: enough for short measured runs, tokenized in seconds."""
 
 
 class Batch(NamedTuple):
@@ -31,9 +31,9 @@ class Batch(NamedTuple):
     labels: torch.Tensor
     """[batch, seq] the token that each position should predict, or :data:`IGNORE`."""
     positions: torch.Tensor | None = None
-    """[seq] or [batch, seq] place of each token in its sequence; None: 0, 1, …"""
+    """[seq] or [batch, seq] position of each token in its sequence; None: 0, 1, …"""
     documents: torch.Tensor | None = None
-    """[batch, seq] number of the document that each token belongs to; it sees no other one. None: one per row."""
+    """[batch, seq] index of the document that each token belongs to; it attends to no other one. None: one per row."""
 
 
 def _sample(source: str, limit: int = MAX_BYTES) -> list[str]:
@@ -162,7 +162,7 @@ class TextBatches:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made the token ids."""
+        """The tokenizer of the token ids."""
         return self.tokens.tokenizer
 
     @property

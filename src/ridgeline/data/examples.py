@@ -45,16 +45,16 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "ass
 
 @dataclass(frozen=True)
 class Example:
-    """A text and the parts of it, as (start, end) in characters, that the model is to learn to say."""
+    """A text and the parts of it, as (start, end) in characters, that the model is trained to produce."""
 
     text: str
     learned: tuple[tuple[int, int], ...]
     ends: bool = True
-    """Whether an end-of-text token must be learned behind it (a chat template writes its own)."""
+    """Whether an end-of-text token is appended and trained on (a chat template writes its own)."""
 
 
 class BadRecord(ValueError):
-    """A record that is no example; the text says why."""
+    """A record that is not an example; the message says why."""
 
 
 @dataclass
@@ -85,15 +85,15 @@ class Template:
             raise UserError(f"chat template {self.name} is not valid Jinja: {e}", "fix it, or give another") from None
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """The text of ``messages``; with ``prompt`` it ends where the assistant is to begin. Raises BadRecord."""
+        """The text of ``messages``; with ``prompt`` it ends where the assistant's turn begins. Raises BadRecord."""
         known = {"tools": None, "documents": None, **self.tokens}  # templates ask whether they are None
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt, **known)
-        except Exception as e:  # a template is a program, and its messages are anybody's
+        except Exception as e:  # templates are programs, and their error messages arbitrary
             raise BadRecord(f"the chat template does not take it: {e}") from None
 
     def example(self, messages: list[dict[str, Any]]) -> Example:
-        """The whole conversation, with what the assistant says (its closing tokens too) marked as answers."""
+        """The whole conversation, with the assistant's turns (including their closing tokens) marked as answers."""
         text = self.render(messages)
         spans = []
         for i, message in enumerate(messages):

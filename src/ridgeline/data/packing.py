@@ -19,7 +19,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.workload import FineTune
 
 OPEN_ROWS = 64
-"""Rows that an example may still be put into while packing."""
+"""Number of open rows that an example may be added to while packing."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Instructions:
-    """A data file as tokens, and what was left out."""
+    """A data file as tokens, and what was skipped."""
 
     examples: list[Tokenized]
     tokenizer: Tokenizer
     end: int
-    """Token that fills up rows."""
+    """Padding token."""
     source: str
     bad: list[tuple[str, str]]
     """(place, reason) of every record that was skipped."""
     cut: int = 0
-    """Examples longer than a row, which lost their end."""
+    """Number of examples longer than a row, which were truncated."""
     dropped: int = 0
-    """Examples whose answer begins behind the end of a row."""
+    """Number of examples whose answer starts beyond the end of a row."""
 
 
 def load_instructions(w: FineTune, vocab_size: int) -> Instructions:
@@ -136,7 +136,7 @@ class InstructionBatches:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made the token ids."""
+        """The tokenizer of the token ids."""
         return self.data.tokenizer
 
     @cached_property
@@ -179,6 +179,6 @@ class InstructionBatches:
                 positions[r, at:to] = np.arange(to - at)
                 documents[r, at:to] = number
                 at = to
-            documents[r, at:] = len(row)  # filling, which nothing looks at
+            documents[r, at:] = len(row)  # padding, which nothing attends to
         tensors = [torch.from_numpy(t) for t in (ids, labels, positions, documents)]
         return Batch(*tensors) if self.packing else Batch(*tensors[:2])

@@ -22,8 +22,8 @@ _SUFFIXES = {".py", ".txt", ".md", ".rst", ".json", ".jsonl", ".c", ".h", ".cpp"
 def documents(source: str) -> Iterator[str]:
     """The documents of a data source, in a fixed order.
 
-    ``stdlib``: sources and documentation topics of the running Python's standard library; ``stdlib-prose``: what it
-    says of itself in English, and ``stdlib-code``: its code without that; a text file; a directory of text files;
+    ``stdlib``: sources and documentation topics of the running Python's standard library; ``stdlib-prose``: its
+    documentation in English, and ``stdlib-code``: its code without that; a text file; a directory of text files;
     ``hf:NAME``: the ``text`` column of a Hugging Face dataset's train split;
     several of these with commas between them.
 
@@ -63,7 +63,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 PARTS = ("stdlib-prose", "stdlib-code")
-"""Two domains of text that are always at hand and share no sentence."""
+"""Two domains of text that are always available and share no sentence."""
 
 
 def _part_of_stdlib(source: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a failed rank says: the rank, the step, the phase and the collective it was in, read from its traceback.
+"""The report of a failed rank: the rank, the step, the phase and the collective it was in, read from its traceback.
 
 Nothing is recorded while training runs: the frames of the exception hold the step and the operation.
 """
@@ -21,7 +21,7 @@ _PHASES = {
     "update": "update", "step": "adding up the losses", "evaluate": "evaluation", "save": "saving a checkpoint",
     "resume": "loading a checkpoint", "export": "export", "init_process_group": "meeting the other ranks",
 }  # fmt: skip
-"""Functions of the engine and its loop, in readable words; the innermost on the stack counts."""
+"""Functions of the engine and its loop by what to call them in a message; the innermost on the stack is reported."""
 _AWAITED = {"reducer.finish": "all_reduce"}
 """Functions that wait for collectives started earlier."""
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")

@@ -1,4 +1,4 @@
-"""A job: what its ranks do, with which options, as it travels to them. No torch here."""
+"""A job: what its ranks do and with which options, in a form that can be sent to them. No torch here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 Progress = Callable[[dict[str, Any]], None]
-"""Takes one message of rank 0: the stage it is in, or the step it has done."""
+"""Receives one message of rank 0: the stage it is in, or the step it has finished."""
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What every job can be told; each mode adds its own."""
+    """Options of every job; each mode adds its own."""
 
     timeout: float | None = None
     """Seconds that a rank waits for the others in a collective; None: :data:`ridgeline.jobs.worker.TIMEOUT`."""
@@ -26,7 +26,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(JobOptions):
-    """Training for its result: checkpoints, evaluation, export."""
+    """A training run: checkpoints, evaluation, export."""
 
     out: str | None = None
     """Directory of checkpoints; None: none are kept."""
@@ -102,7 +102,7 @@ class ProbeOptions(JobOptions):
 
     quick: bool = False
     inference: bool = True
-    """Measure what generation and serving need, too."""
+    """Also measure what generation and serving need."""
     serving: bool = False
     """Measure the serving engine and nothing else."""
 
@@ -131,7 +131,7 @@ MODES: dict[str, tuple[type[JobOptions], str]] = {
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """What the ranks shall do: a mode of :data:`MODES`, its experiment if it has one, and its options."""
+    """What the ranks do: a mode of :data:`MODES`, its experiment if it has one, and its options."""
 
     mode: str
     experiment: Experiment | None

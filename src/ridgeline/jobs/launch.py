@@ -28,7 +28,7 @@ from ridgeline.spec.errors import Incompatible, UserError
 Rank = ForkedRank | subprocess.Popen[str]
 LOG = "log.txt"
 _GRACE = 2.0
-"""Seconds for the other ranks to say what they saw of a failure."""
+"""Seconds for the other ranks to report a failure."""
 _WATCHDOG = re.compile(r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(\w+).*?"
                        r"Timeout\(ms\)=(\d+)")  # fmt: skip
 
@@ -111,7 +111,7 @@ def _start(file: Path, mode: str, environment: dict[str, str], sink: IO[str], pi
 
 def _follow(ranks: list[Rank], progress: Progress, timeout: float | None, folder: Path) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
-    broken: list[BaseException] = []  # what the caller's own callback raised
+    broken: list[BaseException] = []  # raised by the caller's own callback
 
     def read() -> None:
         assert ranks[0].stdout is not None
@@ -137,7 +137,7 @@ def _follow(ranks: list[Rank], progress: Progress, timeout: float | None, folder
         except KeyboardInterrupt:
             if interrupted:
                 raise
-            interrupted = True  # let the ranks finish their step and save; a second Ctrl-C does not wait
+            interrupted = True  # let the ranks finish their step and save; a second Ctrl-C does not wait for them
             for r in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     r.send_signal(signal.SIGINT)
@@ -158,7 +158,7 @@ def _follow(ranks: list[Rank], progress: Progress, timeout: float | None, folder
     final = messages[-1] if messages else {}
     if "result" in final:
         result: dict[str, Any] = final["result"]
-        if interrupted and "stopped" not in result:  # training that was stopped has saved, and says so itself
+        if interrupted and "stopped" not in result:  # interrupted training has saved, and reports it itself
             raise KeyboardInterrupt
         return result
     if interrupted:
@@ -177,7 +177,7 @@ def _failure(
     hung = watchdog(log)
     if hung:
         return JobFailed("timeout", hung, log)
-    if code == -signal.SIGKILL:  # its peers' complaints about the lost connection are not the reason
+    if code == -signal.SIGKILL:  # its peers' errors about the lost connection are not the cause
         return JobFailed("oom", f"rank {rank} was killed (signal 9){after}: most likely out of memory", log)
     if code < 0:
         return JobFailed("error", f"rank {rank} was ended by signal {-code} ({_signal(-code)}){after}", log)
@@ -191,7 +191,7 @@ def _failure(
 
 
 def error_of(error: dict[str, Any]) -> Exception:
-    """What a rank's own description of its error (:func:`ridgeline.jobs.failure.describe`) is for the caller."""
+    """The exception for the caller, from the rank's own description (:func:`ridgeline.jobs.failure.describe`)."""
     if error["kind"] == "user":
         return (Incompatible if error["incompatible"] else UserError)(error["what"], error["fix"])
     status = "error" if error["kind"] == "lost" else error["kind"]
@@ -199,7 +199,7 @@ def error_of(error: dict[str, Any]) -> Exception:
 
 
 def watchdog(log: str) -> str:
-    """What NCCL's watchdog wrote before it ended its process; empty when it wrote nothing."""
+    """The message of NCCL's watchdog before it aborted its process; empty if there is none."""
     found = _WATCHDOG.search(log)
     if not found:
         return ""
@@ -214,7 +214,7 @@ def _signal(number: int) -> str:
 
 
 def _grace(ranks: list[Rank]) -> list[int]:
-    """Wait a little for the ranks to end by themselves; those that did not."""
+    """Wait briefly for the ranks to exit by themselves; returns those that did not."""
     end = time.monotonic() + _GRACE
     while time.monotonic() < end and any(r.poll() is None for r in ranks):
         time.sleep(0.02)
@@ -228,7 +228,7 @@ def _failed(ranks: list[Rank]) -> tuple[int, int] | None:
 
 
 def _first_error(folder: Path) -> dict[str, Any] | None:
-    """What the rank that failed first wrote, if it did not fail because of another: waiting and losing a peer are
+    """The error of the rank that failed first, unless it failed because of another: timeouts and lost peers are
     consequences."""
     errors: list[dict[str, Any]] = [
         json.loads(f.read_text(encoding="utf-8")) for f in folder.glob("error-*.json")

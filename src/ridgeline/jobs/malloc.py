@@ -1,4 +1,4 @@
-"""glibc's allocator, where PyTorch has no caching one of its own: on CPUs."""
+"""Settings of glibc's allocator, for CPUs, where PyTorch has no caching allocator."""
 
 from __future__ import annotations
 

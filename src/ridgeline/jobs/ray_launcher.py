@@ -16,9 +16,9 @@ from ridgeline.jobs.launch import JobFailed, error_of
 from ridgeline.spec.errors import UserError
 
 _PLACING = 60.0
-"""Seconds for the cluster to make room (after the loss of a machine it may need them)."""
+"""Seconds to wait for free resources in the cluster (which may be needed after the loss of a machine)."""
 _HANDED_OVER = ("PYTHONPATH", "RIDGELINE_HOME", "DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR")
-"""Variables of this process that the ranks need too."""
+"""Environment variables of this process that are passed to the ranks."""
 
 
 def require_ray() -> None:
@@ -30,7 +30,7 @@ def require_ray() -> None:
 
 
 class Mailbox:
-    """An actor that holds rank 0's messages until the driver takes them."""
+    """An actor that holds rank 0's messages until the driver reads them."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -191,7 +191,7 @@ def _follow(rank_of: dict[Any, int], mailbox: Any, progress: Progress) -> dict[s
                 answer = {"error": {"kind": "killed", "what": reason, "trace": "", "time": 0.0}}
             if "error" in answer:
                 failures[rank] = answer["error"]
-                deadline = deadline or time.monotonic() + 2  # the others may know better why
+                deadline = deadline or time.monotonic() + 2  # the other ranks may have reported the cause
             elif rank == 0:
                 result = answer["result"]
     if not failures:

@@ -1,4 +1,4 @@
-"""A job that is started again from its last complete checkpoint when a rank is lost. No torch here."""
+"""Restarts a job from its last complete checkpoint when a rank is lost. No torch here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ridgeline.jobs.launch import JobFailed
 from ridgeline.spec.errors import UserError
 
 RESTARTS = 3
-"""Restarts of a job on a cluster, where ranks get lost, unless the user says otherwise."""
+"""Default number of restarts of a job on a cluster, where ranks may be lost."""
 Launch = Callable[[LaunchJob, Progress | None], dict[str, Any]]
 
 
 def restarts(limit: int | None, options: TrainOptions, default: int) -> int:
-    """How often a job may start again: as asked, else ``default`` where there are checkpoints to start from.
+    """How often a job may be restarted: as requested, else ``default`` if it keeps checkpoints.
 
     Raises :class:`UserError` when restarts are asked for and the job keeps no checkpoints.
     """
@@ -33,7 +33,7 @@ def restarts(limit: int | None, options: TrainOptions, default: int) -> int:
 def run_with_restarts(launch: Launch, job: LaunchJob, progress: Progress | None, most: int) -> dict[str, Any]:
     """``launch(job)``; when its ranks fail, again from the newest checkpoint, at most ``most`` times.
 
-    A user's mistake and an interruption are not tried again. The result says how often it started again.
+    User mistakes and interrupts are not retried. The result contains the number of restarts.
     """
     options = job.options
     assert isinstance(options, TrainOptions)

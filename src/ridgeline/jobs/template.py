@@ -32,7 +32,7 @@ _READ_AT_IMPORT = (
 )  # fmt: skip
 """Variables that libraries read when they are loaded: a template serves jobs that agree in these."""
 _SET_LATER = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""But for the number of threads, which a rank sets itself."""
+"""Except for the number of threads, which a rank sets itself."""
 _LARGEST = 1 << 20
 """Bytes of a request."""
 
@@ -70,11 +70,11 @@ class ForkedRank:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask it to exit."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -108,7 +108,7 @@ class RankTemplate:
         return pid
 
     def update(self) -> None:
-        """Take in which ranks have ended."""
+        """Record which ranks have exited."""
         with self.lock:
             try:
                 while not self.dead and select.select([self.socket], [], [], 0)[0]:
@@ -146,7 +146,7 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
         pid = template.fork(file, mode, environment, write, sink.fileno())
     except BaseException as e:
         _templates.pop(key, None)
-        if not isinstance(e, OSError):  # interrupted: its answer would be taken for the next one's
+        if not isinstance(e, OSError):  # interrupted: its answer would be read as that of the next request
             template.process.kill()
         if pipe:
             os.close(read)
@@ -157,7 +157,7 @@ def start_rank(file: Path, mode: str, environment: dict[str, str], sink: IO[str]
 
 
 def serve() -> None:
-    """Fork a rank for each request on standard input, and say when it has ended, until nobody can ask any more."""
+    """Fork a rank for each request on standard input and report when it exits, until standard input is closed."""
     from ridgeline.jobs import worker
 
     requests = socket.socket(fileno=os.dup(0))
@@ -177,7 +177,7 @@ def serve() -> None:
         if not data:
             return
         request = json.loads(data)
-        with contextlib.suppress(Exception):  # the rank will say what is wrong
+        with contextlib.suppress(Exception):  # the rank will report what is wrong
             resolve_name(MODES[request["mode"]][1])
             if request["environment"]["WORLD_SIZE"] != "1":  # what their plans import when they are built
                 importlib.import_module("torch.distributed.fsdp")
@@ -202,7 +202,7 @@ def _report_exits(requests: socket.socket) -> None:
 
 
 def _become_rank(main: Any, request: dict[str, Any], descriptors: list[int]) -> None:
-    """What a process started anew would find; never returns."""
+    """Set up the forked process as a newly started one, and run; never returns."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)

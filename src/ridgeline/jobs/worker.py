@@ -27,7 +27,7 @@ TIMEOUT = 300.0
 
 
 class Reporter:
-    """Rank 0's line of JSON objects to its parent; silent on the other ranks."""
+    """Sends rank 0's messages to its parent as JSON lines; does nothing on other ranks."""
 
     def __init__(self, out: TextIO | None) -> None:
         self.out = out
@@ -65,7 +65,7 @@ def setup(ranks: int, timeout: float | None = None) -> torch.device:
 
 
 def _follow_parent(rank: int) -> None:
-    """End with the process that started this one, and have a name that `top` shows (Linux)."""
+    """Exit when the parent process exits, and set a process name that `top` shows (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         set_death_signal, set_name = 1, 15  # sys/prctl.h

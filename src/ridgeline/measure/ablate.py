@@ -1,4 +1,4 @@
-"""The ablation: every plan predicted, then measured in its own process, in ABBA order; resumable; nothing stops it.
+"""The ablation: every plan predicted, then measured in its own process, in ABBA order; resumable; failures are kept.
 
 No torch here: the orchestrator only starts processes and does statistics.
 """
@@ -35,7 +35,7 @@ from ridgeline.techniques.registry import require_runnable
 
 Watch = Callable[[CellRef, dict[str, Any]], None]
 Announce = Callable[[dict[str, Result]], None]
-"""Takes the predictions by plan, before anything runs."""
+"""Receives the predictions by plan, before anything runs."""
 
 
 def order(plans: list[str], repeats: int) -> list[CellRef]:
@@ -50,7 +50,7 @@ def require_local(e: Experiment, launched: bool = False, backend: str = NATIVE) 
     """Measuring needs the hardware (only ``local`` devices can run) and techniques with a real side.
 
     ``launched``: a launcher starts the ranks, so that they may be on several machines like this one. ``backend``: the
-    engine that trains; others than the native one have their own say about techniques.
+    engine that trains; backends other than the native one decide themselves which techniques they support.
 
     Raises :class:`Incompatible` otherwise.
     """
@@ -87,7 +87,7 @@ def run_ablation(
     if announce:
         announce({name: predict(e) for name, e in spec.plans.items()})
     spec = warm_started(spec, folder, watch)
-    for name, e in spec.plans.items():  # each plan as a runnable file of its own, every default spelled out
+    for name, e in spec.plans.items():  # each plan as a separate runnable file with all defaults written out
         _write(folder / "plans" / f"{name}.toml", to_toml(e))
     predicted = {name: predict(e) for name, e in spec.plans.items()}
     cells = order(list(spec.plans), spec.measure.repeats)
@@ -139,7 +139,7 @@ def warm_started(spec: AblationSpec, folder: Path, watch: Watch | None = None) -
         shared = Pretrain.model_fields if isinstance(task, Training) else ("seq_len", "data", "tokenizer")
         fields = {n: v for n, v in task.model_dump().items() if n in shared and n != "kind"}
         if isinstance(task, Compress):
-            fields["eval_batches"] = 10**6  # a quarter of the text is not trained on: perplexity is taken in there
+            fields["eval_batches"] = 10**6  # a quarter of the text is not trained on: perplexity is measured there
         fields |= {"steps": steps, "data": spec.measure.warm_start_data or task.data}
         try:
             workload = Pretrain(**{**fields, **spec.measure.warm_start_workload})
@@ -228,13 +228,13 @@ def ablation_key(spec: AblationSpec) -> str:
 
 
 def cell_file(folder: Path, spec: AblationSpec, cell: CellRef) -> Path:
-    """Where a cell's result lies: plan, experiment id and repeat."""
+    """File of a cell's result: plan, experiment id and repeat."""
     e = spec.plans[cell.plan]
     return folder / "cells" / f"{cell.plan}-{e.id}-{cell.repeat}.json"
 
 
 def _usable(file: Path) -> bool:
-    """A finished cell of the same code; failed cells are tried again."""
+    """A finished cell of the same code; failed cells are run again."""
     if not file.is_file():
         return False
     try:

@@ -18,11 +18,11 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 
 USED = "device_used_bytes"
-"""Memory as it is gone from the device: see :mod:`ridgeline.measure.device_use`."""
+"""Used memory of the device: see :mod:`ridgeline.measure.device_use`."""
 
 
 def bench(e: Experiment, repeats: int, progress: Progress, backend: str = NATIVE) -> tuple[Result, Result]:
-    """(predicted, measured) of one experiment; each repeat runs in its own process. ``backend``: what trains it."""
+    """(predicted, measured) of one experiment; each repeat runs in its own process. ``backend``: training engine."""
     require_local(e, backend=backend)
     require(backend, e)
     predicted = predict(e)
@@ -74,7 +74,7 @@ def dissect(e: Experiment, trace: Path, progress: Progress) -> tuple[Result, Res
 
 
 def require_dissectible(e: Experiment) -> None:
-    """Raise :class:`UserError` for an experiment whose steps no profiler sees here."""
+    """Raise :class:`UserError` for an experiment whose steps cannot be profiled here."""
     if e.task == "compress":
         raise UserError("compression is not dissected", "dissect a generate or serve experiment of what it makes")
     if e.task == "serve" and not e.model.causal:

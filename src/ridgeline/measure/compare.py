@@ -1,4 +1,4 @@
-"""Two results side by side: metric by metric, row by row, byte by byte; refuses to compare unlike environments."""
+"""Two results side by side: metric by metric, row by row, byte by byte; refuses to compare different environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Metric, Result
 
 VOLATILE = ("load", "date", "time", "created", "host", "pid", "uptime", "free", "available")
-"""Environment keys that begin so say when, not where: they never make two environments unlike."""
+"""Environment keys with these prefixes describe when, not where: they never make two environments differ."""
 RATE_TOLERANCE = 0.05
 """Probed rates (peak FLOP/s, bandwidth) differ a little from probe to probe on the same machine."""
 TIMED = ("step_time_s", "tokens_per_s")

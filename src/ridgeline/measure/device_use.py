@@ -1,7 +1,7 @@
-"""Memory as it is gone from the device, whoever in the process holds it: tensors, allocator cache, CUDA context.
+"""Used memory of the device, whatever in the process holds it: tensors, allocator cache, CUDA context.
 
 On a GPU it is the device's total minus its free memory, the largest of the ranks (so the toolkit of arXiv:2311.03687
-counts). A CPU's memory is everybody's: there it is what the rank's processes have grown by at their peak.
+counts). A CPU's memory is shared: there it is the growth of the rank's processes up to their peak.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ def _resident(kind: str) -> int:
             known = process_memory(process.pid)
             total += known.get(kind) or process.memory_info().rss
         except (psutil.Error, OSError):
-            continue  # it has ended meanwhile
+            continue  # it has exited meanwhile
     return total

@@ -24,7 +24,7 @@ _INFERENCE = {
     "generate": "ridgeline.measure.dissect_generation:dissect_generation",
     "serve": "ridgeline.measure.dissect_serving:dissect_serving",
 }
-"""What dissects the tasks that are not training, imported when it is used: each needs other packages."""
+"""The functions that dissect tasks other than training, imported when used: each needs other packages."""
 
 
 def dissect_cell(e: Experiment, options: DissectOptions, here: RankContext) -> dict[str, Any]:

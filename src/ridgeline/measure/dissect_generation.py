@@ -16,7 +16,7 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.spec.experiment import Experiment
 
 STEPS = 32
-"""Decode steps under the profiler at most, over all rounds: evenly spaced, so that their mean context is the mean."""
+"""Largest number of profiled decode steps, over all rounds: evenly spaced, so that their mean context is the mean."""
 
 
 def dissect_generation(e: Experiment, options: DissectOptions, here: RankContext) -> dict[str, Any]:

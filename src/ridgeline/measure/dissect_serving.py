@@ -72,12 +72,12 @@ def dissect_serving(e: Experiment, options: DissectOptions, here: RankContext) -
 
 
 class StepWatch:
-    """Marks the parts of an engine's steps for the profiler, and knows the batch that is under way."""
+    """Marks the parts of an engine's steps for the profiler, and tracks the current batch."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.phase = "decode"
-        """prefill: the batch reads prompt tokens, alone or beside sequences that decode."""
+        """prefill: the batch contains prompt tokens, alone or beside sequences that decode."""
         self.sequences = 0
         self._schedule, self._describe = engine.scheduler.schedule, engine.runner.describe
         self._execute, self._choose = engine.runner.execute, engine.next_tokens.choose
@@ -87,7 +87,7 @@ class StepWatch:
         engine.next_tokens.choose = self._chosen  # type: ignore[method-assign,assignment]
 
     def step(self, load: Load, now: float) -> list[OutputEvent]:
-        """Add the requests that have come, and do a step."""
+        """Add the requests that have arrived, and run a step."""
         with record_function(f"{HOST}requests"):
             load.add(self.engine, now)
         with record_function(f"{HOST}engine"):
@@ -118,9 +118,9 @@ def _within(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Load:
-    """A workload's requests: they come by the engine's own time, or before the steps that ``joined`` says.
+    """A workload's requests: they arrive by the engine's own time, or before the steps given by ``joined``.
 
-    ``number``: passes of different numbers ask different prompts, so that none finds another's in the cache.
+    ``number``: passes with different numbers send different prompts, so that none finds another's in the cache.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Load:
         self.came = self.ended = self.steps = 0
 
     def next(self) -> float:
-        """When the next request comes, if the engine has nothing to do until then."""
+        """Arrival time of the next request, if the engine is idle until then."""
         later = self.joined is None and self.clients is None and self.came < len(self.arrivals)
         return self.arrivals[self.came].arrival if later else 0.0
 
     def add(self, engine: Engine, now: float) -> None:
-        """Give the engine what has come before its next step."""
+        """Add the requests that have arrived before the next step."""
         for r, prompt in zip(self.arrivals[self.came :], self.prompts[self.came :], strict=True):
             if not self._has_come(r, now):
                 break
@@ -158,7 +158,7 @@ class Pass:
     """What the steps of one pass over a load took and held."""
 
     joined: list[int] = field(default_factory=list)
-    """Requests that had come before each step."""
+    """Number of requests that had arrived before each step."""
     seconds: list[float] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
@@ -194,7 +194,7 @@ def serve(
 
 
 def _result(e: Experiment, here: RankContext, bare: Pass) -> Result:
-    """What the bare pass gave."""
+    """The result of the bare pass."""
     busy = sum(bare.seconds)
     result = Result(
         source="measured", experiment_id=e.id, name=e.name, experiment=e.canonical(),

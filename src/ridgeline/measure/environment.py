@@ -42,9 +42,9 @@ def cores() -> int:
 
 @contextmanager
 def spare_core() -> Iterator[None]:
-    """Let torch compute on all cores but one at most meanwhile: what a server's HTTP and text need is taken from there.
+    """Let torch compute on all cores but one, which is left to a server's HTTP and text.
 
-    Without it every parallel operator of the engine waits, spinning, for the thread that has no core just then.
+    Without it every parallel operator of the engine spins while one of its threads waits for a core.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""``ridgeline eval``: what a checkpoint is worth: perplexity on a text, bits per weight, bytes, tokens per second."""
+"""``ridgeline eval``: perplexity of a checkpoint on a text, bits per weight, bytes, tokens per second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes of one plan → one Result; its effect against the baseline; the sameness of its loss."""
+"""Several processes of one plan → one Result; its effect against the baseline; the equivalence of its loss."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _merge_batches(out: Result, good: list[Result]) -> Result:
 
 
 def _balance(e: dict[str, Any], rate: float, step: float, steps: list[Sample], wall: float, total: float) -> Check:
-    """Tokens, steps, time and rate agree.
+    """Check that tokens, steps, time and rate agree.
 
     The rate times the step time must give the tokens that the experiment's own batch holds (not what the engine
     counted), in every step; and the steps' times must fill the wall time of the loop.
@@ -132,7 +132,7 @@ def effect(outcome: Outcome, base: Result, is_baseline: bool, margin: float) -> 
 
 
 def sameness(e: Experiment, own: Result, base: Result) -> list[Check]:
-    """Does the plan still compute the same thing? The bound comes from the cards of its techniques."""
+    """Whether the plan still computes the same result. The bound comes from the cards of its techniques."""
     loss, reference = own.metric("final_loss"), base.metric("final_loss")
     if own.status != "ok" or loss is None or reference is None:
         return []

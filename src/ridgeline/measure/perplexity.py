@@ -17,7 +17,7 @@ TOKENS_AT_ONCE = 4096
 def window_losses(model: Transformer, windows: Tensor, watch: Callable[[int], None] | None = None) -> list[float]:
     """Mean loss (nats per token) of each window [seq + 1] of ``windows``: every token but the first is predicted.
 
-    ``watch`` hears how many windows are done.
+    ``watch`` is called with the number of finished windows.
     """
     assert model.head is not None
     device = next(model.parameters()).device

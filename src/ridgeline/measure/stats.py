@@ -25,7 +25,7 @@ SpeedVerdict = Literal["faster", "slower", "no difference"]
 LEVEL = 0.95
 """Of every interval in this file."""
 MARGIN = 0.02
-"""Differences smaller than this share are of no consequence."""
+"""Relative differences below this count as none."""
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation × this = standard deviation, for normal data."""
 
@@ -98,7 +98,7 @@ def perplexity(losses: Sequence[float]) -> Interval:
 
 
 def perplexity_ratio(losses: Sequence[float], base: Sequence[float]) -> Interval:
-    """Perplexity over that of ``base``, paired window by window: what both find hard cancels.
+    """Perplexity over that of ``base``, paired window by window: the windows' own difficulty cancels.
 
     Raises ``ValueError`` when they were not taken on the same number of windows.
     """
@@ -111,7 +111,7 @@ def perplexity_ratio(losses: Sequence[float], base: Sequence[float]) -> Interval
 
 
 def verdict(low: float, high: float, margin: float = MARGIN) -> SpeedVerdict:
-    """What the interval of a speed-up allows to say. Less than ``margin`` either way counts as no difference."""
+    """The verdict that the interval of a speed-up supports. Less than ``margin`` either way counts as no difference."""
     if low > 1 + margin:
         return "faster"
     if high < 1 - margin:
@@ -148,7 +148,7 @@ class OutlierNote(NamedTuple):
 
 
 def outliers(values: Sequence[float], threshold: float = 3.5) -> OutlierNote:
-    """Values whose modified z score exceeds ``threshold`` (Iglewicz & Hoaglin, 1993). They are named, never removed."""
+    """Values whose modified z score exceeds ``threshold`` (Iglewicz & Hoaglin, 1993). They are only reported."""
     x = np.asarray(values, dtype=np.float64)
     if len(x) < 3:
         return OutlierNote([], "")

@@ -1,4 +1,4 @@
-"""MFU, HFU and shares of the roof of a measured result: only ever against a stated peak, the one `probe` measured."""
+"""MFU, HFU and shares of the roof of a measured result: always against a stated peak, the one `probe` measured."""
 
 from __future__ import annotations
 

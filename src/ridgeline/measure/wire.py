@@ -1,4 +1,4 @@
-"""Counts what a step really sends: every collective and message, seen where PyTorch hands it to the backend."""
+"""Counts what a step actually sends: every collective and message, seen where PyTorch passes it to the backend."""
 
 from __future__ import annotations
 

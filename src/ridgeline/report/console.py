@@ -1,4 +1,4 @@
-"""What the terminal shows: progress on standard error, tables on standard output; plain text when piped."""
+"""Terminal output: progress on standard error, tables on standard output; plain text when piped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def print_tables(*tables: Table) -> None:
 
 
 def watch_table(table: Callable[[], Table], seconds: float) -> bool:
-    """Show a table anew every so often until Ctrl-C; False: there is no terminal to show it on."""
+    """Refresh a table until Ctrl-C; returns False if there is no terminal."""
     from rich.live import Live
 
     console = _out()
@@ -215,7 +215,7 @@ def print_pair(predicted: Result, measured: Result) -> None:
 
 
 def print_loads(results: Sequence[Result]) -> None:
-    """What a server gave under one load or several, its latencies, and what to know about them."""
+    """Results of a server under one load or several: throughput, latencies, and notes."""
     from ridgeline.report.tables import load_tables
 
     console = _out()
@@ -226,7 +226,7 @@ def print_loads(results: Sequence[Result]) -> None:
 
 
 def _traffic_table(predicted: Result, measured: Result) -> Table:
-    """Collectives of one step, counted beside foretold."""
+    """Collectives of one step, counted beside predicted."""
     predicted_of = {(t.kind, t.ranks): t for t in predicted.traffic}
     measured_of = {(t.kind, t.ranks): t for t in measured.traffic}
     rows = []
@@ -274,7 +274,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def print_plan_predictions(rows: Sequence[tuple[str, Result]], title: str, note: str) -> None:
-    """What is predicted of an ablation's plans."""
+    """The predictions of an ablation's plans."""
     cells = [
         [name, units.metric(r.metric("tokens_per_s"), "tokens/s"), units.seconds(r.metric("step_time_s")),
          units.size(r.peak_bytes), r.status]

@@ -1,4 +1,4 @@
-"""What each number means: the "?" beside a column, and the list at the end of a report."""
+"""Definitions of metrics: the "?" beside a column, and the list at the end of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time and the bytes of one step went: breakdown rows, grouped; memory by kind. The totals add up."""
+"""The time and the bytes of one step: breakdown rows, grouped; memory by kind. The totals add up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def grouped(rows: Sequence[Row], by: Sequence[str] = ("module", "phase", "operat
 
 
 def attributed(result: Result) -> list[Row]:
-    """The breakdown with an explicit ``unattributed`` row: what the rows leave of the step time."""
+    """The breakdown with an explicit ``unattributed`` row: the part of the step time that the rows do not cover."""
     rows = list(result.breakdown)
     step = result.metric("step_time_s")
     if not rows or step is None or any(r.kind == "unattributed" for r in rows):
@@ -131,7 +131,7 @@ def memory_table(result: Result) -> Table:
 
 
 def _whole(result: Result) -> str:
-    """What the breakdown is of."""
+    """What the breakdown describes."""
     generated = "e2e_s" in result.metrics and "batch_mean" not in result.metrics
     return "generation" if generated else "step"
 

@@ -17,7 +17,7 @@ FORMATS = ("html", "md", "csv", "json", "svg")
 
 
 def load_any(path: Path) -> Result | Ablation | Study:
-    """A result, ablation or study file, told apart by its schema. Raises :class:`UserError` when it is none."""
+    """A result, ablation or study file, told apart by its schema. Raises :class:`UserError` if it is none of them."""
     try:
         text = path.read_text(encoding="utf-8")
         schema = json.loads(text).get("schema", "")

@@ -1,4 +1,4 @@
-"""Whole files or none: a reader never sees half a report."""
+"""Atomic writes: a reader never sees a partial report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_atomic(path: Path, text: str) -> Path:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as f:
                 f.write(text)
-            os.chmod(draft, 0o644)  # mkstemp makes files that only their owner reads
+            os.chmod(draft, 0o644)  # mkstemp creates files that only their owner can read
             os.replace(draft, path)
         except BaseException:
             os.unlink(draft)

@@ -1,4 +1,4 @@
-"""Reports: an ablation, one result, or a comparison as one HTML file that reads without a network."""
+"""Reports: an ablation, one result, or a comparison as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def comparison_html(c: Comparison, path: Path) -> Path:
 
 
 def headline(a: Ablation) -> str:
-    """The answer in one line: fastest, leanest, failed."""
+    """The result in one line: fastest, smallest peak, failed."""
     good = [o for o in a.outcomes if o.measured is not None and o.measured.status == "ok"]
     parts = []
     faster = [o for o in good if o.verdict == "faster" and o.speedup is not None]
@@ -155,7 +155,7 @@ def _gain(o: Outcome) -> float:
 
 
 def _waterfalls(a: Ablation) -> list[Chart]:
-    """Of the baseline and of the leanest plan."""
+    """Waterfalls of the baseline and of the plan with the smallest peak."""
     known = [o for o in a.outcomes if o.measured is not None and o.measured.memory]
     leanest = min(known, key=lambda o: (o.measured and o.measured.peak_bytes) or 0.0, default=None)
     chosen = [o for o in known if o.name == a.baseline or o is leanest]
@@ -164,7 +164,7 @@ def _waterfalls(a: Ablation) -> list[Chart]:
 
 
 def _rooflines(a: Ablation) -> list[Chart]:
-    """Of the baseline and of the fastest plan, measured where there is a measured breakdown."""
+    """Rooflines of the baseline and of the fastest plan, measured where there is a measured breakdown."""
     ranked = sorted((o for o in a.outcomes if o.verdict == "faster"), key=_gain, reverse=True)
     chosen = [o for o in a.outcomes if o.name == a.baseline] + ranked[:1]
     out: list[Chart] = []

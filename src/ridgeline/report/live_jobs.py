@@ -1,4 +1,4 @@
-"""Jobs that run now, as a table."""
+"""Running jobs, as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CURVE = 24
 
 
 def live_table(jobs: Sequence[LiveJob], now: float | None = None) -> Table:
-    """A line per job: how far it is and how long it still takes, loss, throughput, memory. ``now``: seconds since the
+    """A line per job: progress, remaining time, loss, throughput, memory. ``now``: seconds since the
     epoch."""
     now = time.time() if now is None else now
     words = ("job", "name", "plan")

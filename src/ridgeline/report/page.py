@@ -120,7 +120,7 @@ def _finite(data: Any) -> Any:
 
 
 def _text(key: str, value: Any) -> str:
-    """A fact of the environment as people read it."""
+    """A fact of the environment, human-readable."""
     if isinstance(value, dict):
         return ", ".join(f"{k} {_text(key, v)}" for k, v in value.items())
     if isinstance(value, bool) or not isinstance(value, (int, float)):

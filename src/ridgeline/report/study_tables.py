@@ -20,7 +20,7 @@ HEADS = {"tokens_per_s": "tokens/s", "peak_bytes": "peak", "step_time_s": "step"
          "bandwidth_bytes_per_s": "bandwidth"}  # fmt: skip
 RATES = {"flops_per_s": "FLOP/s", "bandwidth_bytes_per_s": "B/s"}
 NOTES = 12
-"""Reasons below a table at most."""
+"""Largest number of reasons below a table."""
 SIGNS = {"agrees": "✓", "disagrees": "✗", "not known": "–"}
 
 
@@ -30,7 +30,7 @@ def study_tables(s: Study) -> list[Table]:
 
 
 def findings_table(s: Study) -> Table:
-    """What the source found, what came out here, and whether they agree."""
+    """The source's findings, the values here, and whether they agree."""
     measured = any(f.measured is not None for f in s.findings)
     columns = [Column("finding", align="left"), Column("reported", align="left"), Column("agrees if", align="left"),
                Column("predicted"), Column("")]  # fmt: skip

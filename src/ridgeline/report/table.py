@@ -38,7 +38,7 @@ class Table:
     metrics: bool = False
 
     def without_empty_columns(self) -> Table:
-        """Drops columns that know nothing; the first one stays."""
+        """Without columns that have no values; the first one stays."""
         keep = [i for i in range(len(self.columns)) if i == 0 or any(r[i] not in ("", "–", "– | –") for r in self.rows)]
         return self.only(keep)
 
@@ -145,7 +145,7 @@ def _markdown(t: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that Markdown must not read as markup or as the end of the cell."""
+    """Text escaped so that Markdown does not read it as markup or as the end of the cell."""
     for mark in ("\\", "|", "*", "_", "`", "<", "["):
         text = text.replace(mark, "\\" + mark)
     return " ".join(text.split())

@@ -51,7 +51,7 @@ def to_csv(x: Reportable) -> str:
 
 
 def ablation_tables(a: Ablation, width: int | None = None) -> list[Table]:
-    """Speed and sameness first, then memory; predicted beside measured in one cell."""
+    """Speed and loss check first, then memory; predicted beside measured in one cell."""
     speed, memory, quality, latency = speed_table(a), ablation_memory_table(a), quality_table(a), latency_table(a)
     if width is not None and memory.width > width:
         memory = ablation_memory_table(a, side_by_side=False)
@@ -204,7 +204,7 @@ def result_tables(r: Result) -> list[Table]:
 
 
 def load_tables(results: Sequence[Result]) -> list[Table]:
-    """Loads on a server: what it gave, then its latencies, one line per load; percentiles that n cannot carry are –."""
+    """Loads on a server: throughput, then latencies, one line per load; percentiles that n does not support are –."""
     given, late = [], []
     unit = {k: scale([r.metric(f"{k}_{q}_s") for r in results for q in ("p50", "p90", "p99")], TIMES)
             for k in ("ttft", "tpot", "itl", "e2e")}  # fmt: skip
@@ -302,7 +302,7 @@ def failures(a: Ablation) -> list[str]:
 
 
 def verdict_text(o: Outcome) -> str:
-    """The verdict; for a failed plan, with how it failed; for one without a rival, why."""
+    """The verdict; for a failed plan, with how it failed; for one without a baseline, why."""
     if o.verdict != "failed":
         return o.verdict
     known = o.measured or o.predicted
@@ -324,7 +324,7 @@ def speedup_text(o: Outcome) -> str:
 
 
 def _factor(ratio: float) -> str:
-    """An end of an interval; beyond a hundredfold the digits say nothing."""
+    """An end of an interval; beyond a factor of 100 digits are meaningless."""
     return "<0.01" if ratio < 0.01 else ">100" if ratio > 100 else f"{ratio:.2f}"
 
 
@@ -347,7 +347,7 @@ def peak_residual(o: Outcome) -> float | None:
 
 
 def _held_out(r: Result | None) -> float | None:
-    """Loss on what was held out, after the last step."""
+    """Held-out loss after the last step."""
     return r.metric("eval_loss") if r else None
 
 

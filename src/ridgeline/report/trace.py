@@ -21,7 +21,7 @@ class TraceEvent:
     lane: str
     """Thread or stream: "compute", "communication", "copy" …"""
     process: str
-    """What the lanes belong to: "predicted rank 0", "measured rank 1" …"""
+    """The process of the lanes: "predicted rank 0", "measured rank 1" …"""
     args: dict[str, Any] = field(default_factory=dict)
     """Shown when the interval is clicked: FLOPs, bytes, phase …"""
     category: str = ""

@@ -1,4 +1,4 @@
-"""Numbers as people read them. Files keep SI units and whole bytes; only screens see these."""
+"""Human-readable numbers. Files keep SI units and whole bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 NONE = "–"
-"""What stands in a cell for a value that is not known."""
+"""The cell of an unknown value."""
 
 
 class Scale(NamedTuple):
@@ -78,7 +78,7 @@ def times(ratio: float | None) -> str:
 
 
 def metric(value: float | None, unit: str) -> str:
-    """A value in its SI unit as people read it."""
+    """A value in its SI unit, human-readable."""
     if value is None or not math.isfinite(value):
         return NONE
     if unit == "s":

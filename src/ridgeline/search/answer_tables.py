@@ -1,4 +1,4 @@
-"""A planner's answer: the best plans, the front, why not the others, and files that run."""
+"""A planner's answer: the best plans, the front, why not the others, and runnable files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _WORDS = {"speed": ("faster", "slower"), "price": ("cheaper", "more expensive"),
 
 
 def trade(t: Tried, first: Tried, goal: str) -> str:
-    """What a plan does otherwise than the first, and what that costs: ``no recompute: 8 % slower, 5.0 GiB more``."""
+    """How a plan differs from the first, and what that costs: ``no recompute: 8 % slower, 5.0 GiB more``."""
     if t is first:
         return NONE
     always = {n for n in first.names | t.names if registry()[n].phase == "compile" and registry()[n].card.lossless}

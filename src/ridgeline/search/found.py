@@ -1,4 +1,4 @@
-"""What a search remembers of the plans that it predicted."""
+"""What a search keeps of the plans that it predicted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _shared: list[Any] = []
 
 
 def share(fastest: Any) -> None:
-    """Make a worker see what the others find: ``fastest`` is a value that processes share."""
+    """Let a worker see what the others find: ``fastest`` is a value that processes share."""
     _shared[:] = [fastest]
 
 
@@ -74,7 +74,7 @@ class Tried:
         return e.cluster.label, e.batch_size, e.micro_batch_size, self.calls
 
     def idles_beside(self, other: Tried) -> bool:
-        """Whether it is the other plan, or the other plan with techniques more that change nothing."""
+        """Whether it is the other plan, or the other plan with additional techniques that change nothing."""
         same = self.rank == other.rank and self.metrics["peak_bytes"] == other.metrics["peak_bytes"]
         return self.key == other.key or (same and self.key[:3] == other.key[:3] and other.names < self.names)
 
@@ -92,7 +92,7 @@ class Tried:
 
 @dataclass(slots=True)
 class Found:
-    """What a part of the search saw."""
+    """The plans that a part of the search found."""
 
     kinds: dict[tuple[str, ...], Tried] = field(default_factory=dict)
     """The best feasible plan of each kind (:func:`kind_of`)."""
@@ -128,7 +128,7 @@ class Found:
         self.counts[what] += n
 
     def faster(self, seconds: float) -> None:
-        """Take in a plan's (weighed) seconds, and what other workers found."""
+        """Record a plan's (weighted) seconds, and what other workers found."""
         self.fastest = min(self.fastest, seconds)
         for shared in _shared:
             with shared.get_lock():
@@ -140,7 +140,7 @@ class Found:
         self.refusals[reason] += n
 
     def feasible(self, t: Tried) -> None:
-        """Take in a plan that fits and keeps the limits."""
+        """Record a plan that fits and keeps the limits."""
         kind = kind_of(t.experiment)
         if kind not in self.kinds or _order(t) < _order(self.kinds[kind]):
             self.kinds[kind] = t
@@ -154,7 +154,7 @@ class Found:
             self.front = [o for o in self.front if o.rank < t.rank or o.metrics["peak_bytes"] < peak] + [t]
 
     def infeasible(self, t: Tried) -> None:
-        """Take in a plan that does not fit or misses a limit; the nearest are kept, and their peaks are whole."""
+        """Record a plan that does not fit or misses a limit; the nearest are kept, and their peaks are whole."""
         if self._is_far(t):
             return
         if not t.quick.complete:
@@ -168,7 +168,7 @@ class Found:
         return len(self.nearest) == KEPT and _miss(self.nearest[-1]) <= _miss(t)
 
     def merge(self, other: Found) -> None:
-        """Take in another part's."""
+        """Merge what another part found."""
         feasible = [*other.kinds.values(), *other.front, *other.with_technique.values()]
         for t in feasible + ([other.simplest] if other.simplest else []):
             self.feasible(t)

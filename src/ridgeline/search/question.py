@@ -1,4 +1,4 @@
-"""What is asked of the planner: model, cluster, workload, goal, limits on metrics, and techniques allowed."""
+"""A planning question: model, cluster, workload, goal, limits on metrics, and allowed techniques."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIGHER = frozenset({
     "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "goodput_per_s", "requests_per_s", "slo_share",
     "kv_cache_tokens",
 })  # fmt: skip
-"""Metrics of which more is better; of every other one, less is."""
+"""Metrics of which higher is better; of all others, lower is."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Question:
     allow: frozenset[str] = frozenset()
     """Techniques to consider although they change quality: the fine-tuning method, bits, sparsity."""
     only: frozenset[str] = frozenset()
-    """No techniques but these; empty: all."""
+    """Consider only these techniques; empty: all."""
     forbid: frozenset[str] = frozenset()
     free_batch: bool = False
     """Whether the batch size may be chosen (generation without a given batch)."""
@@ -77,7 +77,7 @@ class Question:
         return {"throughput": "tokens_per_s", "cost": "dollars_per_million_tokens", "memory": "peak_bytes"}[self.goal]
 
     def weight(self, cluster: Cluster) -> float:
-        """What a second counts for: with goal cost a second of every device."""
+        """Weight of a second: with goal cost, a second of every device."""
         return cluster.size if self.goal == "cost" else 1.0
 
     def techniques(self) -> list[type[Technique]]:

@@ -77,7 +77,7 @@ def search(
                 if progress:
                     progress(done, workers)
     answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
-    if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is no front
+    if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is incomplete
         limit = SLACK * min(t.weighed(question) for t in answer.best)
         found.front = [t for t in found.front if t.weighed(question) <= limit]
     answer.seconds = time.perf_counter() - start
@@ -106,7 +106,7 @@ class SearchNode:
 def _nodes(
     q: Question, bases: list[Experiment], spaces: list[Slots], shapes: list[Shape], found: Found
 ) -> Iterator[SearchNode]:
-    """Every mesh × shape × micro-batch with its bound. What ``check`` refuses takes its whole subtree along."""
+    """Every mesh × shape × micro-batch with its bound. If ``check`` refuses a node, its whole subtree is skipped."""
     for index, mesh, shape in shapes:
         base, space = bases[index], spaces[index]
         degree = math.prod(candidate(base, mesh)[0].parallel.values())

@@ -1,4 +1,4 @@
-"""What a search need not branch on: techniques that won every trial, or changed nothing in any."""
+"""Techniques that a search need not branch on: those that won every trial, or changed nothing in any."""
 
 from __future__ import annotations
 

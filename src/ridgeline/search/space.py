@@ -36,7 +36,7 @@ class Slots:
 
     choices: dict[str, list[tuple[Technique | None, ...]]]
     placements: tuple[Set, ...]
-    """Combinations of placement techniques that ``check`` lets stand side by side; those that offload come last."""
+    """Combinations of placement techniques that ``check`` accepts together; those that offload come last."""
     settled: Set = ()
 
     def combinations(self, group: str) -> Iterator[Set]:

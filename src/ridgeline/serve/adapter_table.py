@@ -25,11 +25,11 @@ from ridgeline.techniques.adapters.adapted import peft_kind
 from ridgeline.train.adapter_folder import Loaded, adapters, load_adapter
 
 PROBED = 8
-"""Rank of the adapter that stands for any when costs are measured."""
+"""Rank of the adapter that represents all others when costs are measured."""
 
 
 class AdapterTable:
-    """The adapters that can be asked for, by name."""
+    """The loaded adapters, by name."""
 
     def __init__(self, model: Transformer, blocks: Blocks, block_bytes: float, longest: int) -> None:
         """``block_bytes``: memory of a block of the pool. ``longest``: tokens of the longest request, which must always
@@ -69,7 +69,7 @@ class AdapterTable:
         self.version[name] = self.loads
 
     def unload(self, name: str) -> None:
-        """Forget an adapter that nobody is using. Raises :class:`Invalid` for an unknown one."""
+        """Unload an adapter that no request uses. Raises :class:`Invalid` for an unknown one."""
         if name not in self.held:
             raise Invalid("lora_name", f"{name!r} is not loaded", f"loaded: {', '.join(self.held) or 'none'}")
         self.tasks.remove(name)
@@ -78,7 +78,7 @@ class AdapterTable:
 
     @contextmanager
     def probe(self) -> Iterator[None]:
-        """All rows go through a LoRA of rank 8 around every linear, so that its time can be taken."""
+        """Route all rows through a LoRA of rank 8 around every linear layer, to measure its time."""
         spec = self.model.spec
         wanted = chosen(spec, ("all-linear",))
         state = {f"{name}.{leaf}": torch.zeros(size) for name, (out, into) in wanted.items()
@@ -92,11 +92,11 @@ class AdapterTable:
             self.tasks.remove("")
 
     def scope(self, name: str) -> bytes:
-        """What a cache block computed with an adapter is marked with."""
+        """The key that marks cache blocks computed with an adapter."""
         return f"{name}@{self.version[name]}".encode() if name else b""
 
     def activate(self, batch: list[tuple[Sequence, int]], rows: list[int]) -> None:
-        """Let each row of a batch, ordered by adapter, go through its own. ``rows``: how many each sequence takes."""
+        """Route each row of a batch, ordered by adapter, through its own adapter. ``rows``: of each sequence."""
         segments: list[tuple[str | None, slice]] = []
         row = 0
         for (seq, _), n in zip(batch, rows, strict=True):

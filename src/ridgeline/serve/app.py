@@ -54,7 +54,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
 
 
 def _errors(app: FastAPI) -> None:
-    """Every error as the OpenAI API writes it."""
+    """Every error in the OpenAI API's format."""
 
     @app.exception_handler(UserError)
     async def wrong(request: Request, e: UserError) -> Response:

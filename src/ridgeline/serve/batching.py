@@ -1,4 +1,4 @@
-"""Which of the queue go together when batches are padded: by a table of batch times that is measured at the start."""
+"""Which queued sequences form a batch when batches are padded: by a table of batch times measured at startup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ridgeline.serve.sequence import Sequence, SequenceGroup
 from ridgeline.spec.scheduling import Limits
 
 AT_ONCE = 256
-"""Waiting sequences that are cut into batches together."""
+"""Number of waiting sequences that are divided into batches together."""
 STEP = 4
 """Factor between the lengths, and between the sizes of batches, that are measured."""
 SHORT = 0.1
@@ -53,7 +53,7 @@ class CostTable:
 
 
 def _between(at: List[int], values: List[float], x: int) -> float:
-    """Linear between points, the first value below them, in proportion above them."""
+    """Linear between points, constant below them, proportional above them."""
     if x <= at[0]:
         return values[0]
     if x >= at[-1]:
@@ -63,7 +63,7 @@ def _between(at: List[int], values: List[float], x: int) -> float:
 
 
 def free(length: int, batch: int) -> float:
-    """The cost of what is not there."""
+    """The cost of a missing adapter: zero."""
     return 0.0
 
 
@@ -80,7 +80,7 @@ def measure_costs(runner: Runner, blocks: Blocks, limits: Limits, longest: int) 
             if runner.keeps and any(blocks.grow(s, length) is None for s in seqs):
                 seconds = None
             else:
-                if not found:  # what is made once must not count
+                if not found:  # one-time setup must not count
                     _seconds(runner, seqs, length)
                 seconds = _seconds(runner, seqs, length)
                 if seconds < SHORT:
@@ -117,19 +117,19 @@ def _seconds(runner: Runner, seqs: list[Sequence], length: int) -> float:
 
 
 class CostOrderedBatches:
-    """A scheduler's policy: the queue is cut into batches, and all of those are served before it is cut again."""
+    """A scheduling policy: the queue is divided into batches, and all of them are served before it is divided again."""
 
     def __init__(self, cut: Cut, limits: Limits, shared: Cost, own: Cost) -> None:
         self.cut, self.limits, self.shared, self.own = cut, limits, shared, own
         self.batches: deque[list[Sequence]] = deque()
 
     def __call__(self, waiting: deque[Sequence]) -> int:
-        """Put the batch that is next at the front of the queue → how many of it still wait."""
+        """Put the next batch at the front of the queue → how many of its sequences still wait."""
         here = set(waiting)
         batch: list[Sequence] = []
         while self.batches and not batch:
             batch = [s for s in self.batches[0] if s in here]
-            if not batch:  # all of it runs, or is gone
+            if not batch:  # all of it is running or has ended
                 self.batches.popleft()
         if not batch:
             batch = self._divide([*waiting][:AT_ONCE])
@@ -140,7 +140,7 @@ class CostOrderedBatches:
         return len(batch)
 
     def _divide(self, seqs: list[Sequence]) -> list[Sequence]:
-        """Cut what waits; the batch with the oldest of it comes first, and is returned."""
+        """Divide the waiting sequences; returns the batch with the oldest one, which is served first."""
         adapters = [s.group.request.adapter or "" for s in seqs]
         found = self.cut([s.total for s in seqs], adapters, self._within(self.shared), self._within(self.own))
         self.batches.extend([seqs[i] for i in batch] for batch in sorted(found, key=min))

@@ -1,11 +1,11 @@
-"""Beam search inside the engine: beams are forks that share blocks, and what they become is decided together.
+"""Beam search inside the engine: beams are forks that share blocks, and their continuations are selected together.
 
 Scores, ranks and the end are those of Hugging Face's beam search, so that results are equal: of the 2 · width likeliest
 continuations, those that end and are among the first ``width`` are kept as finished, scored by log-probability over
-length ** length_penalty; the best ``width`` that do not end go on. It is over when no beam that goes on can pass the
+length ** length_penalty; the best ``width`` that do not end continue. The search ends when no running beam can beat the
 worst finished one.
 
-Beams need not be computed in the same step: each brings its candidates when it can.
+Beams need not be computed in the same step: each adds its candidates when it is computed.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Beams:
 
     @property
     def candidates(self) -> int:
-        """Continuations that each beam must bring."""
+        """Number of continuations that each beam proposes."""
         return max(2, 1 + len(self.ends)) * self.width
 
     def select(self, beams: list[Sequence]) -> list[Candidate]:
-        """Decide on the pending candidates of all ``beams`` → those that go on; none when the search is over."""
+        """Select among the pending candidates of all ``beams`` → those that continue; empty when the search ends."""
         ranked = sorted(
             (Candidate(b.logprob + p, b, t) for b in beams for t, p in self.pending[b]), key=lambda c: -c.total
         )[: self.candidates]
@@ -81,7 +81,7 @@ class Beams:
 
     @property
     def full(self) -> bool:
-        """Whether as many have finished as are kept."""
+        """Whether the maximum number of finished beams is reached."""
         return len(self.finished) == self.width
 
     def _finish(self, c: Candidate, length: int, stop: bool) -> None:
@@ -91,14 +91,14 @@ class Beams:
 
 
 class BeamSearch:
-    """Carries the searches of an engine on, step by step."""
+    """Advances the beam searches of an engine, step by step."""
 
     def __init__(self, sampler: Sampler, scheduler: Scheduler, outputs: Outputs) -> None:
         self.sampler, self.scheduler, self.outputs = sampler, scheduler, outputs
         self.blocks = scheduler.blocks
 
     def extend(self, seqs: list[Sequence], logits: Tensor) -> None:
-        """Keep each beam's candidates; where all beams of a search have theirs, go on with the best."""
+        """Record each beam's candidates; once all beams of a search have theirs, continue with the best."""
         most = max(s.group.beams.candidates for s in seqs if s.group.beams is not None)
         self.sampler.adjust(logits, seqs)
         whole = logits.logsumexp(1, keepdim=True)

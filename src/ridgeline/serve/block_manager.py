@@ -1,7 +1,7 @@
 """The one manager of cache blocks: tables, reference counts, copy-on-write, prefix sharing (vLLM, arXiv:2309.06180).
 
-A block is ``size`` consecutive slots of the pool. It is *blank* (nobody's), *held* (by ``refs`` tables) or *cached*
-(nobody's, but its contents are known by a chained hash and may be taken up again; the least recently freed goes first).
+A block is ``size`` consecutive slots of the pool. It is *blank* (unused), *held* (by ``refs`` tables) or *cached*
+(unused, but its contents are identified by a chained hash and may be reused; the least recently freed goes first).
 
 The allocator prefers neighbors: a sequence grows into the block behind its last one, and a new sequence starts in the
 largest blank extent and lays claim to as much of it as it may grow to. Attention over few long extents needs no gather.
@@ -38,16 +38,16 @@ class Blocks:
         self.borrowed = 0
         self.claim = np.full(count, -1, dtype=np.int64)
         self.store: BlockStore | None = None
-        """Where the contents of evicted blocks go."""
+        """Where the contents of evicted blocks are kept."""
 
     @property
     def free(self) -> int:
-        """Blocks that can be had."""
+        """Number of available blocks."""
         return self.blanks + len(self.cached)
 
     @property
     def used(self) -> int:
-        """Blocks that sequences hold."""
+        """Number of blocks that sequences hold."""
         return self.count - self.free - self.borrowed
 
     def needed(self, tokens: int) -> int:
@@ -57,8 +57,8 @@ class Blocks:
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
     def match(self, seq: Sequence) -> int:
-        """Take up the cached blocks that begin a sequence without blocks → tokens found. At least one token is left to
-        compute, since its logits are wanted."""
+        """Reuse the cached blocks that match the beginning of a sequence without blocks → tokens found. At least one
+        token is left to compute, since its logits are needed."""
         if not self.share:
             return 0
         most = (len(seq.tokens) - 1) // self.size
@@ -78,7 +78,7 @@ class Blocks:
         return seq.n_computed
 
     def _restore(self, seq: Sequence, keys: List[bytes], store: BlockStore) -> None:
-        """Take up what was dropped of the blocks that come next."""
+        """Restore the following blocks that were evicted to the store."""
         keys = keys[: min(store.known(keys), self.free)]
         blocks: list[int] = []
         for _ in keys:
@@ -140,14 +140,14 @@ class Blocks:
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` hold what ``parent`` holds; the first to write copies."""
+        """Share the blocks of ``parent`` with ``child``; the first to write copies."""
         child.blocks, child.keys = list(parent.blocks), list(parent.keys)
         child.n_computed, child.committed = parent.n_computed, parent.committed
         for block in child.blocks:
             self.refs[block] += 1
 
     def borrow(self, n: int) -> list[int] | None:
-        """``n`` blocks for something else than a cache, or None; :meth:`give_back` returns them."""
+        """``n`` blocks for something other than the cache, or None; :meth:`give_back` returns them."""
         if n > self.free:
             return None
         out: list[int] = []
@@ -165,7 +165,7 @@ class Blocks:
         self.borrowed -= len(blocks)
 
     def release(self, seq: Sequence) -> None:
-        """Let go of all blocks, the last first: a prefix outlives what follows it."""
+        """Release all blocks, the last first, so that prefixes stay cached longer than what follows them."""
         for block in reversed(seq.blocks):
             self.refs[block] -= 1
             if not self.refs[block]:
@@ -177,7 +177,7 @@ class Blocks:
         self.claim[self.claim == id(seq)] = -1
 
     def close(self) -> None:
-        """Leave what is cached to the store, and close it."""
+        """Save the cached blocks to the store, and close it."""
         if self.store is not None:
             for block in self.cached if self.store.persistent else ():
                 key = self.key[block]

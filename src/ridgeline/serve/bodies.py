@@ -1,4 +1,4 @@
-"""From bytes to a body: beside the event loop, and no further than the first fault."""
+"""Parsing of request bodies: off the event loop, and only up to the first fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B = TypeVar("B", bound=Body)
 
 
 class WrongBody(UserError):
-    """A body that is not what its route takes."""
+    """A body that its route does not accept."""
 
     def __init__(self, what: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(what)
@@ -29,7 +29,7 @@ class WrongBody(UserError):
 
 def body_route(context: int) -> type[APIRoute]:
     """Routes whose functions take ``body`` and ``request``, and answer themselves. FastAPI describes them; it would
-    validate bodies on the event loop. ``context``: tokens that no prompt may exceed."""
+    validate bodies on the event loop. ``context``: largest number of tokens of a prompt."""
 
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

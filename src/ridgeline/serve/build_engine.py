@@ -38,13 +38,13 @@ from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import default_plan, mesh_axes, require_runnable, resolve, techniques_of
 
 DEFAULT_PLAN = default_plan("serve")
-"""What ``ridgeline serve`` switches on by itself."""
+"""Techniques that ``ridgeline serve`` enables by default."""
 DRAFTED = 16
 """Sequences of full length that a drafting model's cache has room for."""
 
 
 def make_engine(e: Experiment, device: torch.device, model: Transformer | None = None) -> Engine:
-    """The engine that a serving experiment describes. ``model``: at hand already, instead of the checkpoint's.
+    """The engine that a serving experiment describes. ``model``: already loaded, instead of the checkpoint's.
 
     A plan that divides the model starts the other ranks' processes, unless they are there (a job of several ranks).
     """
@@ -74,7 +74,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
 
 
 def make_follower(e: Experiment, device: torch.device) -> RankedRunner:
-    """The part of an engine that a rank other than the first is."""
+    """The part of an engine that runs on a rank other than the first."""
     run = _built(e, device, None)
     runner = _runner(run, 0)
     assert isinstance(runner, RankedRunner)
@@ -145,7 +145,7 @@ def load_engine(
 
 
 def _free(run: ServeBuild) -> float:
-    """Bytes of the device's memory that nobody uses; what the experiment allows the device, if that is less."""
+    """Free bytes of the device's memory, or what the experiment allows the device if that is less."""
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*run.model.parameters(), *run.buffers)}
     device, limit = run.device, run.experiment.cluster.device.memory_bytes - sum(held.values())
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""Limits on what a client may hold without using it: connections, and the time in which a request's head must come.
+"""Limits on idle clients: the number of connections, and the time in which a request's head must arrive.
 
 The time for a body is :class:`ridgeline.serve.http.Gate`'s, that for taking an answer :class:`EventStream`'s and the
 kernel's.
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ridgeline.serve.http import WRITE_SECONDS, error_body
 
 HEAD_SECONDS = 30.0
-"""From a connection's beginning, or from the first byte of a later request, to the end of the head."""
+"""Seconds from the start of a connection, or from the first byte of a later request, to the end of the head."""
 
 
 class ServerConnection(H11Protocol):
@@ -27,7 +27,7 @@ class ServerConnection(H11Protocol):
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, or answer it with 503."""
+        """Accept a connection, or answer it with 503."""
         super().connection_made(transport)
         if self.most is not None and len(self.connections) > self.most:
             body = json.dumps(error_body(503, f"{self.most} connections are open already", code="overloaded")).encode()
@@ -39,12 +39,12 @@ class ServerConnection(H11Protocol):
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what came."""
+        """Receive data."""
         super().data_received(data)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Cancel the timeout."""
         self._cancel_timeout()
         super().connection_lost(exc)
 
@@ -66,7 +66,7 @@ def connection_class(most: int | None) -> type[ServerConnection]:
 
 
 def _detect_dead_peer(peer: socket.socket) -> None:
-    """Have the kernel close a connection whose other end is gone, or does not take what it was sent."""
+    """Have the kernel close a connection whose peer is gone or does not read."""
     with contextlib.suppress(OSError, AttributeError):
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))

@@ -1,4 +1,4 @@
-"""Tokens → text, as it comes: no half character and no half stop string ever leaves.
+"""Incremental detokenization: partial characters and partial stop strings are held back.
 
 A token is its bytes; text is what an incremental UTF-8 decoder makes of them, so that the pieces of a stream put
 together are the whole text, whatever the tokens are. Of the decoded text the longest end that may yet become a stop
@@ -56,7 +56,7 @@ class Vocabulary:
             if i < size:
                 self.bytes[i] = text.encode() if i in added else _bytes_of(text, parts)
         self.longest = max(LONGEST_WORD, *map(len, self.bytes))
-        """Bytes that a token stands for at most."""
+        """Largest number of bytes of a token."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of ``text``; with ``special`` also those that the tokenizer puts around one (as ``<s>``)."""
@@ -117,7 +117,7 @@ class Detokenizer:
         self.tokens = 0
         """Tokens seen."""
         self.sent = 0
-        """Characters given out."""
+        """Number of characters returned."""
         self.stop: str | None = None
         """The stop string that ended the text."""
 
@@ -127,18 +127,18 @@ class Detokenizer:
         return self.sent + len(self._held)
 
     def push(self, token: int) -> str:
-        """Text that is certain now that ``token`` has come. Nothing may be pushed once ``stop`` is set."""
+        """The text that is certain after ``token``. Nothing may be pushed once ``stop`` is set."""
         self.tokens += 1
         if token not in self._skipped:
             self._held += self._utf8.decode(self._bytes[token])
         return self._certain()
 
     def skip(self) -> None:
-        """A token that is no text, as the one that ends the output."""
+        """Count a token without text, such as the one that ends the output."""
         self.tokens += 1
 
     def flush(self) -> str:
-        """The rest of the text, when no more tokens come."""
+        """The rest of the text, after the last token."""
         self._held += self._utf8.decode(b"", final=True)
         return self._certain(last=True)
 
@@ -176,10 +176,10 @@ class Entry:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one output, as text. Deltas of the same output add up."""
+    """The new part of one output, as text. Deltas of the same output add up."""
 
     job: int
-    """Which of the prompts asked for together."""
+    """Index of the prompt within its request."""
     index: int
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
@@ -194,7 +194,7 @@ class Delta:
     embedding: list[float] | None = None
 
     def add(self, later: Delta) -> None:
-        """Take in what came after this."""
+        """Append the delta that follows this one."""
         self.text += later.text
         self.entries += later.entries
         self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
@@ -205,7 +205,7 @@ class Delta:
 
 @dataclass
 class ServeJob:
-    """A request of the engine and how its outputs are to be read."""
+    """A request of the engine and how its outputs are detokenized."""
 
     request: EngineRequest
     vocabulary: Vocabulary
@@ -219,7 +219,7 @@ class ServeJob:
             self.request = replace(self.request, watch=self._detokenizer)
         self._outputs: dict[int, tuple[Detokenizer, list[Entry]]] = {}
         self.open = set(range(1 if self.request.embed else self.request.sampling.n))
-        """Outputs that have not ended."""
+        """Number of outputs that have not ended."""
 
     @property
     def sequences(self) -> int:

@@ -1,4 +1,4 @@
-"""Where drafts come from, and when they pay.
+"""Sources of draft tokens, and when speculation pays off.
 
 A drafted token is kept when it is the one that sampling chooses at its place, with the random number of that place. So
 outputs are the same, token for token, as without drafts, and their distribution exactly the model's: the rule of
@@ -18,9 +18,9 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sequence import Sequence as Row
 
 TRIAL = 8
-"""Steps for which each way is tried."""
+"""Number of steps for which each mode is tried."""
 TERM = 256
-"""Steps for which the better one is then kept."""
+"""Number of steps for which the better one is then kept."""
 
 
 @dataclass

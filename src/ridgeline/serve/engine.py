@@ -28,7 +28,7 @@ from ridgeline.serve.sequence import Sequence, SequenceGroup
 from ridgeline.spec.scheduling import Limits
 
 LOGITS = 1 << 24
-"""Logits that are there at once: sampling takes a few times their 64 MB, and a request may have many outputs."""
+"""Largest number of logits at a time: sampling takes a few times their 64 MB, and a request may have many outputs."""
 
 
 class Engine:
@@ -91,11 +91,11 @@ class Engine:
         check_request(request, self.spec, self.max_model_len)
 
     def abort(self, request_id: str) -> bool:
-        """Cancel a request; its blocks are free at once, and the next step tells of the end. False: it is unknown."""
+        """Cancel a request; its blocks are free at once, and the next step reports its end. False: it is unknown."""
         return self.outputs.abort(request_id)
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one output quietly: whoever reads the text found that it is complete."""
+        """End one output without an event: its reader has found that the text is complete."""
         self.outputs.finish(request_id, index)
 
     def load_adapter(self, name: str, folder: Path) -> None:
@@ -105,7 +105,7 @@ class Engine:
         self.adapters.load(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises :class:`Invalid` while requests use it, or if there is none."""
+        """Unload an adapter. Raises :class:`Invalid` while requests use it, or if there is none."""
         using = sum(g.request.adapter == name for g in self.groups.values())
         if using:
             raise Invalid("lora_name", f"{using} requests are using {name!r}", "wait for them, or cancel them")
@@ -143,7 +143,7 @@ class Engine:
         return self.outputs.take_events()
 
     def _draft(self) -> None:
-        """Let the drafter propose for sequences that decode by themselves."""
+        """Let the drafter propose tokens for sequences that are decoding."""
         running = self.scheduler.running
         most = self.drafter.tokens(len(running)) if self.drafter is not None else 0
         if not most or self.drafter is None:
@@ -155,7 +155,7 @@ class Engine:
             self._drafted += len(draft)
 
     def _compute(self, step: StepBatch) -> None:
-        """Run a batch through the model, and let each of its sequences go on from there."""
+        """Run a batch through the model, and choose the next tokens of its sequences."""
         batch = list(step.tokens.items())
         try:
             if self.adapters is not None:
@@ -164,7 +164,7 @@ class Engine:
             hidden = self.runner.run(batch, step.copies)
         except RankLost:
             raise
-        except Exception as e:  # one request's fault must not be everybody's: find whose it is
+        except Exception as e:  # one faulty request must not fail the others: find it
             if len(batch) == 1:
                 self.outputs.fail(batch[0][0], f"{type(e).__name__}: {e}")
                 return
@@ -192,7 +192,7 @@ class Engine:
             self.next_tokens.choose(some, hidden)
 
     def close(self) -> None:
-        """Let the processes of a divided model go."""
+        """Stop the processes of a divided model."""
         self.blocks.close()
         if isinstance(self.runner, RankedRunner):
             self.runner.close()
@@ -200,7 +200,7 @@ class Engine:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Where the engine stands."""
+        """The engine's statistics."""
         b, s, o = self.blocks, self.scheduler, self.outputs
         return Stats(
             len(s.waiting), len(s.running), b.count, b.used, len(b.cached), self._prompt_tokens, o.cached_tokens,

@@ -1,4 +1,4 @@
-"""The one thread that owns the engine: requests come in, text goes out to whoever waits for it on the event loop.
+"""The one thread that owns the engine: it takes requests and sends text to the streams on the event loop.
 
 Ownership: the engine, its jobs and their text belong to the thread; streams belong to the event loop. What crosses is
 an inbox of calls (under a lock) one way, and one callback per step with everything that is new the other way.
@@ -28,12 +28,12 @@ log = logging.getLogger("ridgeline.serve")
 
 
 class Failed(Exception):
-    """The engine broke, or lost a request: not the client's doing."""
+    """The engine failed, or lost a request: not the client's fault."""
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What the queue takes, and how long anything may last. None: no limit."""
+    """Limits of the queue and of waiting times. None: no limit."""
 
     queued_requests: int | None = 512
     """Outputs that have not been scheduled yet (a request counts ``n`` or ``best_of`` times, or once for each beam)."""
@@ -42,11 +42,11 @@ class QueueLimits:
     first_token: float | None = 300.0
     """Seconds that a request may wait until the first of its outputs is scheduled."""
     stall: float = 120.0
-    """Seconds that one step may take before the server counts as ill."""
+    """Seconds that one step may take before the server counts as unhealthy."""
 
 
 class OutputStream:
-    """The outputs of some jobs that belong together, as they come. Merges what its reader is too slow to take."""
+    """The outputs of the jobs of one request, as they arrive. Deltas are merged while the reader is slow."""
 
     def __init__(self, jobs: Sequence[ServeJob], loop: asyncio.AbstractEventLoop) -> None:
         self.jobs = {job.request.id: job for job in jobs}
@@ -61,7 +61,7 @@ class OutputStream:
         self.accepted: asyncio.Future[None] = loop.create_future()
 
     def put(self, delta: Delta) -> None:
-        """News of one output (on the event loop)."""
+        """Add a delta of one output (on the event loop)."""
         key = (delta.job, delta.index)
         if key in self._fresh:
             self._fresh[key].add(delta)
@@ -70,15 +70,15 @@ class OutputStream:
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
-        """No more will come (on the event loop)."""
+        """End the stream with an error (on the event loop)."""
         self._error = self._error or error
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # whoever went away does not look
+            self.accepted.exception()  # a reader that has gone does not retrieve it
         self._ready.set()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """News until every output has ended. Raises what the stream failed with."""
+        """Yield deltas until every output has ended. Raises the error that the stream failed with."""
         while self._open:
             await self._ready.wait()
             self._ready.clear()
@@ -125,14 +125,14 @@ class EngineLoop:
     # ---- the event loop's side ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to serve, from within the event loop that streams are read on."""
+        """Start serving, from within the event loop that reads the streams."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether new requests are accepted."""
         return not self.draining and self.alive
 
     @property
@@ -148,7 +148,7 @@ class EngineLoop:
 
     @property
     def open_streams(self) -> int:
-        """Requests that somebody waits for."""
+        """Number of requests with a waiting reader."""
         return len({id(stream) for stream in list(self._streams.values())})
 
     @property
@@ -174,7 +174,7 @@ class EngineLoop:
         return stream
 
     def cancel(self, stream: OutputStream) -> None:
-        """Give up what is not finished of ``stream``; its blocks are free before the next step."""
+        """Abort the unfinished outputs of ``stream``; their blocks are free before the next step."""
         left = [job.request.id for job in stream.jobs.values() if job.open]
         if left and self.failure is None:
             self.metrics.disconnected.inc()
@@ -202,7 +202,7 @@ class EngineLoop:
         return await answer
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, let the running ones finish for so long, then abort the rest."""
+        """Accept no more requests, let the running ones finish for this long, then abort the rest."""
         self.draining = True
         until = time.monotonic() + seconds
         while self.open_streams and time.monotonic() < until and self.alive:
@@ -276,12 +276,12 @@ class EngineLoop:
         except Exception as e:
             log.exception("the engine failed")
             with self._wake:
-                self.failure = e  # from here on nothing is queued any more
+                self.failure = e  # nothing is queued after this
                 lost = {id(stream): stream for stream in self._streams.values()}
             self._outgoing += [(s, Failed("the engine failed; the server's log says why")) for s in lost.values()]
             self._forget(*list(self._streams))
             with contextlib.suppress(Exception):
-                self._take_calls()  # who asks something gets the engine's own answer
+                self._take_calls()  # calls are answered by the engine itself
             self._send()
             self._loop.call_soon_threadsafe(self.on_failure)
 
@@ -324,7 +324,7 @@ class EngineLoop:
             self._forget(request)
 
     def _give_up(self) -> None:
-        """Fail whatever has waited too long to be scheduled."""
+        """Fail requests that have waited too long to be scheduled."""
         if self.limits.first_token is None:
             return
         with self._wake:
@@ -342,7 +342,7 @@ class EngineLoop:
                 self.metrics.finished.labels("timeout").inc()
 
     def _note_started(self) -> None:
-        """Take what has been scheduled out of the queue."""
+        """Remove scheduled requests from the queue."""
         with self._wake:
             for request in [r for r in self._queue.waiting if self.engine.started(r)]:
                 del self._queue.waiting[request]
@@ -377,13 +377,13 @@ class EngineLoop:
                 self._queue.waiting.pop(request, None)
 
     def _send(self) -> None:
-        """Hand what is new to the event loop, all in one call."""
+        """Send all deltas to the event loop in one call."""
         if not self._outgoing:
             return
         parcel, self._outgoing = self._outgoing, []
         try:
             self._loop.call_soon_threadsafe(_deliver, parcel)
-        except RuntimeError:  # the event loop is gone, and all readers with it
+        except RuntimeError:  # the event loop has stopped, and so have all readers
             self._stop = True
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 MAX_SIZE, MAX_DEPTH, KEPT = 64 * 1024, 64, 64
-"""Characters and nesting of what is asked for; compiled grammars kept."""
+"""Limits on the characters and nesting of a constraint, and on the number of compiled grammars kept."""
 SPACE = r"\n? {0,16}"
-"""Between the parts of a JSON text: bounded, as a model in doubt may write blanks for ever."""
+"""Whitespace between the parts of a JSON text: bounded, as an uncertain model may otherwise write blanks forever."""
 
 
 class Matcher:
@@ -43,11 +43,11 @@ class Matcher:
         return cast("Sequence[int]", found)
 
     def accept(self, token: int) -> None:
-        """Move on by one token."""
+        """Advance by one token."""
         self._matcher.consume_token(token)
 
     def fork(self) -> Matcher:
-        """A copy that goes its own way."""
+        """An independent copy."""
         return Matcher(self._matcher.deep_copy(), self._size, self._ends, self.failures)
 
     def fresh(self) -> Matcher:
@@ -56,7 +56,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles what requests ask for over one vocabulary; keeps the last ones compiled."""
+    """Compiles the constraints of requests over one vocabulary; caches the most recent ones."""
 
     def __init__(self, vocabulary: Vocabulary, eos: frozenset[int]) -> None:
         self._vocabulary, self._eos = vocabulary, eos
@@ -94,7 +94,7 @@ class Grammars:
         return self._kept[key].fresh()
 
     def _tokens(self) -> Any:
-        """llguidance's view of the vocabulary, made at first need."""
+        """llguidance's view of the vocabulary, created on first use."""
         if self._tokenizer is None:
             import llguidance
 

@@ -1,4 +1,4 @@
-"""What lies under the routes: errors as the OpenAI API writes them, keys, body sizes, event streams, disconnects."""
+"""Below the routes: errors in the OpenAI API's format, keys, body sizes, event streams, disconnects."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OPEN = frozenset({"/health", "/ready"})
 """Paths that need no key."""
 PING_SECONDS = 15.0
 BODY_SECONDS = 60.0
-"""For the whole of a body to come."""
+"""Seconds for a whole body to arrive."""
 WRITE_SECONDS = 60.0
-"""A client that takes nothing for so long is gone."""
+"""Seconds without reading after which a client counts as gone."""
 
 
 class ClientDisconnected(Exception):
@@ -32,14 +32,14 @@ class ClientDisconnected(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """``{"error": …}`` as the OpenAI API has it."""
+    """``{"error": …}`` in the OpenAI API's format."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Json(JSONResponse):
-    """A JSON answer in ASCII, so that whatever a client sent can be quoted back."""
+    """A JSON response in ASCII, so that anything a client sent can be quoted."""
 
     def render(self, content: Any) -> bytes:
         """The body."""
@@ -50,7 +50,7 @@ def refusal(
     status: int, message: str, param: str | None = None, code: str | None = None, retry_after: float | None = None,
     close: bool = False,
 ) -> Json:  # fmt: skip
-    """An error as an answer. ``close``: the connection too, whatever of the request is still to come."""
+    """An error response. ``close``: also close the connection, even if part of the request is still to arrive."""
     headers = {} if retry_after is None else {"retry-after": str(math.ceil(retry_after))}
     if close:
         headers["connection"] = "close"
@@ -76,7 +76,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], *ends: Cor
 
 
 async def _by(until: float, receive: Receive) -> Message | None:
-    """The next message; None when it has not come by then."""
+    """The next message; None if it has not arrived by then."""
     task = asyncio.ensure_future(receive())
     try:  # asyncio.wait_for would lose cancellations (Python < 3.12)
         await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
@@ -100,10 +100,10 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.chunks = chunks
         self._writing: float | None = None
-        """Since when a write has been waiting for the client."""
+        """Time since which a write has been waiting for the client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the chunks until they end or the client goes."""
+        """Send the chunks until they end or the client disconnects."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         with contextlib.suppress(ClientDisconnected, OSError):
             try:
@@ -112,7 +112,7 @@ class EventStream(Response):
                 await self.chunks.aclose()
 
     async def _stuck(self) -> None:
-        """Until the client has taken nothing for too long."""
+        """Return when the client has read nothing for too long."""
         while self._writing is None or time.monotonic() - self._writing < WRITE_SECONDS:
             await asyncio.sleep(WRITE_SECONDS / 10)
 
@@ -142,7 +142,7 @@ class EventStream(Response):
 
 
 class Keys:
-    """API keys, compared in constant time by their SHA-256; no key at all lets everybody in.
+    """API keys, compared in constant time by their SHA-256; without any key, everyone has access.
 
     Raises :class:`UserError` for a key that is empty: a variable that is not set must not open a server."""
 
@@ -156,7 +156,7 @@ class Keys:
         return bool(self._hashes)
 
     def fits(self, key: bytes) -> bool:
-        """Whether ``key`` is one of them; all are looked at."""
+        """Whether ``key`` is one of them; all are compared."""
         given = hashlib.sha256(key).digest()
         fits = False
         for known in self._hashes:
@@ -165,7 +165,7 @@ class Keys:
 
 
 def bearer(scope: Scope) -> bytes:
-    """The key that a request brings; empty: none."""
+    """The key of a request; empty: none."""
     value = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
     return bytes(value[7:].strip()) if value[:7].lower() == b"bearer " else b""
 
@@ -177,7 +177,7 @@ class Gate:
         self.app, self.keys, self.admin, self.admin_paths, self.max_body = app, keys, admin, admin_paths, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or read the whole body and hand it on."""
+        """Refuse, or read the whole body and pass it on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""What Prometheus reads: the engine's state when asked, and what requests went through."""
+"""Prometheus metrics: the engine's state at the time of the request, and statistics of requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Metrics:
         self.disconnected = counter("requests_disconnected", "Requests whose client went away.")
 
     def watch(self, stats: Callable[[], Stats], queued: Callable[[], tuple[int, int]]) -> None:
-        """Read the engine's state whenever metrics are asked for."""
+        """Read the engine's state whenever metrics are requested."""
         self.registry.register(_State(stats, queued))
 
     def output(self, delta: Delta, first: float, now: float) -> None:
@@ -50,7 +50,7 @@ class Metrics:
             self.per_token.observe((now - first) / (delta.generated - 1))
 
     def request(self, delta: Delta, prompt_tokens: int, seconds: float) -> None:
-        """A request has ended, ``delta`` being its last news."""
+        """A request has ended; ``delta`` is its last delta."""
         self.whole.observe(seconds)
         self.prompt.observe(prompt_tokens)
         self.finished.labels(delta.finish).inc()

@@ -1,4 +1,4 @@
-"""What follows the sequences whose last known token was computed: sampled tokens, with drafts verified on the way."""
+"""The next tokens of sequences whose last known token was computed: sampled, with drafts verified."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NextTokens:
         self.blocks = scheduler.blocks
         self.beams = BeamSearch(sampler, scheduler, outputs)
         self.accepted = 0
-        """Draft tokens that were kept."""
+        """Number of accepted draft tokens."""
 
     def forked(self, seq: Sequence) -> list[Sequence]:
         """The sequence, and at the prompt's end the other outputs that the request wants, which share its blocks."""
@@ -42,7 +42,7 @@ class NextTokens:
         return list(group.sequences)
 
     def choose(self, ready: list[tuple[Sequence, int]], hidden: Tensor) -> None:
-        """What follows sequences, each with its row of ``hidden``; forks have one in common."""
+        """Choose the next tokens of sequences, each with its row of ``hidden``; forks share one."""
         rows = list(dict.fromkeys(row for _, row in ready))
         if not rows:
             return
@@ -64,7 +64,7 @@ class NextTokens:
             self.beams.extend([ready[i][0] for i in beams], logits[beams])
 
     def _sample(self, expanded: list[tuple[Sequence, int]], logits: Tensor, hidden: Tensor) -> None:
-        """Next tokens; where drafts agree with what is chosen, the ones after it too."""
+        """Next tokens; where drafts agree with the sampled ones, also those after them."""
         agreed = {seq: 0 for seq, _ in expanded}
         drafts = {seq: seq.draft for seq, _ in expanded}
         active = expanded
@@ -111,18 +111,18 @@ class NextTokens:
         return dict(zip(wanted, self.sampler.logprobs(raw[fine], [tokens[i] for i in wanted], tops), strict=True))
 
     def _tokens(self, logits: Tensor, active: list[tuple[Sequence, int]], hidden: Tensor) -> list[int]:
-        """What the sampler chooses; where it fails, row by row, so that only the row at fault does: -1."""
+        """The sampled tokens; if sampling fails, it is repeated row by row, so that only the faulty row gets -1."""
         try:
             return self.sampler(logits, [seq for seq, _ in active])
         except Exception as e:
             if len(active) == 1:
                 self.outputs.fail(active[0][0], f"{type(e).__name__}: {e}")
                 return [-1]
-        # Rows may have been changed already, and are taken anew.
+        # Rows may have been changed already, so they are computed again.
         return [self._tokens(self.runner.logits(hidden[[row]]), [(seq, row)], hidden)[0] for seq, row in active]
 
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> bool:
-        """One more token → whether it is the last."""
+        """Append one token → whether it is the last."""
         s = seq.group.request.sampling
         seq.tokens.append(token)
         seq.counts[token] = seq.counts.get(token, 0) + 1

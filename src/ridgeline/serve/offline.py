@@ -28,9 +28,9 @@ class Prompt:
 
 
 def read_prompts(file: Path, template: Template | None) -> list[Prompt]:
-    """Prompts of a JSON-lines file: ``prompt`` or ``messages``, with ``id`` and ``max_tokens`` if they like.
+    """Prompts of a JSON-lines file: ``prompt`` or ``messages``, with optional ``id`` and ``max_tokens``.
 
-    Without an id, a record is known by its number from 1. Raises :class:`UserError` naming the bad line.
+    Without an id, a record is identified by its number, from 1. Raises :class:`UserError` naming the bad line.
     """
     found: list[Prompt] = []
     for number, (place, record) in enumerate(records(file), 1):
@@ -84,8 +84,8 @@ def generate(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Results in the order in which they end; ``sampling`` makes the settings for a prompt's own ``max_tokens``.
 
-    At most ``ahead`` prompts are with the engine at once. A prompt that cannot be served gets a result with ``error``.
-    ``fresh``: called with each piece of text as it comes; ``before_step`` before every step of the engine.
+    At most ``ahead`` prompts are in the engine at once. A prompt that cannot be served gets a result with ``error``.
+    ``fresh``: called with each piece of text as it is generated; ``before_step`` before every step of the engine.
     """
     left = deque(prompts)
     jobs: dict[str, tuple[Prompt, ServeJob, dict[int, Delta]]] = {}

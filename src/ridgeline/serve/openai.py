@@ -1,4 +1,4 @@
-"""What clients may send: the OpenAI API's bodies, with vLLM's extensions. Nothing is ignored silently.
+"""Request bodies: those of the OpenAI API, with vLLM's extensions. Nothing is ignored silently.
 
 A field that is not here is refused by name, and so is one whose value cannot have its effect.
 """
@@ -27,9 +27,9 @@ from ridgeline.serve.grammar import Grammars, Kind
 from ridgeline.serve.request import TOO_LONG, Grammar, Invalid, Sampling
 
 MAX_PROMPTS = 256
-"""Prompts in one body."""
+"""Largest number of prompts in one body."""
 MAX_BIASES, MAX_STOP_IDS = 16384, 1024
-"""Bounds on what is looked at again for every token."""
+"""Limits on options that are evaluated for every token."""
 UNKNOWN = "unknown_field"
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -114,7 +114,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Whether a last chunk (or each) tells how many tokens were used."""
+    """Whether a last chunk (or each) contains the token usage."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -137,7 +137,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of: a JSON schema, a regular expression, texts to choose from, a Lark grammar."""
+    """One of: a JSON schema, a regular expression, a list of choices, a Lark grammar."""
 
     json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
     regex: Text | None = None
@@ -146,7 +146,7 @@ class StructuredOutputs(Body):
 
 
 class Sampled(Body):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
     model: Text | None = None
     temperature: float | None = None
@@ -235,7 +235,7 @@ class Sampled(Body):
         return {"beam_width": "n" if self.best_of is None else "best_of"}.get(param, param)
 
     def grammar(self, grammars: Grammars) -> Grammar | None:
-        """The structure that is asked for, compiled. Raises :class:`Invalid`."""
+        """The requested constraint, compiled. Raises :class:`Invalid`."""
         structures: list[tuple[Kind, Any, str]] = []
         if self.response_format is not None and self.response_format.type != "text":
             form = self.response_format

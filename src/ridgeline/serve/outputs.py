@@ -1,4 +1,4 @@
-"""The outputs of the requests under way: their events, and how each ends."""
+"""The outputs of running requests: their events, and how each ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outputs:
         return events
 
     def abort(self, request_id: str) -> bool:
-        """Cancel a request; its blocks are free at once, and the next step tells of the end. False: it is unknown."""
+        """Cancel a request; its blocks are free at once, and the next step reports its end. False: it is unknown."""
         group = self.groups.pop(request_id, None)
         if group is None:
             return False
@@ -35,7 +35,7 @@ class Outputs:
         return True
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one output quietly: whoever reads the text found that it is complete."""
+        """End one output without an event: its reader has found that the text is complete."""
         group = self.groups.get(request_id)
         for seq in group.sequences if group else []:
             if seq.index == index:

@@ -1,4 +1,4 @@
-"""What is asked of prompts beside a next token: embeddings, classes, and log-probabilities of the prompt itself."""
+"""Outputs of prompts other than a next token: embeddings, classes, and log-probabilities of the prompt itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
 
 
 def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Sampler, rows_at_once: int) -> None:
-    """Log-probabilities of prompt tokens from ``hidden`` [tokens, hidden] of this step, where they are asked for."""
+    """Log-probabilities of prompt tokens from ``hidden`` [tokens, hidden] of this step, where they are requested."""
     group, prompt = seq.group, seq.group.request.prompt
     start, known = seq.n_computed, len(group.prompt_logprobs)
     tops = group.request.sampling.prompt_logprobs
@@ -42,7 +42,7 @@ def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Samp
 
 
 def end_pooled(seq: Sequence, outputs: Outputs) -> None:
-    """Tell the embedding (the mean) or the class logits of a prompt that is computed, and end its request."""
+    """Return the embedding (the mean) or the class logits of a computed prompt, and end its request."""
     group = seq.group
     assert group.hidden is not None
     found = group.hidden if group.request.classify else [v / len(seq.tokens) for v in group.hidden]

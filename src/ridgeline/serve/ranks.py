@@ -1,8 +1,8 @@
 """A model divided over processes: rank 0 schedules and samples, the others do the same steps on their part.
 
 Tensor-parallel ranks hold parts of every layer and sum twice in each (Megatron-LM, arXiv:1909.08053); pipeline stages
-hold some of the layers and hand the rows on. Embedding and head lie whole on rank 0's stage. Each step is told as plain
-numbers; a rank that dies takes the engine with it, and says so.
+hold some of the layers and hand the rows on. Rank 0's stage has the whole embedding and head. Each step is sent as
+plain numbers; if a rank dies, the engine stops with an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ START = timedelta(minutes=10)
 
 
 class RankLost(RuntimeError):
-    """The ranks no longer agree on what is done: nothing can be served."""
+    """The ranks are out of sync: nothing can be served."""
 
 
 class RankedRunner(Runner):
@@ -61,14 +61,14 @@ class RankedRunner(Runner):
             dist.broadcast_object_list([step], group=self.control)
             return self.execute(step)
         except Exception as e:
-            # Whatever it was, the ranks are at different places now.
+            # Whatever it was, the ranks are out of sync now.
             time.sleep(0.2)
             dead = [i + 1 for i, f in enumerate(self.followers) if f.poll() is not None]
             who = f"rank {dead[0]} died" if dead else f"{type(e).__name__}: {e}"
             raise RankLost(f"a step failed on {dist.get_world_size()} ranks: {who}") from e
 
     def follow(self) -> None:
-        """Do what rank 0 says until it says no more."""
+        """Run the steps that rank 0 sends until it stops."""
         while True:
             message: list[PackedStep | None] = [None]
             dist.broadcast_object_list(message, group=self.control)
@@ -77,9 +77,9 @@ class RankedRunner(Runner):
             self.execute(message[0])
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """Stop the other ranks."""
         if dist.get_rank() == 0:
-            with contextlib.suppress(RuntimeError):  # they are gone
+            with contextlib.suppress(RuntimeError):  # they have exited
                 dist.broadcast_object_list([None], group=self.control)
             for f in self.followers:
                 try:
@@ -88,7 +88,7 @@ class RankedRunner(Runner):
                     f.kill()
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
-        """Through all stages, one after the other, and back to rank 0; elsewhere what comes out is of no use."""
+        """Through all stages, one after the other, and back to rank 0; on other ranks the result is meaningless."""
         rank = dist.get_rank()
         if self.stage == 0:
             x = self.embed(ids, at)
@@ -139,10 +139,10 @@ def join(meet: Path, rank: int, ranks: int) -> torch.device:
 
 
 def follow(make: Callable[[Experiment, torch.device], RankedRunner], path: str, meet: str, rank: str) -> None:
-    """The life of a rank that is not the first."""
+    """The main function of ranks other than the first."""
     e = Experiment.model_validate_json(Path(path).read_text(encoding="utf-8"))
     device = join(Path(meet), int(rank), e.world)
-    with contextlib.suppress(RuntimeError):  # rank 0 has gone, and says why if anybody does
+    with contextlib.suppress(RuntimeError):  # rank 0 has exited, and reports the reason
         make(e, device).follow()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Answers and chunks as the OpenAI API writes them."""
+"""Responses and chunks in the OpenAI API's format."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Writer:
         """Log-probabilities of prompts, which come with their first output."""
 
     def usage(self) -> dict[str, Any]:
-        """So far."""
+        """Token usage so far."""
         generated = 0 if self.prepared.silent else sum(self._generated.values())
         return usage(self.prepared, generated, sum(self._cached.values()))
 
     def choice(self, delta: Delta) -> Choice:
-        """A whole output."""
+        """A complete output."""
         index = self._count(delta)
         if self.chat:
             message = {"role": "assistant", "content": delta.text, "refusal": None}
@@ -217,7 +217,7 @@ async def classes(prepared: PreparedRequest, stream: OutputStream, service: Serv
 
 
 async def _vectors(stream: OutputStream) -> list[tuple[int, list[float]]]:
-    """What was read off each input, in order. Raises :class:`Failed`."""
+    """The vectors of all inputs, in order. Raises :class:`Failed`."""
     found: dict[int, list[float]] = {}
     async for delta in stream:
         if delta.finish == "error" or (delta.finish and delta.embedding is None):

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it says back. Token ids only; text is :mod:`ridgeline.serve.detokenize`'s."""
+"""Requests to the engine, and its events. Token ids only; text is :mod:`ridgeline.serve.detokenize`'s."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Finish = Literal["stop", "length", "abort", "error"]
 
 
 class Invalid(UserError):
-    """A request that cannot be served as it is written. ``param`` names the field, ``code`` the kind of mistake where
-    clients know it by one."""
+    """A request that cannot be served as written. ``param`` names the field, ``code`` the kind of error, where the API
+    has one."""
 
     def __init__(self, param: str, why: str, fix: str, code: str | None = None) -> None:
         super().__init__(f"{param}: {why}", fix)
@@ -30,7 +30,7 @@ GREEDY_BELOW = 1e-5
 
 
 class Busy(UserError):
-    """The queue is full, or the engine is going down. ``retry_after``: seconds after which to ask again."""
+    """The queue is full, or the engine is shutting down. ``retry_after``: seconds after which to retry."""
 
     def __init__(self, why: str, retry_after: float) -> None:
         super().__init__(why, f"ask again in {retry_after:.0f} s")
@@ -38,26 +38,26 @@ class Busy(UserError):
 
 
 class Watch(Protocol):
-    """The text of an output as its tokens come. One object per sequence."""
+    """Watches the text of an output for stop strings. One object per sequence."""
 
     stop: str | None
     """The stop string that has ended it."""
 
     def push(self, token: int) -> object:
-        """Take in one more token. Not called once ``stop`` is set."""
+        """Add one more token. Not called once ``stop`` is set."""
 
 
 class Grammar(Protocol):
-    """What an output must match, as a machine over tokens. One object per sequence."""
+    """A constraint on an output, as an automaton over tokens. One object per sequence."""
 
     def allowed(self) -> Sequence[int] | None:
         """Token ids that may come next (the end token among them where it may end); None: any."""
 
     def accept(self, token: int) -> None:
-        """Move on by one token."""
+        """Advance by one token."""
 
     def fork(self) -> Grammar:
-        """A copy that goes its own way."""
+        """An independent copy."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Sampling:
     n: int = 1
     """Outputs to return."""
     best_of: int | None = None
-    """Outputs to make, of which the ``n`` of highest mean log-probability are returned; None: ``n``."""
+    """Outputs to generate, of which the ``n`` of highest mean log-probability are returned; None: ``n``."""
     beam_width: int = 0
     """Number of beams, of which ``n`` are returned; 0: sample."""
     length_penalty: float = 1.0
@@ -100,12 +100,12 @@ class Sampling:
 
     @property
     def sequences(self) -> int:
-        """Sequences that are made of a prompt: beams, or outputs."""
+        """Number of sequences generated from a prompt: beams, or outputs."""
         return self.beam_width or (self.n if self.best_of is None else self.best_of)
 
     @property
     def ranked(self) -> bool:
-        """Whether outputs are told of only when all have ended."""
+        """Whether outputs are reported only when all have ended."""
         return self.beam_width > 0 or (self.best_of is not None and self.best_of > self.n)
 
     @property
@@ -163,7 +163,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt and what is wanted of it."""
+    """One prompt and its options."""
 
     id: str
     prompt: Sequence[int]
@@ -173,7 +173,7 @@ class EngineRequest:
     salt: bytes = b""
     """Prompts share cached blocks only with prompts of the same salt."""
     priority: int = 0
-    """Of those that wait, lower goes first."""
+    """Of waiting requests, lower values go first."""
     embed: bool = False
     """Return the prompt's mean hidden state instead of generating."""
     classify: bool = False
@@ -221,9 +221,9 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class OutputEvent:
-    """News of one output of a request: tokens that are new, and how it ended if it did.
+    """An update of one output of a request: its new tokens, and how it ended if it did.
 
-    Outputs that are ranked against others (``best_of``, beams) are told of once, whole, at their end.
+    Outputs that are ranked against others (``best_of``, beams) are reported once, complete, at their end.
     """
 
     request: str
@@ -231,10 +231,10 @@ class OutputEvent:
     """Which of the request's outputs, 0 to n - 1."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
-    """As many as ``tokens``, where they were asked for."""
+    """As many as ``tokens``, where they were requested."""
     finish: Finish | None = None
     stop_token: int | None = None
-    """The token of ``stop_token_ids`` that ended it (the end-of-sequence token is told by None)."""
+    """The token of ``stop_token_ids`` that ended it (None for the end-of-sequence token)."""
     stop_string: str | None = None
     """The stop string that ended it, where the engine itself watched the text."""
     error: str = ""
@@ -242,7 +242,7 @@ class OutputEvent:
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache; on an output's last event."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """On the first event of output 0, where they were asked for."""
+    """On the first event of output 0, where they were requested."""
     embedding: list[float] | None = None
     """With ``embed``: the mean hidden state [H], or with ``classify`` the logits [labels]."""
     score: float | None = None
@@ -260,7 +260,7 @@ class Stats:
     blocks_used: int
     """Blocks that sequences hold."""
     blocks_cached: int
-    """Blocks that nobody holds, kept for their contents."""
+    """Blocks that no sequence holds, kept for their contents."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that were not computed, having been found in the cache."""

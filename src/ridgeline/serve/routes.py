@@ -28,7 +28,7 @@ from ridgeline.serve.service import PreparedRequest, Service
 
 T = TypeVar("T")
 Reply = Callable[[PreparedRequest, OutputStream], Any]
-"""Makes the answer of what the engine gives: whole, or as a stream."""
+"""Builds the response from the engine's output: complete, or as a stream."""
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
     "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
@@ -53,7 +53,7 @@ async def answer(
     loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
     finish: Reply, stream: Reply | None = None,
 ) -> Response:  # fmt: skip
-    """Prepare beside the event loop, submit, and answer whole or as a stream; aborted when the client disconnects."""
+    """Prepare off the event loop, submit, respond completely or as a stream; aborted when the client disconnects."""
 
     async def work() -> tuple[PreparedRequest, OutputStream]:
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
@@ -122,11 +122,11 @@ def generation_routes(app: FastAPI, service: Service) -> None:
 
 
 def model_routes(app: FastAPI, service: Service) -> None:
-    """What is served: the model and its adapters."""
+    """The served models: the base model and its adapters."""
 
     @app.get("/v1/models", responses=_REFUSALS)
     async def models() -> Response:
-        """What is served: the model and its adapters."""
+        """The served models: the base model and its adapters."""
         return Json({"object": "list", "data": service.models()})
 
     @app.get("/v1/models/{name:path}", responses=_REFUSALS)
@@ -143,7 +143,7 @@ def model_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(UNLOAD_ADAPTER, responses=_REFUSALS)
     async def unload_adapter(body: UnloadAdapter, request: Request) -> Response:
-        """Serve an adapter no more."""
+        """Unload an adapter."""
         await service.unload(body.lora_name)
         return Json({"unloaded": body.lora_name})
 
@@ -186,7 +186,7 @@ def state_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready", responses=_REFUSALS)
     async def ready() -> Response:
-        """Whether new requests are taken."""
+        """Whether new requests are accepted."""
         return Json({"status": "ready"}) if loop.ready else refusal(503, "not taking requests", retry_after=5.0)
 
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)

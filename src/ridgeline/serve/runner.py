@@ -1,4 +1,4 @@
-"""The packed forward pass: one row of tokens, whoever they belong to (ByteTransformer's packing, arXiv:2210.03052)."""
+"""The packed forward pass: one row with the tokens of all sequences (ByteTransformer's packing, arXiv:2210.03052)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NO_MASK = Mask(None, False)
 
 @dataclass
 class PackedStep:
-    """One packed pass as plain numbers, which may travel to other processes."""
+    """One packed pass as plain numbers, which can be sent to other processes."""
 
     copies: list[Copy]
-    """Blocks to copy before."""
+    """Blocks to copy first."""
     ids: list[int] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     """Position of each token in its sequence."""
     slots: list[int] = field(default_factory=list)
-    """Where its keys and values go."""
+    """Slots for its keys and values."""
     pieces: list[Piece] = field(default_factory=list)
 
 
@@ -82,7 +82,7 @@ class Runner:
         return step
 
     def rows(self, batch: list[tuple[Sequence, int]]) -> list[int]:
-        """Rows that each sequence of a step takes."""
+        """Number of rows of each sequence in a step."""
         counts = [n for _, n in batch]
         return [max(counts)] * len(counts) if self.padded else counts
 
@@ -127,7 +127,7 @@ class Runner:
         return x
 
     def layers(self, x: Tensor, at: Tensor) -> Tensor:
-        """The layers that are here, [1, T, H] → [1, T, H]."""
+        """The layers on this rank, [1, T, H] → [1, T, H]."""
         rope = None if self._tables is None else (self._tables[0][at], self._tables[1][at])
         for name, block in self.model.layers.items():
             x = block(x, NO_MASK, rope, self.cache[name])
@@ -140,7 +140,7 @@ class Runner:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the head makes of rows [R, H]: [R, V], in fp32 or wider."""
+        """Logits of rows [R, H]: [R, V], in fp32 or fp64."""
         assert self.model.head is not None
         out: Tensor = self.model.head(hidden)
         return out if out.dtype in (torch.float32, torch.float64) else out.float()

@@ -19,7 +19,7 @@ from ridgeline.serve.sequence import Sequence
 
 Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 CANDIDATES = 256
-"""Likeliest tokens that a nucleus is looked for in before the whole row is sorted."""
+"""Number of likeliest tokens in which the nucleus is searched before the whole row is sorted."""
 
 
 def plain_search(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -60,12 +60,12 @@ class Sampler:
         return chosen
 
     def adjust(self, logits: Tensor, seqs: list[Sequence]) -> None:
-        """Change rows of logits [R, V] as their requests say, in place."""
+        """Apply penalties, biases and constraints of the requests to rows of logits [R, V], in place."""
         for row, seq in zip(logits, seqs, strict=True):
             self._adjust(row, seq)
 
     def _adjust(self, row: Tensor, seq: Sequence) -> None:
-        """Change one row of logits [V] as its request says, in place."""
+        """Apply those of its request to one row of logits [V], in place."""
         s = seq.group.request.sampling
         if s.repetition_penalty != 1.0:
             occurred = torch.tensor(sorted(set(seq.tokens)), device=row.device)

@@ -1,4 +1,4 @@
-"""What each step computes: ``n_computed`` chases ``total``, and nothing else (Orca, OSDI 2022; vLLM's V1 scheduler).
+"""The scheduler: each step advances ``n_computed`` towards ``total``, and nothing else (Orca, OSDI 2022; vLLM's V1).
 
 There are no phases. A sequence that lacks one token decodes, one that lacks many prefills; both are rows of one packed
 batch under a token budget. Running sequences go first, in the order of their admission and those that lack one token
@@ -20,7 +20,7 @@ from ridgeline.spec.scheduling import Limits
 
 @dataclass
 class StepBatch:
-    """One step: how many tokens of which sequences, and the blocks to copy before."""
+    """One step: how many tokens of which sequences, and the blocks to copy first."""
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
@@ -28,7 +28,7 @@ class StepBatch:
 
 
 Order = Callable[[deque[Sequence]], int]
-"""A policy: puts the queue in the order in which it should be served, and says how many of its front may join now."""
+"""A policy: puts the queue in serving order, and returns how many from its front may join now."""
 
 
 class Scheduler:
@@ -51,14 +51,14 @@ class Scheduler:
         self.waiting.insert(at, seq)
 
     def _again(self, seq: Sequence) -> None:
-        """Put a sequence that ran already into the queue, before those of its priority."""
+        """Put a preempted sequence into the queue, before those of its priority."""
         at, own = 0, seq.group.request.priority
         while at < len(self.waiting) and self.waiting[at].group.request.priority < own:
             at += 1
         self.waiting.insert(at, seq)
 
     def run(self, seq: Sequence, beside: Sequence) -> None:
-        """Let a fork run, in the place behind the one that it was forked from."""
+        """Add a fork to the running sequences, behind the one that it was forked from."""
         seq.admitted = beside.admitted
         at = self.running.index(beside) + 1 if beside in self.running else 0
         if beside not in self.running:
@@ -79,8 +79,8 @@ class Scheduler:
         """The next step."""
         batch, lim = StepBatch(), self.limits
         unfinished = [s for s in self.running if s.total > s.n_computed]
-        joins = lim.continuous or not unfinished  # beams that wait for others of their search hold up nobody
-        # Decodes first: a prompt must not delay the next token of those that already stream.
+        joins = lim.continuous or not unfinished  # beams that wait for others of their search do not block others
+        # Decodes first: a prompt must not delay the next tokens of running sequences.
         for seq in sorted(unfinished, key=lambda s: s.total - s.n_computed > 1 + len(s.draft)):
             if seq.admitted < 0:  # preempted meanwhile
                 continue
@@ -95,7 +95,7 @@ class Scheduler:
         return batch
 
     def _left(self, batch: StepBatch) -> int:
-        """Tokens that one more sequence may bring."""
+        """Number of tokens that one more sequence may add."""
         most, counts = self.limits.max_num_batched_tokens, batch.tokens.values()
         if not self.limits.padded:
             return most - sum(counts)
@@ -117,7 +117,7 @@ class Scheduler:
         return missing if alone else 0
 
     def _room(self, seq: Sequence, n: int, batch: StepBatch) -> bool:
-        """Blocks for the next ``n`` tokens of a running sequence, at the cost of those admitted last if need be."""
+        """Blocks for the next ``n`` tokens of a running sequence, preempting those admitted last if necessary."""
         while (copies := self._grow(seq, n)) is None:
             victim = max(reversed(self.running), key=lambda s: s.group.request.priority)
             if victim is seq:
@@ -147,7 +147,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _idle(self) -> Sequence | None:
-        """The last beam that only waits for others of its search: computing it again is better than a standstill."""
+        """The last beam that only waits for others of its search: recomputing it is better than a deadlock."""
         return next((s for s in reversed(self.running) if s.total == s.n_computed), None)
 
     def _admit(self, batch: StepBatch) -> None:
@@ -181,11 +181,11 @@ class Scheduler:
             batch.copies += copies
 
     def _fits(self, seq: Sequence) -> bool:
-        """Whether the pool has room for all of what is known of a sequence, so that its prompt is not begun in vain."""
+        """Whether the pool has room for all known tokens of a sequence, so that its prompt is not started in vain."""
         return self.blocks.needed(seq.total) - len(seq.blocks) <= self.blocks.free or not self.running
 
 
 def _reads(seq: Sequence) -> bool:
-    """Whether something is wanted of every token of the prompt, so that none may be taken from the cache."""
+    """Whether every token of the prompt has an output, so that none may come from the cache."""
     request = seq.group.request
     return request.embed or request.sampling.prompt_logprobs is not None

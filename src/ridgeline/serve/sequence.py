@@ -1,4 +1,4 @@
-"""One row of work, and the request that it is part of: state without behavior."""
+"""A sequence, and the request that it is part of: state without behavior."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Sequence:
     group: SequenceGroup
     index: int
     tokens: list[int]
-    """The prompt and everything made so far."""
+    """The prompt and all generated tokens."""
     n_computed: int = 0
-    """Tokens whose keys and values are valid; the scheduler only ever makes this chase ``total``."""
+    """Tokens whose keys and values are valid; the scheduler only advances it towards ``total``."""
     draft: list[int] = field(default_factory=list)
     """Tokens that a drafter proposes behind ``tokens``; they are computed with them, and kept as far as they agree."""
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     """Chained hashes of the leading full blocks, as far as they are known."""
     committed: int = 0
-    """Leading blocks that have been offered for sharing."""
+    """Number of leading blocks that are shared."""
     rng: random.Random = field(default_factory=random.Random)
     counts: dict[int, int] = field(default_factory=dict)
     """How often each generated token occurs."""
@@ -38,9 +38,9 @@ class Sequence:
     logprob: float = 0.0
     """Sum of the log-probabilities of the generated tokens, where the request ranks its outputs."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of generated tokens that have not been told of."""
+    """Log-probabilities of generated tokens that have not been reported."""
     emitted: int = 0
-    """Generated tokens that events have told of."""
+    """Number of generated tokens that have been reported."""
     finish: Finish | None = None
     stop_token: int | None = None
     error: str = ""
@@ -49,12 +49,12 @@ class Sequence:
 
     @property
     def total(self) -> int:
-        """Tokens that are to be computed."""
+        """Number of tokens to compute."""
         return len(self.tokens) + len(self.draft)
 
     @property
     def generated(self) -> int:
-        """Tokens made so far."""
+        """Number of generated tokens."""
         return len(self.tokens) - len(self.group.request.prompt)
 
     @property
@@ -70,12 +70,12 @@ class SequenceGroup:
     request: EngineRequest
     seed: int
     sequences: list[Sequence] = field(default_factory=list)
-    """Those that are alive: one until the prompt is computed, then as many as the request asks for."""
+    """The running sequences: one until the prompt is computed, then as many as requested."""
     done: list[Sequence] = field(default_factory=list)
-    """Outputs that ended, where they are ranked before they are told of."""
+    """Ended outputs, where they are ranked before they are reported."""
     beams: Beams | None = None
     scope: bytes = b""
-    """What else than its tokens the contents of a cache block depend on: salt, adapter and its version."""
+    """What the contents of a cache block depend on besides its tokens: salt, adapter and its version."""
     cached_tokens: int = -1
     """Prompt tokens found in the cache when it first started; -1: it has not."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -84,5 +84,5 @@ class SequenceGroup:
 
     @property
     def ranked(self) -> bool:
-        """Whether its outputs are told of only when all have ended."""
+        """Whether its outputs are reported only when all have ended."""
         return self.request.sampling.ranked

@@ -1,4 +1,4 @@
-"""The server as a process: it starts, says where it listens, drains on the first signal and stops on the second."""
+"""The server process: it starts, reports its address, drains on the first signal and stops on the second."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _M_ARENA_MAX = -8  # malloc.h
 _LAST_BYTES = 5
-"""Seconds for the last answers to leave once everything has ended."""
+"""Seconds to send the last responses once everything has ended."""
 
 
 def make_service(
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         loop.on_failure = self._failed
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and print the address."""
         await super().startup(sockets)
         self._running = asyncio.get_running_loop()
         for server in self.servers:
@@ -94,14 +94,14 @@ class Server(uvicorn.Server):
 
     def _failed(self) -> None:
         self.say("the engine failed: the server ends")
-        self._running.call_later(0.5, setattr, self, "should_exit", True)  # first the answers that say so
+        self._running.call_later(0.5, setattr, self, "should_exit", True)  # first send the responses that report it
 
 
 def serve(
     app: FastAPI, loop: EngineLoop, host: str, port: int, drain: float, say: Callable[[str], None],
     connections: int | None = None,
 ) -> bool:  # fmt: skip
-    """Serve until told to stop → whether the engine was well to the end. Raises :class:`UserError` for a taken port."""
+    """Serve until stopped → whether the engine was healthy to the end. Raises :class:`UserError` for a taken port."""
     try:
         with socket.create_server((host, port), family=_family(host), reuse_port=False):
             pass
@@ -119,7 +119,7 @@ def serve(
 def _one_heap() -> None:
     """Have all threads share one malloc arena. A request goes through several threads, and with an arena for each the
     holes that glibc leaves add up, by some 0.4 KB a request."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 

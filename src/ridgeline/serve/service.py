@@ -1,4 +1,4 @@
-"""From what clients ask to the engine's requests: models by name, prompts as tokens, templates, salts."""
+"""Translates clients' requests into the engine's: models by name, prompts as tokens, templates, salts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NoModel(UserError):
 
 @dataclass
 class PreparedRequest:
-    """What a body asks for, ready for the engine."""
+    """A parsed request, ready for the engine."""
 
     id: str
     model: str
@@ -44,7 +44,7 @@ class PreparedRequest:
     texts: list[str] = field(default_factory=list)
     """The prompts as text, where they are echoed."""
     silent: bool = False
-    """``max_tokens`` is 0: only the prompt was asked about."""
+    """``max_tokens`` is 0: only the prompt's log-probabilities are requested."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -55,11 +55,11 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a classifier's logits stand for."""
+    """The labels of a classifier."""
 
     names: tuple[str, ...]
     apart: bool
-    """Whether each class is a yes or no by itself (sigmoid); otherwise one of them is true (softmax)."""
+    """Whether classes are independent (sigmoid) instead of exclusive (softmax)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], count: int) -> Labels:
@@ -116,7 +116,7 @@ class Service:
         return [entry(self.name, self.name, None), *(entry(n, p, self.name) for n, p in self.adapters.items())]
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """What clients have to know to write prompts without the tokenizer's files; None: there is none of it."""
+        """What clients need to render prompts without the tokenizer's files; None if it is unknown."""
         named = {name: self.special.get(name) or None for name in ("bos_token", "eos_token", "pad_token")}
         ends = sorted(self.loop.engine.eos)
         if named["eos_token"] is None and ends:
@@ -142,17 +142,17 @@ class Service:
         self.adapters[name] = path
 
     async def unload(self, name: str) -> None:
-        """Serve adapter ``name`` no more; requests that use it end first. Raises :class:`NoModel`."""
+        """Unload adapter ``name`` once the requests that use it have ended. Raises :class:`NoModel`."""
         if name not in self.adapters:
             raise NoModel(f"no adapter {name!r} is loaded", "see /v1/models")
-        path = self.adapters.pop(name)  # no new requests from here on
+        path = self.adapters.pop(name)  # no new requests after this
         try:
             await self.loop.ask(lambda engine: engine.unload_adapter(name))
         except UserError:
             self.adapters[name] = path
             raise
 
-    # Everything below may take long for long prompts, and runs beside the event loop.
+    # Everything below may take long for long prompts, and runs off the event loop.
 
     def completion(self, body: Completion, key: bytes) -> PreparedRequest:
         """The jobs of a completion. Raises :class:`Invalid`."""
@@ -205,7 +205,7 @@ class Service:
         return self._read("classify", body, _salt(key, None), True)
 
     def _read(self, kind: str, body: EmbeddingRequest | Classification, salt: bytes, classify: bool) -> PreparedRequest:
-        """The jobs of prompts that are read, and not continued."""
+        """The jobs of prompts that are pooled, not continued."""
         adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
         prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
         jobs = [
@@ -227,7 +227,7 @@ class Service:
         return self._encode(body.prompt or "", "prompt", body.add_special_tokens)
 
     def conversation(self, messages: Sequence[Message], prompt: bool) -> list[int]:
-        """A conversation as the checkpoint's template writes it. Raises :class:`Invalid`."""
+        """A conversation rendered by the checkpoint's template. Raises :class:`Invalid`."""
         if self.template is None:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
@@ -290,7 +290,7 @@ class Service:
 
 
 def _salt(key: bytes, own: str | None) -> bytes:
-    """Clients share cached prompts only with themselves; without keys, all do. ``own`` narrows it further."""
+    """Clients share cached prompts only with themselves; without keys, all share. ``own`` narrows it further."""
     if not key and own is None:
         return b""
     return hashlib.sha256(hashlib.sha256(key).digest() + (own or "").encode()).digest()

@@ -97,7 +97,7 @@ class Link(BaseModel):
 
 
 class Host(BaseModel):
-    """The server that devices stand in: what offloaded tensors fill, and what updates them."""
+    """The server of the devices: the memory for offloaded tensors, and the cores that update them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""A user's mistake, as one readable message: what was asked, why it cannot be, and what would work."""
+"""A user's mistake, as one readable message: what was requested, why it is impossible, and what would work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 class UserError(Exception):
     """A mistake in the user's input. The command line prints it without a traceback and exits with code 2.
 
-    ``what`` states the problem (naming the offending value and where it stands); ``fix`` says what would work.
+    ``what`` states the problem (naming the offending value and where it is); ``fix`` says what would work.
     """
 
     def __init__(self, what: str, fix: str = "") -> None:

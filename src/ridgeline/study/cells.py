@@ -1,4 +1,4 @@
-"""From a place on the axes to an experiment."""
+"""From a point on the axes to an experiment."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ridgeline.study.file import OWN, StudyFile, TableFile
 from ridgeline.techniques.registry import registry
 
 RANK = 16
-"""Of adapters at most, on a small model."""
+"""Largest rank of adapters on a small model."""
 LARGEST = 4096
-"""Sequences per device beyond which the largest batch is not looked for."""
+"""Largest number of sequences per device that is tried for the largest batch."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Scale:
 
 
 def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], scale: Scale | None = None) -> Experiment:
-    """The settled experiment of a cell. Raises :class:`UserError` for one that cannot be."""
+    """The settled experiment of a cell. Raises :class:`UserError` for one that is refused."""
     if "system" in place:
         return _system(str(place["system"]))
     work = {"kind": "pretrain", **table.workload, **{k: v for k, v in place.items() if k not in OWN}}
@@ -82,7 +82,7 @@ def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], sc
 
 
 def _with_examples(plan: list[str]) -> list[str]:
-    """Techniques that cannot be at their defaults, at their example options."""
+    """Techniques that need options, with their example options."""
     known = registry()
 
     def call(text: str) -> str:

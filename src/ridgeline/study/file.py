@@ -102,11 +102,11 @@ class FindingFile(_Table):
     low: float | None = None
     high: float | None = None
     note: str = ""
-    """Why it comes out as it does, where it disagrees."""
+    """Why the value comes out as it does, where it disagrees."""
 
 
 class StudyFile(_Table):
-    """A study as its file has it."""
+    """A study as written in its file."""
 
     name: str
     title: str = ""
@@ -118,7 +118,7 @@ class StudyFile(_Table):
     findings: list[FindingFile] = []
 
     def cells(self, table: TableFile) -> Iterator[dict[str, Axis]]:
-        """The places of a table's cells on its axes."""
+        """The points of a table's cells on its axes."""
         axes = {name: self._values(table, name, values) for name, values in table.axes.items()}
         for place in itertools.product(*axes.values()):
             yield dict(zip(axes, place, strict=True))

@@ -52,7 +52,7 @@ def run_study(
     called: str = "",
 ) -> Study:  # fmt: skip
     """Predict all cells; with a ``scale`` predict and measure them on this machine at that scale instead. Cells that
-    were measured before are taken from ``folder``. A cell that cannot be is a result with its reason."""
+    were measured before are taken from ``folder``. A cell that is refused is a result with its reason."""
     start = time.perf_counter()
     todo = [Place(table, axes) for table in study.tables for axes in study.cells(table)]
     cells = _predicted(study, todo, workers, scale, done)
@@ -73,7 +73,7 @@ def key(study: StudyFile, scale: Scale | None) -> str:
 
 
 def count(study: StudyFile) -> int:
-    """How many cells it has."""
+    """Number of cells."""
     return sum(1 for table in study.tables for _ in study.cells(table))
 
 
@@ -119,7 +119,7 @@ def _predicted(
 
 
 def predicted_cell(study: StudyFile, place: Place, scale: Scale | None = None) -> StudyCell:
-    """The prediction of one cell, or why there is none."""
+    """The prediction of one cell, or the reason why there is none."""
     cell = StudyCell(table=place.table.name, axes=place.axes, claim=_claim(place) if place.table.claims else "")
     if place.table.operator is not None:
         return _operator_cell(study, place, cell, scale)

@@ -1,1 +1,1 @@
-"""The local web app: the command line's second face. It asks the library and shows what it answers."""
+"""The local web app: a browser interface to the same library functions as the command line."""

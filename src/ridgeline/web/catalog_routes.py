@@ -1,4 +1,4 @@
-"""What there is to choose from: models, devices, techniques, systems."""
+"""The catalog: models, devices, techniques, systems."""
 
 from __future__ import annotations
 

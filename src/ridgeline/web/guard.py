@@ -1,7 +1,7 @@
-"""Who may talk to the web app: this machine's own browser pages, or whoever has the token.
+"""Access control of the web app: this machine's own browser pages, or clients with the token.
 
-A page of another site may make a browser send requests to a local port, directly or by DNS rebinding. Both show: the
-first in ``Origin`` and ``Sec-Fetch-Site``, the second in ``Host``.
+A page of another site may make a browser send requests to a local port, directly or by DNS rebinding. Both can be
+detected: the first in ``Origin`` and ``Sec-Fetch-Site``, the second in ``Host``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADERS = {
 
 class Guard:
     """ASGI middleware. ``hosts``: names in ``Host`` that are answered; None: any, for which a token is needed anyway.
-    ``token``: what a browser must have brought once as ``?token=``; empty: none is asked for.
+    ``token``: what a browser must have sent once as ``?token=``; empty: none is required.
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...] | None = NAMES, token: str = "") -> None:

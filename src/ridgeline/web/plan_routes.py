@@ -110,7 +110,7 @@ async def _search(question: Question, searching: threading.Semaphore) -> AsyncIt
             say({"answer": answer_tables.as_dict(found, why_not(found), ways, miss)})
         except UserError as e:
             say({"error": {"what": e.what, "fix": e.fix}})
-        except Exception as e:  # the page must hear of it, whatever it is
+        except Exception as e:  # any error must reach the page
             say({"error": {"what": f"the search failed: {e}", "fix": ""}})
             raise
         finally:

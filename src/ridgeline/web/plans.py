@@ -1,4 +1,4 @@
-"""A plan as the page describes it, and what is answered about it."""
+"""A plan as the page describes it, and the answer about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlanRequest(BaseModel):
     """A catalog name, a Hugging Face id, or a ``config.json``."""
     on: str
     device: dict[str, float] = Field(default_factory=dict)
-    """Figures of the device that are changed, by dotted field: ``{"link.bandwidth": 50e9}``."""
+    """Changed figures of the device, by dotted field: ``{"link.bandwidth": 50e9}``."""
     workload: dict[str, Any]
     plan: list[str] = Field(default_factory=list)
 
@@ -82,7 +82,7 @@ def experiment_of(request: PlanRequest) -> Experiment:
 
 
 def answer(request: PlanRequest) -> dict[str, Any]:
-    """Everything that the page shows of a plan."""
+    """Everything that the page shows about a plan."""
     e = experiment_of(request)
     result = predict(e)
     return {
@@ -115,7 +115,7 @@ def states(e: Experiment) -> dict[str, dict[str, str]]:
 
 
 def command(request: PlanRequest, e: Experiment) -> str:
-    """The `ridgeline predict` line of a plan, or what to do where no line can say it."""
+    """The `ridgeline predict` command line of a plan, or what to do where no command line can express it."""
     if request.device or isinstance(request.model, dict):
         return "ridgeline predict plan.toml"
     words = ["ridgeline", "predict", request.model, "--on", request.on, "--task", e.task]

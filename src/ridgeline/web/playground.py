@@ -1,4 +1,4 @@
-"""The playground: chat with one server, which whoever started the web app named."""
+"""The playground: chat with the server that was named when the web app was started."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ridgeline.spec.errors import UserError
 from ridgeline.web.events import event_stream
 
 GAUGES = ("ridgeline_running", "ridgeline_waiting", "ridgeline_kv_blocks", "vllm:num_requests", "vllm:kv_cache_usage")
-"""Lines of ``/metrics`` that say what the server is doing: ours, and vLLM's."""
+"""Lines of ``/metrics`` that show the server's load: ours, and vLLM's."""
 TIMEOUT = 60.0
-"""Seconds that the server may stay silent."""
+"""Seconds without any data from the server after which it counts as unreachable."""
 
 
 class ChatRequest(BaseModel):

@@ -20,7 +20,7 @@ from ridgeline.web.events import event_stream
 from ridgeline.web.plans import tree_document
 
 EVERY = 1.0
-"""Seconds between two pictures of the running jobs."""
+"""Seconds between two updates of the running jobs."""
 
 
 class Tags(BaseModel):

@@ -1,7 +1,7 @@
 """Other engines for the same Experiment, so that a comparison is fair: same model, weights, batches and schedule.
 
-Each backend declares the techniques that it can express; the rest is refused with the reason. Results have the one
-schema, and say in ``environment["backend"]`` who trained. No torch here until an engine is made.
+Each backend declares the techniques that it supports; the rest are refused with the reason. Results share one schema
+and name the engine in ``environment["backend"]``. No torch here until an engine is created.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ BACKENDS = {
                 ZeroOffload: only("it is driven with an update in step; drop delayed", delayed=(False,)),
                 MixedPrecision: _precision("low", "DeepSpeed keeps low-precision weights beside fp32 masters; use"
                                               " weights=low, or --backend hf"),
-                # These act on the model, which DeepSpeed takes as it is.
+                # These act on the model, which DeepSpeed uses as is.
                 **dict.fromkeys(OF_THE_MODEL, always),
             },
             model=_deepspeed_model,
@@ -120,7 +120,7 @@ BACKENDS = {
 
 
 SERVED: dict[type[Technique], Callable[[Technique, Experiment], str]] = {FlashAttention: always}
-"""What the baseline of serving has: static batches, and the library's attention."""
+"""Supported techniques of the serving baseline: static batches, and the library's attention."""
 
 
 def require(name: str, e: Experiment, options: TrainOptions | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a backend is: another engine for the same Experiment, and what it declares about itself. No torch here."""
+"""The backend interface: another engine for the same Experiment, and what it supports. No torch here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainingEngine(Protocol):
         """Mean loss over the held-out batch, in nats per token; None when there is none."""
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
-        """Steps to the end of the workload, each shown to ``watch``, which returns whether to stop."""
+        """Run the workload to its end; each step is passed to ``watch``, which returns whether to stop."""
 
 
 class Foreign(TrainingEngine, Protocol):
@@ -39,16 +39,16 @@ class Foreign(TrainingEngine, Protocol):
 
 
 WhyNotExpressed = Callable[["Technique", Experiment], str]
-"""Why a technique cannot be had with these options: a sentence "…; fix"; empty when it can."""
+"""Why a technique is not supported with these options: a sentence "…; fix"; empty if it is."""
 
 
 def always(technique: Technique, e: Experiment) -> str:
-    """The technique is expressed with every option."""
+    """The technique is supported with every option."""
     return ""
 
 
 def only(why: str, **values: tuple[Any, ...]) -> WhyNotExpressed:
-    """The technique is expressed when each named option has one of the given values; ``why`` says what works."""
+    """The technique is supported if each named option has one of the given values; ``why`` says what works."""
 
     def reason_for(technique: Technique, e: Experiment) -> str:
         return "" if all(getattr(technique, k) in v for k, v in values.items()) else why
@@ -58,19 +58,19 @@ def only(why: str, **values: tuple[Any, ...]) -> WhyNotExpressed:
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """An engine and what it declares: the techniques that it can express, and what the rest would need."""
+    """An engine and what it supports: its techniques, and what others would need."""
 
     name: str
     title: str
     engine: str = ""
     """``module:class``; imported only to run."""
     packages: tuple[str, ...] = ()
-    """What must be installed."""
+    """Packages that must be installed."""
     extra: str = ""
-    """The optional dependencies of Ridgeline that bring them."""
+    """The extra of Ridgeline that installs them."""
     expresses: Mapping[type[Technique], WhyNotExpressed] = field(default_factory=dict)
-    """What it says of each technique that it has."""
+    """By supported technique: under which options."""
     model: Callable[[Experiment], str] = lambda e: ""
-    """Why the experiment's model or workload cannot be had, as :data:`WhyNotExpressed`."""
+    """Why the experiment's model or workload is not supported, as :data:`WhyNotExpressed`."""
     refused: str = ""
-    """Why it cannot be driven at all."""
+    """Why it cannot be run at all."""

@@ -50,7 +50,7 @@ class DeepSpeed:
         e, w = self.experiment, self.experiment.training
         if self.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if self.world == 1:  # it wants a process group in any case
+        if self.world == 1:  # it always needs a process group
             for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"),
                                 ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):  # fmt: skip
                 os.environ.setdefault(name, value)
@@ -80,7 +80,7 @@ class DeepSpeed:
         return total / max(1, int((batch.labels != IGNORE).sum()))
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
-        """Steps to the end of the workload, each shown to ``watch``."""
+        """Run the workload to its end; each step is passed to ``watch``."""
         for step in range(self.experiment.training.steps):
             if watch(self._step(step)):
                 break
@@ -145,7 +145,7 @@ def configuration(e: Experiment, cpu: bool) -> dict[str, Any]:
         "gradient_clipping": e.training.grad_clip,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        # On a CPU there is nothing to offload from, and torch's fused AdamW is the fair opponent.
+        # On a CPU there is nothing to offload, and torch's fused AdamW is the fair baseline.
         "zero_force_ds_cpu_optimizer": offload and not cpu,
         "steps_per_print": 2**31 - 1,
     }

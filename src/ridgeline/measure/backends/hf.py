@@ -40,7 +40,7 @@ class HuggingFace:
         self.model = self._model()
 
     def _model(self) -> Any:
-        """The library's own model with our weights; rank 0 hands them round."""
+        """The library's own model with our weights, broadcast from rank 0."""
         e, quiet = self.experiment, cast(Any, logging)
         quiet.disable_progress_bar()
         model: Any = None
@@ -86,7 +86,7 @@ class HuggingFace:
         return total / len(batch.ids)
 
     def drive(self, watch: Callable[[StepStats], bool]) -> None:
-        """``Trainer.train()``, each step shown to ``watch``."""
+        """Run ``Trainer.train()``; each step is passed to ``watch``."""
         e, w = self.experiment, self.experiment.training
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = make_optimizer(parameter_groups(trained, w), w)
@@ -121,7 +121,7 @@ class HuggingFace:
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
-    """The rows of every step's batch, one after the other; made when asked for."""
+    """The rows of every step's batch, one after the other, created on demand."""
 
     def __init__(self, batches: TextBatches | InstructionBatches, steps: int) -> None:
         self.batches, self.steps = batches, steps
@@ -146,7 +146,7 @@ def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class _Clock(TrainerCallback):
-    """Shows each step to ``watch`` when its loss is logged."""
+    """Passes each step to ``watch`` when its loss is logged."""
 
     def __init__(self, watch: Callable[[StepStats], bool], tokens: int) -> None:
         self.watch, self.tokens = watch, tokens

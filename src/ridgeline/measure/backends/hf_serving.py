@@ -1,6 +1,6 @@
 """The baseline of serving: ``transformers``' ``generate`` on static batches, padded on the left, one after another.
 
-Requests that wait when a batch ends make the next one. There is no server and no HTTP in between, which favors it. A
+Requests waiting when a batch ends form the next one. There is no server and no HTTP in between, which favors it. A
 row's tokens count from the step that made them, though ``generate`` returns them with the whole batch: this is what the
 method could give at best. The batch runs until its longest output is done.
 """
@@ -34,11 +34,11 @@ from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import has
 
 MOST = 16
-"""Sequences in one batch where the workload does not say."""
+"""Sequences per batch, unless the workload states it."""
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing, and notes when each step ended."""
+    """A stopping criterion that never stops and records when each step ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -98,7 +98,7 @@ def hf_serving(e: Experiment, device: torch.device, report: Progress) -> Result:
 
 
 def _next(arrivals: Sequence[Arrival], done: int, now: float, most: int, closed: bool) -> Sequence[Arrival]:
-    """Requests that have come and are not served yet, as many as a batch takes."""
+    """Requests that have arrived and are not served yet, up to one batch."""
     waiting = arrivals[done : done + most]
     return waiting if closed else [r for r in waiting if r.arrival <= now]
 
@@ -115,7 +115,7 @@ def _model(e: Experiment, device: torch.device) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(
             w.checkpoint or folder, attn_implementation=attention, dtype=dtype
         )
-    model.generation_config.eos_token_id = None  # outputs are of the asked length
+    model.generation_config.eos_token_id = None  # outputs have the requested length
     model.generation_config.pad_token_id = 0
     return model.to(device).eval()
 

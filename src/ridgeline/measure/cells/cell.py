@@ -15,7 +15,7 @@ _CELLS = {
     "serve": "ridgeline.measure.cells.serving_cell:serving_cell",
     "compress": "ridgeline.measure.cells.compression_cell:compression_cell",
 }
-"""What measures each task, imported when it is used: each needs other packages."""
+"""The function that measures each task, imported when it is used: each needs other packages."""
 
 
 def measure_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:

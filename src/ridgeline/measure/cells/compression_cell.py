@@ -1,4 +1,4 @@
-"""One measured compression cell: the checkpoint compressed by the plan, judged on held-out text, and run."""
+"""One measured compression cell: the checkpoint compressed by the plan, evaluated on held-out text, and run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _speed(
     model: Transformer, w: Compress, result: Result, known: dict[str, tuple[float, str, str]], ranks: int,
     repeat: int,
 ) -> None:  # fmt: skip
-    """Time the fixed batch, and take the memory at its peak."""
+    """Time the fixed batch, and record the peak memory."""
     generator = torch.Generator().manual_seed(w.seed)
     prompt = torch.randint(model.spec.vocab_size, (w.batch_size, w.prompt_len), generator=generator)
     prompt = prompt.to(next(model.parameters()).device)

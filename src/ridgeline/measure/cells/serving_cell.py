@@ -40,7 +40,7 @@ from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import resolve
 
 NAME = "measured"
-"""What the client calls the model."""
+"""Model name in the client's requests."""
 
 
 def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def serving_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict
 
 
 def serve_load(e: Experiment, device: torch.device, report: Progress) -> Result:
-    """Start the server in this process and the client in another, and say what the workload's requests saw.
+    """Start the server in this process and the client in another; returns what the client measured.
 
     Raises :class:`UserError` when they cannot be served.
     """
@@ -122,7 +122,7 @@ def _count(engine: Engine) -> dict[tuple[str, int], list[float]]:
 
 
 class _Served(Server):
-    """The server on any free port, for as long as its client needs it."""
+    """The server on a free port, for as long as its client runs."""
 
     def __init__(self, app: Any, loop: EngineLoop) -> None:
         super().__init__(app, loop, "127.0.0.1", 0, 0.0, self._log)
@@ -175,7 +175,7 @@ def _vocabulary(engine: Engine, checkpoint: str | None) -> Vocabulary:
 
 
 def _add(result: Result, engine: Engine, setup: float) -> None:
-    """What only the server's side knows, without the warm-up's requests, which came one by one."""
+    """Add what only the server knows, without the warm-up's requests, which were sent one by one."""
     w, stats = Serve.model_validate(result.experiment["workload"]), engine.stats()
     arrivals, most = requests(w), engine.limits.max_num_batched_tokens
     warm = [arrivals[i % len(arrivals)] for i in range(Settings().warmup)]

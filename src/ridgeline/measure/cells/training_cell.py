@@ -24,7 +24,7 @@ from ridgeline.train.trainer import StepStats, Trainer
 def training_cell(e: Experiment, options: CellOptions, here: RankContext) -> dict[str, Any]:
     """Run ``workload.steps`` steps and return a measured Result (as plain data) with one sample per step.
 
-    Of foreign backends only the process's memory is known.
+    For other backends only the process's memory is known.
     """
     start = time.perf_counter()
     used = DeviceUse(here)
@@ -39,7 +39,7 @@ def training_cell(e: Experiment, options: CellOptions, here: RankContext) -> dic
 
 
 def timed(trainer: TrainingEngine, setup: float, report: Progress, repeat: int = 0) -> Result:
-    """Run the engine's steps bare; a measured Result with one sample per step. ``setup``: seconds before."""
+    """Run the engine's steps; a measured Result with one sample per step. ``setup``: seconds."""
     e, device, ranks = trainer.experiment, trainer.device, trainer.world
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,1 +1,1 @@
-"""Load on a server that speaks the OpenAI API, and what it gives: latencies from intended times, goodput, errors."""
+"""Load on a server with the OpenAI API: latencies from intended send times, goodput, errors."""

@@ -1,4 +1,4 @@
-"""What a user writes for a load → workloads and prompts."""
+"""The user's description of a load → workloads and prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS, LEAST = 60, 100
 """Default length of a run, and its fewest requests: p99 needs a hundred."""
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "": 1.0}
 _TEXT = 1_000_000
-"""Characters of text that prompts are cut from."""
+"""Number of characters of text that prompts are cut from."""
 
 
 def workloads(
@@ -52,8 +52,8 @@ def workloads(
 def make_prompts(
     api: Api, data: str | None, tokenizer: str | None, vocab_size: int, shared: int, seed: int, run: int = 0
 ) -> tuple[Prompts, str]:
-    """Prompts for an API, and what they are made of in a word. Chat takes text; completions take token ids.
-    Prompts of another ``run`` are other ones."""
+    """Prompts for an API, and their kind. Chat takes text; completions take token ids.
+    Different ``run`` numbers give different prompts."""
     known = None
     if tokenizer:
         from ridgeline.data.batches import load_tokenizer

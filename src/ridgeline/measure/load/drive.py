@@ -1,4 +1,4 @@
-"""Send a workload's requests when they are due, or in a closed loop, and collect what became of them."""
+"""Send a workload's requests when they are due, or in a closed loop, and record the outcomes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAD = 0.05
 
 @dataclass
 class Drive:
-    """What was sent. ``began``: the loop's time that arrivals count from."""
+    """The requests that were sent. ``began``: the loop's time that arrivals count from."""
 
     records: list[Record]
     began: float
@@ -43,10 +43,10 @@ def drive(
     timeout: float = 600.0,
     progress: Progress = lambda _: None,
 ) -> Drive:
-    """Send the requests at their arrival times whether or not earlier ones are answered; with ``concurrency``, keep so
-    many under way instead. ``warmup`` requests go before, one by one, and are not counted.
+    """Send the requests at their arrival times whether or not earlier ones are answered; with ``concurrency``, keep
+    that many in flight instead. ``warmup`` requests go before, one by one, and are not counted.
 
-    Ctrl-C ends it: what is under way is dropped, the rest is returned. Raises :class:`UserError` when the first request
+    Ctrl-C ends it: requests in flight are dropped, others returned. Raises :class:`UserError` when the first request
     of all is refused.
     """
     _raise_file_limit()
@@ -152,7 +152,7 @@ class _Driver:
             self.template = max(0, (record.prompt_tokens or 1) - 1)
 
     async def _watch(self) -> None:
-        """Now and then: time-outs, and news for the progress bar."""
+        """Periodically: timeouts, and updates of the progress bar."""
         while True:
             await asyncio.sleep(0.25)
             self.pool.expire(self.loop.time())
@@ -171,7 +171,7 @@ def _raise_file_limit() -> None:
 
 @contextmanager
 def _quiet_memory() -> Iterator[None]:
-    """No garbage collection while times are taken: a pass over all records would delay some of them."""
+    """No garbage collection during measurement: a pass over all records would delay some of them."""
     was = gc.isenabled()
     gc.collect()
     gc.freeze()

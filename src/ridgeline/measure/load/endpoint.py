@@ -1,4 +1,4 @@
-"""Where requests go: an address, an API and a model, asked about before any load is sent."""
+"""The target of a load: an address, an API and a model, checked before any load is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What each request carries beside its body."""
+        """The headers of each request."""
         return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
     def body(self, prompt: list[int] | str, tokens: int) -> bytes:
@@ -116,7 +116,7 @@ def _models(base: str, key: str) -> list[str]:
 
 
 def refused(where: str, status: int, message: str) -> UserError:
-    """What an HTTP error says about the user's question."""
+    """The error for the user from an HTTP error."""
     fixes = {
         401: "give the server's key with --key, or in OPENAI_API_KEY",
         403: "give a key that may do this, with --key or in OPENAI_API_KEY",

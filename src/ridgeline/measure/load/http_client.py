@@ -22,7 +22,7 @@ Done = Callable[[Record], None]
 
 
 class HttpExchange:
-    """A request under way: its bytes, its record, and whom to tell at its end."""
+    """A request in flight: its bytes, its record, and the callback for its end."""
 
     __slots__ = ("body", "done", "record", "tries")
 
@@ -44,14 +44,14 @@ class ClientConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self.buffer = b""
         self.body = b""
-        """Of the body, what is not read yet: the beginning of a line, or all of an answer that is no stream."""
+        """The unread part of the body: the beginning of a line, or all of an answer that is no stream."""
         self.status = 0
         self.remaining: int | None = None
         """Bytes left of the body or of this chunk; None: until the connection closes."""
         self.chunked = self.streaming = self.closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the way out."""
+        """Keep the transport."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
@@ -64,10 +64,10 @@ class ClientConnection(asyncio.Protocol):
         self.transport.write(self.pool.head % len(exchange.body) + exchange.body)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came: they count as of now, however long it takes to read them."""
+        """Bytes arrived: they are stamped now, however long parsing takes."""
         now = self.loop.time()
         if self.exchange is None:
-            self.close()  # nothing was asked
+            self.close()  # no request is pending
             return
         self.buffer += data
         if not self.status and not self._head():
@@ -97,7 +97,7 @@ class ClientConnection(asyncio.Protocol):
             self._fail("cut off", str(error or "the server closed the connection"))
 
     def close(self) -> None:
-        """Close the connection; what it was busy with gets no more news."""
+        """Close the connection without any more callbacks of its exchange."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -246,7 +246,7 @@ class ConnectionPool:
                 self.in_flight[exchange] = connection
                 connection.start(exchange)
             else:
-                connection.close()  # given up meanwhile
+                connection.close()  # aborted meanwhile
             return
         self.finish(exchange)
 
@@ -262,13 +262,13 @@ class ConnectionPool:
             self.idle.remove(connection)
 
     def expire(self, now: float) -> None:
-        """Fail what takes longer than the time-out. To be called now and then."""
+        """Fail requests that exceed the timeout. To be called periodically."""
         for exchange in list(self.in_flight):
             if now - exchange.record.intended > self.timeout:
                 self._give_up(exchange, "timeout", f"no end within {self.timeout:g} s")
 
     def drop_all(self) -> None:
-        """Fail all that is under way as interrupted, and close every connection."""
+        """Fail all requests in flight as interrupted, and close every connection."""
         for exchange in list(self.in_flight):
             self._give_up(exchange, "interrupted", "")
         for connection in list(self.idle):

@@ -1,4 +1,4 @@
-"""A server of known latency that speaks the OpenAI API and generates nothing: what a load generator is judged by.
+"""A server with the OpenAI API and known latencies that generates nothing: the reference for load generators.
 
     python -m ridgeline.measure.load.mock --ttft 0.1 --gap 0.02
 
@@ -28,7 +28,7 @@ class Behavior:
     per_chunk: int = 1
     """Tokens in one chunk."""
     key: str = ""
-    """Bearer token it asks for."""
+    """Required bearer token."""
     fail_every: int = 0
     """One in this many requests gets a 503."""
     cut_every: int = 0
@@ -60,7 +60,7 @@ class MockConnection(asyncio.Protocol):
         self.timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the way back."""
+        """Keep the transport."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
@@ -70,7 +70,7 @@ class MockConnection(asyncio.Protocol):
             self.timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Answer as soon as head and body are there."""
+        """Answer as soon as head and body have arrived."""
         self.buffer += data
         head, found, rest = self.buffer.partition(b"\r\n\r\n")
         if not found:
@@ -162,7 +162,7 @@ class MockConnection(asyncio.Protocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def refuse(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
-        """An error as the API words it."""
+        """An error in the API's format."""
         self.plain(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
 
     def plain(self, status: int, payload: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is asked: random token ids, or pieces of a text, of given lengths; a shared beginning if wanted."""
+"""Prompts: random token ids, or pieces of a text, of given lengths; a shared beginning if wanted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class Draw:
-    """What random choices depend on, beside a prompt's index. A server's prefix cache outlives a run: prompts of one
+    """What random choices depend on besides a prompt's index. A server's prefix cache outlives a run: prompts of one
     run, or of one rate, must be no other's."""
 
     seed: int = 0
@@ -63,7 +63,7 @@ class RandomIds:
         self.prefix = self._ids(Draw(seed), PREFIX, shared)
 
     def at_rate(self, number: int) -> RandomIds:
-        """Those of another rate."""
+        """The prompts of another rate."""
         return _at_rate(self, number)
 
     def make(self, index: int, length: int) -> Prompt:
@@ -88,7 +88,7 @@ class TextIds:
         self.prefix = _piece(self.ids, Draw(seed).generator(PREFIX), shared)
 
     def at_rate(self, number: int) -> TextIds:
-        """Those of another rate."""
+        """The prompts of another rate."""
         return _at_rate(self, number)
 
     def make(self, index: int, length: int) -> Prompt:
@@ -108,7 +108,7 @@ class Characters:
         self.prefix = "".join(_piece(self.text, Draw(seed).generator(PREFIX), shared * CHARACTERS_PER_TOKEN))
 
     def at_rate(self, number: int) -> Characters:
-        """Those of another rate."""
+        """The prompts of another rate."""
         return _at_rate(self, number)
 
     def make(self, index: int, length: int) -> Prompt:

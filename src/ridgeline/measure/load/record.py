@@ -1,4 +1,4 @@
-"""What happened to one request, as the client saw it. Times are seconds on the event loop's clock."""
+"""The outcome of one request, as the client saw it. Times are seconds on the event loop's clock."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class Record:
 
     index: int
     intended: float
-    """When the arrival process wanted it sent; in a closed loop, when it was sent."""
+    """Intended send time; in a closed loop, the actual one."""
     prompt_len: int
     output_len: int
-    """Tokens asked for."""
+    """Number of requested tokens."""
     sent: float | None = None
     chunks: list[float] = field(default_factory=list)
-    """When each chunk with text came."""
+    """Arrival time of each chunk with text."""
     end: float | None = None
-    """When the last chunk of the choice came, with text or only saying why it ended."""
+    """Arrival time of the last chunk of the choice, with text or only the finish reason."""
     prompt_tokens: int | None = None
-    """As the server counts, like the two below."""
+    """As counted by the server, like the two below."""
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish: str | None = None
     error: str = ""
     """Kind of failure: ``HTTP 503``, ``connection refused``, ``timeout``, ``cut off``, …; empty: answered."""
     detail: str = ""
-    """What the server or the system said of it."""
+    """The error message of the server or the system."""
 
     @property
     def ok(self) -> bool:
-        """Answered to its end."""
+        """Whether it was answered completely."""
         return not self.error and self.end is not None
 
     @property
@@ -76,7 +76,7 @@ class Record:
         return self.sent - self.intended
 
     def fail(self, kind: str, detail: str = "") -> None:
-        """Note a failure; the first one counts."""
+        """Record a failure; only the first one is kept."""
         if not self.error:
             self.error, self.detail = kind, detail[:300]
 

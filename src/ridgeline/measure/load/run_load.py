@@ -25,7 +25,7 @@ from ridgeline.spec.workload import Serve
 
 @dataclass(frozen=True)
 class Settings:
-    """How the load is made, beside the workload."""
+    """Settings of a load besides the workload."""
 
     warmup: int = 3
     """Requests sent one by one before those that count."""
@@ -34,7 +34,7 @@ class Settings:
     shared_prefix: int = 0
     """Tokens at each prompt's beginning that are the same in all."""
     prompts: str = "random ids"
-    """What prompts are made of."""
+    """The source of prompts."""
     run: int = 0
     """Number of the run, by which prompts differ from those of others."""
 
@@ -67,7 +67,7 @@ def measure_load(
 
 
 def label(model: str, w: Serve) -> str:
-    """Short name of a load: model and what it is asked for."""
+    """Short name of a load: model and workload."""
     if w.concurrency is not None:
         return f"{model}, {w.concurrency} clients"
     if w.trace and w.rate is None:

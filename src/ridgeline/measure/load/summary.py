@@ -1,4 +1,4 @@
-"""Records of requests → the metrics that a prediction of the same workload has, and those that only a client knows."""
+"""Records of requests → the metrics that a prediction of the same workload has, and client-side ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ON_TIME = 0.02
 
 
 def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
-    """Fill a Result with what the run gave: metrics, distributions, checks, notes, status. ``shared``: tokens of the
+    """Fill a Result with the run's metrics, distributions, checks, notes, status. ``shared``: tokens of the
     beginning that all prompts have in common."""
     served = [r for r in d.records if r.ok]
     failed = [r for r in d.records if r.error and r.error != "interrupted"]
@@ -92,7 +92,7 @@ def _prompts(result: Result, d: Drive, served: list[Record], span: float, shared
 
 
 def _sending(result: Result, d: Drive, served: list[Record]) -> None:
-    """How well arrivals came at the times they were meant to."""
+    """How closely requests were sent at their intended times."""
     lags = sorted(r.lag for r in served)
     result.metrics["offered_per_s"] = _metric(_offered(d.records), "requests/s", "", "as intended")
     result.metrics["schedule_lag_s"] = _metric(statistics.fmean(lags), "s", "lower", "sent after the intended time")
@@ -145,7 +145,7 @@ def _errors(result: Result, records: Sequence[Record], failed: Sequence[Record])
 
 
 def _trust(result: Result, d: Drive, w: Serve, served: Sequence[Record]) -> None:
-    """Whether the numbers can be what they say."""
+    """Checks of the plausibility of the numbers."""
     dropped = sum(r.error == "interrupted" for r in d.records)
     errors = sum(bool(r.error) for r in d.records) - dropped
     result.checks.append(
@@ -188,7 +188,7 @@ def _trust(result: Result, d: Drive, w: Serve, served: Sequence[Record]) -> None
 
 
 def _cache(result: Result, d: Drive, served: Sequence[Record], shared: int) -> None:
-    """Whether the workload itself explains what the server found in its prefix cache."""
+    """Whether the workload itself explains the server's prefix-cache hits."""
     explained = 0.0
     counted = [(r.prompt_tokens, r.prompt_len) for r in served if r.prompt_tokens is not None]
     for prompt, length in counted:

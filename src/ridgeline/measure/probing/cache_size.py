@@ -1,4 +1,4 @@
-"""How many bytes the processor's caches hold."""
+"""The size of the processor's caches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SIZES = tuple(1 << n for n in range(19, 29))
 """Bytes of the working sets that are copied, half of each to the other half."""
 _TIMES = 7
 _LEAST = 8 << 20
-"""Bytes that one timing copies at least."""
+"""Minimum number of bytes copied per timing."""
 _FASTER = 1.5
-"""A cache is at least this many times as fast as memory."""
+"""Minimum ratio of a cache's rate to that of memory."""
 
 
 def cache_bytes(rates: dict[int, float] | None = None) -> int:

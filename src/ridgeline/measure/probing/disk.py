@@ -1,4 +1,4 @@
-"""How fast a disk is read past the page cache."""
+"""Read latency and bandwidth of a disk, bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMES = 3
 
 
 def folder_rate(folder: Path, title: str = "disk") -> Link:
-    """Latency and bandwidth of reading a file in ``folder``, which is written for that and never seen there.
+    """Latency and bandwidth of reading a file in ``folder``, which is written for this and unlinked.
 
     Raises :class:`UserError` where the folder cannot be written.
     """
@@ -27,7 +27,7 @@ def folder_rate(folder: Path, title: str = "disk") -> Link:
 
 
 def file_rate(path: Path, title: str = "disk") -> Link:
-    """The same of a file that is there, of which the first 64 MiB are read; one page at least must be there.
+    """The same for an existing file of at least one page, of which the first 64 MiB are read.
 
     Raises :class:`UserError` where it cannot be read.
     """
@@ -35,7 +35,7 @@ def file_rate(path: Path, title: str = "disk") -> Link:
 
 
 def read_seconds(folder: Path, sizes: list[int]) -> dict[int, float]:
-    """Seconds of reading so many bytes, whole pages, of a file in ``folder``, which is written for that.
+    """Seconds of reading so many bytes, whole pages, of a file in ``folder``, which is written for this.
 
     Raises :class:`UserError` where the folder cannot be written.
     """

@@ -49,7 +49,7 @@ def probe(
 
 
 def _run(options: ProbeOptions, ranks: int, name: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """What the ranks of one measurement found."""
+    """The results of the ranks of one measurement."""
 
     def watch(message: dict[str, Any]) -> None:
         say(f"{name}: {message.get('stage', '')}")
@@ -61,7 +61,7 @@ def _run(options: ProbeOptions, ranks: int, name: str, say: Callable[[str], None
 
 
 BLANK = Device(name="local", kind="cpu", peak_flops={"fp32": 1.0}, memory_bytes=1.0, memory_bandwidth=1.0)
-"""This machine, before anything is known of it."""
+"""This machine before it is measured."""
 REFERENCE = "llama-tiny"
 """The model whose real step is compared with the sum of its operators."""
 
@@ -116,7 +116,7 @@ SERVED = tuple(name for name in default_plan("serve") if name not in bringing("p
 
 
 def narrow(layers: int) -> ModelSpec:
-    """A model whose operators cost little but their start."""
+    """A model whose operators cost little except launching."""
     return ModelSpec(
         name=f"narrow-{layers}", family="llama", vocab_size=256, hidden_size=64, num_layers=layers, num_heads=4,
         num_kv_heads=2, head_dim=16, intermediate_size=128, max_positions=256,

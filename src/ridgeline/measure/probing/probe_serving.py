@@ -1,5 +1,5 @@
-"""What serving costs beside its operators, measured on the real engine and server with models so narrow that operators
-are next to nothing. ``ridgeline probe`` keeps the results; the predictor of the engine ``ridgeline`` rests on them.
+"""Serving costs other than operators, measured on the real engine and server with models so narrow that operators cost
+almost nothing. ``ridgeline probe`` keeps the results; the predictor of the engine ``ridgeline`` uses them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How ``ridgeline probe`` times an operator, and what rate follows from its times."""
+"""How ``ridgeline probe`` times an operator and fits its rate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Work:
 
 
 SLOW = 5
-"""How many budgets an operator may take before it is called less often than others."""
+"""Number of budgets that an operator may take before it is called less often than others."""
 
 
 class Timer:
@@ -54,7 +54,7 @@ class Timer:
             dist.barrier()
 
     def any_rank(self, holds: bool) -> bool:
-        """Whether it holds on any rank: what all of them do next, they decide together."""
+        """Whether it holds on any rank, so that all ranks take the same decision."""
         if self.ranks == 1:
             return holds
         flag = torch.tensor(float(holds), device=self.device)

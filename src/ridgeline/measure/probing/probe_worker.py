@@ -318,7 +318,7 @@ def _update(timer: Timer, device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def _with(weight: Tensor) -> nn.Linear:
-    """A layer of which only the weight matters."""
+    """A linear layer with this weight."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer

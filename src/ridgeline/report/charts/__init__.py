@@ -1,4 +1,4 @@
-"""Charts as plain data for `web/src/report.ts`: one file per idea, each chart with the table that says the same."""
+"""Charts as plain data for `web/src/report.ts`: one file per kind, each chart with a table of the same numbers."""
 
 from ridgeline.report.charts.chart import Chart
 

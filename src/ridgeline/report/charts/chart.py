@@ -17,7 +17,7 @@ MEASURED = "#2f6db3"
 PREDICTED = "#d9822b"
 GRAY = "#9aa3ad"
 
-# Paul Tol's "bright" and "muted" schemes: told apart with any common color blindness. One color per idea: what the
+# Paul Tol's "bright" and "muted" schemes: distinguishable with any common color blindness. One color per idea: what the
 # optimizer does is green in time as in bytes, communication is red, what is left over is gray.
 BLUE, CYAN, GREEN, YELLOW, RED, PURPLE = "#4477aa", "#66b8dd", "#3a9a5b", "#d8b93c", "#e0606e", "#a2488a"
 COLORS = {
@@ -53,7 +53,7 @@ def color(name: str) -> str:
 
 
 def plain(text: str, longest: int = 36) -> str:
-    """A user's text for a label, whose tooltips read HTML; cut so that it leaves room for the picture."""
+    """A user's text for a label, whose tooltips render HTML; truncated to leave room for the picture."""
     return escape(text if len(text) <= longest else text[: longest - 1] + "…", quote=False)
 
 

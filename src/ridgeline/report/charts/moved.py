@@ -1,4 +1,4 @@
-"""What a comparison moved: rows of the breakdown and categories of memory, before and after."""
+"""What changed in a comparison: rows of the breakdown and categories of memory, before and after."""
 
 from __future__ import annotations
 

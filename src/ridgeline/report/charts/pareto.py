@@ -1,4 +1,4 @@
-"""What quality costs in bytes: perplexity against checkpoint size, the plans that no other beats in both joined."""
+"""Perplexity against checkpoint size, with the Pareto front of the plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pareto_chart(a: Ablation) -> Chart | None:
         points.append((o.name, size, found.value))
         ratio, base = o.perplexity_ratio, found.value
         low, high = (ratio.low, ratio.high) if ratio else (None, None)
-        # The interval of the paired change: what all plans find hard alike is no uncertainty between them.
+        # The interval of the paired change: the difficulty that all plans share is no uncertainty between them.
         spread.append(((high / ratio.value - 1) * base if ratio and high else 0.0,
                        (1 - low / ratio.value) * base if ratio and low else 0.0))  # fmt: skip
     if len(points) < 2:

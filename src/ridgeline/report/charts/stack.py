@@ -13,7 +13,7 @@ from ridgeline.report.units import NONE, SIZES, TIMES, Scale, scale
 from ridgeline.spec.result import PHASES, Result
 
 MOST = 10
-"""More colors than this cannot be told apart: the smallest parts are drawn as one."""
+"""More colors than this are indistinguishable: the smallest parts are merged."""
 REST = "smaller kinds"
 
 Bar = tuple[str, str, dict[str, float]]

@@ -46,7 +46,7 @@ def _lines(a: Ablation, curves: dict[str, dict[int, float]], title: str) -> Figu
     order = [o.name for o in a.outcomes]
     data = []
     for name, curve in curves.items():
-        i = order.index(name)  # a plan keeps its color when another one failed
+        i = order.index(name)  # a plan keeps its color if another one failed
         data.append(
             {
                 "type": "scatter", "mode": "lines", "name": plain(name), "x": list(curve), "y": list(curve.values()),

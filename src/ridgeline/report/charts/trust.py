@@ -14,7 +14,7 @@ from ridgeline.spec.ablation import Ablation, Outcome
 
 BAND = 0.25
 NAMED = 10
-"""More dots than this and only the worst predictions are named; the others tell on hover."""
+"""With more dots than this only the worst predictions are labeled; the others show their names on hover."""
 WIDTH, HEIGHT = 430, 330
 """About the plot's size in pixels, for placing the names."""
 
