@@ -135,13 +135,13 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
                 memory_bandwidth=local.device.memory_bandwidth)  # fmt: skip
     device = local.device.model_copy(update={"memory_bytes": size / 4, "host": host, "disk": disk})
     cluster = local.model_copy(update={"device": device})
-    batch = 256
+    batch = 128
     draw = random.Random(0)
     plans = {"flexgen": (["flash_attention", "flexgen"], batch)}
     for i in range(8):
         wh = draw.randint(0, 40)
         shares = f"weights_device=0,weights_host={wh},cache_device=0,cache_host={draw.randint(0, 45 - wh)}"
-        n = draw.choice((8, 16, 32, 64))
+        n = draw.choice((4, 8, 16, 32))
         plans[f"random {i}"] = (["flash_attention", f"flexgen:batches={n},{shares}"], batch)
     for b in (128, 64, 32, 16, 8, 4, 2, 1):
         plan = ["flash_attention", "zero_inference:parameters=nvme"]
@@ -161,6 +161,7 @@ def flexgen(checkpoint: str, rounds: int) -> dict[str, Any]:
         seconds = statistics.median(sum(t) for t in times)
         rows.append({"policy": name, "plan": e.plan.strings(), "batch": b, "tokens_per_s": b * OUTPUT / seconds,
                      "predicted_tokens_per_s": found.metrics["tokens_per_s"].value})  # fmt: skip
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {"device_bytes": size / 4, "host_bytes": size / 2, "disk_bytes_per_s": disk.bandwidth, "rows": rows}
 
 
