@@ -84,9 +84,10 @@ class Template:
         except TemplateError as e:
             raise UserError(f"chat template {self.name} is not valid Jinja: {e}", "fix it, or give another") from None
 
-    def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """The text of ``messages``; with ``prompt`` it ends where the assistant's turn begins. Raises BadRecord."""
-        known = {"tools": None, "documents": None, **self.tokens}  # templates ask whether they are None
+    def render(self, messages: list[dict[str, Any]], prompt: bool = False, **variables: Any) -> str:
+        """The text of ``messages``; with ``prompt`` it ends where the assistant's turn begins. ``variables``: more
+        variables of the template. Raises BadRecord."""
+        known = {"tools": None, "documents": None, **self.tokens, **variables}  # templates ask whether they are None
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt, **known)
         except Exception as e:  # templates are programs, and their error messages arbitrary

@@ -1,6 +1,7 @@
 """Request bodies: those of the OpenAI API, with vLLM's extensions. Nothing is ignored silently.
 
-A field that is not here is refused by name, and so is one whose value cannot have its effect.
+A field that is not here is refused by name, and so is one whose value cannot have its effect, but for those that
+clients send by default and that the documentation lists as without effect.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pydantic import (
     StringConstraints,
     Tag,
     ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -37,7 +39,14 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=0)]
 """A constraint makes pydantic look inside: half a surrogate pair, which JSON can spell, is no text."""
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+def _whole(value: Any) -> Any:
+    """5.0 is an integer in JSON, and what clients in other languages send."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Number = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
 
 
 def _bounded(value: Any, info: ValidationInfo) -> Any:
@@ -87,6 +96,17 @@ def _biases(value: Any) -> Any:
     return value
 
 
+def _no_stop(value: Any) -> Any:
+    """An empty stop string stops nothing, as in vLLM."""
+    return None if value == "" else value
+
+
+def _no_tools(value: Any) -> Any:
+    if value:
+        raise PydanticCustomError("unsupported", "holds tools, and functions are not called here: leave them out")
+    return value
+
+
 def _few(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > 16:
         raise PydanticCustomError("too_many", "holds {count} entries, of 16 at most", {"count": len(value)})
@@ -98,6 +118,11 @@ def _names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
+@cache
+def _required(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items() if field.is_required())
+
+
 class Body(BaseModel):
     """Strict: no unknown fields, no strings for numbers, no NaN. Where faults may be many, the first is the last."""
 
@@ -106,10 +131,12 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        """Refuse the first unknown field."""
+        """Refuse the first unknown field; null stands for an optional field that is left out."""
         if isinstance(value, dict) and (bad := next((k for k in value if k not in _names(cls)), None)) is not None:
             name = bad.encode(errors="backslashreplace").decode()  # JSON can spell what is no UTF-8
             raise PydanticCustomError(UNKNOWN, "is not known", {"name": name})
+        if isinstance(value, dict) and None in value.values():
+            return {k: v for k, v in value.items() if v is not None or k in _required(cls)}
         return value
 
 
@@ -118,6 +145,8 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Without effect."""
 
 
 class JsonSchema(Body):
@@ -157,7 +186,7 @@ class Sampled(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)] | None = None
     n: Number | None = None
     best_of: Number | None = None
     use_beam_search: bool | None = None
@@ -166,7 +195,9 @@ class Sampled(Body):
     early_stopping: bool | None = None
     max_tokens: Number | None = None
     min_tokens: Number | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stop: Annotated[
+        StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None, BeforeValidator(_no_stop)
+    ] = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool | None = None
@@ -179,10 +210,12 @@ class Sampled(Body):
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     """Prompts share cached blocks only with those of the same salt (and the same API key)."""
     user: Text | None = None
-    """Without effect, as in the OpenAI API."""
+    """Without effect, like the next five: they name users, caches and tiers of OpenAI's own service."""
     metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
-    """Without effect."""
-    store: Literal[False] | None = None
+    store: bool | None = None
+    service_tier: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -284,7 +317,8 @@ class Message(Body):
     """One message of a conversation. What comes back in replies, by us or through LiteLLM, may be sent again."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(default=None, validate_default=True)
+    """Null in a reply without text."""
     name: Text | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
@@ -298,9 +332,17 @@ class Message(Body):
     provider_specific_fields: dict[str, Any] | None = None
     """Without effect: LiteLLM's own."""
 
+    @field_validator("content")
+    @classmethod
+    def _given(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "is needed in every message but the assistant's")
+        return value
+
     def plain(self) -> dict[str, str]:
         """As templates take it."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        parts = self.content or []
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         more = {"name": self.name, "reasoning": self.reasoning, "reasoning_content": self.reasoning_content}
         return {"role": self.role, "content": content, **{k: v for k, v in more.items() if v is not None}}
 
@@ -313,6 +355,27 @@ class ChatCompletion(Sampled):
     logprobs: bool | None = None
     top_logprobs: Number | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """Let the output continue the last message instead of beginning another one."""
+    reasoning_effort: Annotated[str, StringConstraints(min_length=1, max_length=32)] | None = None
+    """A variable of the chat template: without effect where the template does not read it."""
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few)] | None = None
+    """More variables of the chat template, such as ``enable_thinking``."""
+    tools: Annotated[list[Any], BeforeValidator(_no_tools)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    """Without effect, like the next four: there are no tools, and only text is generated."""
+    parallel_tool_calls: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    prediction: Annotated[dict[str, Any], BeforeValidator(_few)] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template. Raises :class:`Invalid` for those that it has from elsewhere."""
+        given = dict(self.chat_template_kwargs or {})
+        if taken := sorted({"messages", "add_generation_prompt", "tools"} & set(given)):
+            raise Invalid("chat_template_kwargs", f"holds {taken[0]}, which is a field of its own", "leave it out")
+        return given if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort, **given}
 
     def logprob_count(self) -> int | None:
         """How many likeliest tokens to report, None: not even the chosen one's."""

@@ -182,7 +182,12 @@ class Service:
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         longest = self.max_model_len if wanted is None else wanted
         sampling = self._sampling(body, longest, body.logprob_count())
-        prompt = self.conversation(body.messages, body.add_generation_prompt)
+        if body.continue_final_message and body.add_generation_prompt:
+            what = "does not go with add_generation_prompt, which begins another message"
+            raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
+        prompt = self.conversation(
+            body.messages, body.add_generation_prompt, body.continue_final_message, **body.variables
+        )
         if wanted is None:
             sampling = replace(sampling, max_tokens=max(1, self.max_model_len - len(prompt)))
         return self._prepared("chatcmpl", body, [prompt], sampling, key)
@@ -226,12 +231,20 @@ class Service:
             return self.conversation(body.messages, body.add_generation_prompt)
         return self._encode(body.prompt or "", "prompt", body.add_special_tokens)
 
-    def conversation(self, messages: Sequence[Message], prompt: bool) -> list[int]:
-        """A conversation rendered by the checkpoint's template. Raises :class:`Invalid`."""
+    def conversation(
+        self, messages: Sequence[Message], prompt: bool, open_end: bool = False, **variables: Any
+    ) -> list[int]:
+        """A conversation rendered by the checkpoint's template; with ``open_end`` it ends with the last message's text.
+        Raises :class:`Invalid`."""
         if self.template is None:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
-            text = self.template.render([m.plain() for m in messages], prompt=prompt)
+            plain = [m.plain() for m in messages]
+            if "developer" not in self.template.source:  # OpenAI's newer name of what templates know as system
+                plain = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain]
+            text = self.template.render(plain, prompt=prompt, **variables)
+            if open_end:
+                text = _until(text, plain[-1]["content"])
         except BadRecord as e:
             raise Invalid("messages", str(e), "write messages that the template takes") from None
         tokens = self._encode(text, "messages", special=False)
@@ -287,6 +300,15 @@ class Service:
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
         ]  # fmt: skip
         return PreparedRequest(base, body.model or self.name, jobs)
+
+
+def _until(text: str, last: str) -> str:
+    """``text`` up to the end of the ``last`` message's content, which templates may strip."""
+    begins = text.rfind(last.strip())
+    if begins < 0 or not last.strip():
+        raise BadRecord("the chat template does not show the last message's text")
+    ends = begins + len(last.lstrip())
+    return text[:ends] if text[begins:ends] == last.lstrip() else text[: begins + len(last.strip())]
 
 
 def _salt(key: bytes, own: str | None) -> bytes:
