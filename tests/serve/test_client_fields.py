@@ -1,10 +1,12 @@
 """Fields that today's clients send by default, and the chat's own."""
 
 import json
+from urllib.request import Request, urlopen
 
 import pytest
 from tests.serve.test_reliability import call, error
 
+import ridgeline
 from ridgeline.data.examples import Template
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -113,3 +115,71 @@ def test_the_last_message_is_continued(server, template, source, end):
     template(source)
     talk = [*CHAT, {"role": "assistant", "content": "I am "}]
     assert prompt_of(server, messages=talk, continue_final_message=True, add_generation_prompt=False).endswith(end)
+
+
+# ---- vLLM's ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0}, {"temperature": 1, "seed": 3}, {"use_beam_search": True, "n": 2}])
+def test_only_allowed_tokens_come(server, more):
+    allowed = [70, 71, 72]
+    status, _, said = call(server, COMPLETION, {"prompt": "abc", "max_tokens": 6, "allowed_token_ids": allowed, **more,
+                                                "ignore_eos": True})  # fmt: skip
+    assert status == 200, said
+    for choice in json.loads(said)["choices"]:
+        assert set(server.service.vocabulary.encode(choice["text"], False)) <= set(allowed)
+    status, _, said = call(server, COMPLETION, {"prompt": "abc", "allowed_token_ids": [10**6]})
+    assert (status, error(said)["param"]) == (400, "allowed_token_ids")
+
+
+def test_bad_words_never_come(server):
+    letters = server.service.vocabulary.encode("abcdefgh", False)
+    settings = {"max_tokens": 12, "ignore_eos": True, "temperature": 1, "seed": 4, "allowed_token_ids": letters}
+
+    def text(**more):
+        return answer(server, COMPLETION, **settings, **more)[0]["text"]
+
+    plain = text()
+    for word in (plain[2], plain[2:4], plain[1:5]):  # of one token, of two and of four
+        assert word in plain
+        assert word not in text(bad_words=[word])
+    assert text(bad_words=["never said"]) == plain
+
+
+def test_a_prompt_is_cut_to_its_end(server):
+    whole, count = answer(server, COMPLETION, prompt="abcdefgh")
+    assert count == 8
+    cut, count = answer(server, COMPLETION, prompt="abcdefgh", truncate_prompt_tokens=3)
+    assert (cut["text"], count) == (answer(server, COMPLETION, prompt="fgh")[0]["text"], 3)
+    assert answer(server, COMPLETION, prompt="abcdefgh", truncate_prompt_tokens=-1)[0] == whole
+    longer = "a" * (server.service.max_model_len + 5)
+    assert answer(server, COMPLETION, prompt=longer, truncate_prompt_tokens=-1, max_tokens=1)[1] == (
+        server.service.max_model_len - 1
+    )
+
+
+# ---- paths and headers -----------------------------------------------------------------------------------------------
+
+
+def request(server, method, path, **headers):
+    with urlopen(Request(f"{server.url}{path}", method=method, headers=headers)) as answer:
+        return answer.status, dict(answer.headers), answer.read()
+
+
+def test_paths(server):
+    assert json.loads(request(server, "GET", "/version")[2]) == {"version": ridgeline.__version__}
+    assert json.loads(request(server, "GET", "/load")[2]) == {"server_load": 0}
+    for method, path in (("GET", "/ping"), ("POST", "/ping"), ("GET", "/health/"), ("GET", "/v1/models/")):
+        assert request(server, method, path)[0] == 200
+    status, headers, body = request(server, "HEAD", "/v1/models")
+    assert (status, body) == (200, b"")
+    assert int(headers["content-length"]) == len(request(server, "GET", "/v1/models")[2])
+
+
+def test_a_request_keeps_its_id(server):
+    assert request(server, "GET", "/health", **{"X-Request-Id": "mine"})[1]["x-request-id"] == "mine"
+    made = {
+        request(server, "GET", "/health", **{"X-Request-Id": bad})[1]["x-request-id"] for bad in ("", "a b", "x" * 200)
+    }
+    assert len(made) == 3
+    assert all(len(name) == 32 for name in made)

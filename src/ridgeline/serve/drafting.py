@@ -130,5 +130,5 @@ class ModelDrafter:
 def draftable(seq: Row) -> bool:
     """Whether a draft may be checked in one pass: what follows must not change how its first token is chosen."""
     s = seq.group.request.sampling
-    plain = not (s.presence_penalty or s.frequency_penalty) and s.repetition_penalty == 1.0
+    plain = not (s.presence_penalty or s.frequency_penalty or s.bad_words) and s.repetition_penalty == 1.0
     return plain and seq.grammar is None and seq.group.beams is None and seq.generated > 0

@@ -8,7 +8,9 @@ import hashlib
 import hmac
 import json
 import math
+import re
 import time
+import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -18,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ridgeline.spec.errors import UserError
 
 T = TypeVar("T")
-OPEN = frozenset({"/health", "/ready"})
+OPEN = frozenset({"/health", "/ready", "/ping", "/version"})
 """Paths that need no key."""
 PING_SECONDS = 15.0
 BODY_SECONDS = 60.0
@@ -170,8 +172,28 @@ def bearer(scope: Scope) -> bytes:
     return bytes(value[7:].strip()) if value[:7].lower() == b"bearer " else b""
 
 
+def _identified(scope: Scope, send: Send) -> Send:
+    """``send`` with the request's id in the answer's head, and, for HEAD, without its body."""
+    given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
+    name = given if re.fullmatch(rb"[!-~]{1,128}", given) else uuid.uuid4().hex.encode()
+    head = scope["method"] == "HEAD"
+
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
+        elif head and message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return answer
+
+
 class Gate:
-    """Middleware: keys and body sizes, before anything is read. Ordinary keys open all but ``admin`` paths."""
+    """Middleware: keys and body sizes, before anything is read. Ordinary keys open all but ``admin`` paths.
+
+    A path may end with a slash, HEAD is a GET without its body, and every answer has an ``X-Request-Id``: the
+    request's own, or a new one.
+    """
 
     def __init__(self, app: ASGIApp, keys: Keys, admin: Keys, admin_paths: frozenset[str], max_body: int) -> None:
         self.app, self.keys, self.admin, self.admin_paths, self.max_body = app, keys, admin, admin_paths, max_body
@@ -181,6 +203,8 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        head, send = scope["method"] == "HEAD", _identified(scope, send)
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/", "method": "GET" if head else scope["method"]}
         refused = self._refused(scope)
         if refused is not None:
             await refused(scope, receive, send)

@@ -30,7 +30,7 @@ from ridgeline.serve.request import TOO_LONG, Grammar, Invalid, Sampling
 
 MAX_PROMPTS = 256
 """Largest number of prompts in one body."""
-MAX_BIASES, MAX_STOP_IDS = 16384, 1024
+MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 16384, 1024, 256
 """Limits on options that are evaluated for every token."""
 UNKNOWN = "unknown_field"
 
@@ -199,6 +199,11 @@ class Sampled(Body):
         StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None, BeforeValidator(_no_stop)
     ] = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    """Texts that are never generated, as tokens spell them alone and after a space."""
+    truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
+    """Keep only so many tokens of the prompt, its last ones; -1: as many as the context takes."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool | None = None
     skip_special_tokens: bool = True
@@ -256,6 +261,7 @@ class Sampled(Body):
             logprobs=logprobs,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             **self.beams(),
             **given,
             **more,

@@ -89,6 +89,10 @@ class Sampling:
     early_stopping: bool = False
     """Beam search ends as soon as ``beam_width`` beams have finished."""
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these tokens; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that are never completed."""
     min_tokens: int = 0
     """Minimum number of output tokens."""
     ignore_eos: bool = False
@@ -154,7 +158,8 @@ class Sampling:
         for param in ("logprobs", "prompt_logprobs"):
             count = getattr(self, param)
             needs(count is None or 0 <= count <= 20, param, f"is {count}, outside 0 to 20", "ask for fewer")
-        for param, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        named = {name: getattr(self, name) for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")}
+        for param, ids in named.items():
             bad = next((i for i in ids if not 0 <= i < vocab_size), None)
             needs(bad is None, param, f"names token {bad} of a vocabulary of {vocab_size}", "use its ids")
         needs(all(math.isfinite(b) and abs(b) <= 100 for b in self.logit_bias.values()), "logit_bias",

@@ -189,6 +189,22 @@ def state_routes(app: FastAPI, service: Service) -> None:
         """Whether new requests are accepted."""
         return Json({"status": "ready"}) if loop.ready else refusal(503, "not taking requests", retry_after=5.0)
 
+    @app.get("/ping", responses=_REFUSALS)
+    @app.post("/ping", responses=_REFUSALS, include_in_schema=False)
+    async def ping() -> Response:
+        """As ``/health``, for SageMaker."""
+        return await health()
+
+    @app.get("/version", responses=_REFUSALS)
+    async def version() -> Response:
+        """Ridgeline's version."""
+        return Json({"version": app.version})
+
+    @app.get("/load", responses=_REFUSALS)
+    async def load() -> Response:
+        """Requests that are waiting or running."""
+        return Json({"server_load": loop.open_streams})
+
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """For Prometheus."""

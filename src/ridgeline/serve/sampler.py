@@ -78,6 +78,14 @@ class Sampler:
         if s.logit_bias:
             ids = torch.tensor(list(s.logit_bias), device=row.device)
             row[ids] += torch.tensor(list(s.logit_bias.values()), dtype=row.dtype, device=row.device)
+        if s.allowed_token_ids:
+            ids = torch.tensor(s.allowed_token_ids, device=row.device)
+            kept = row[ids]
+            row.fill_(float("-inf"))
+            row[ids] = kept
+        for *before, last in s.bad_words:
+            if seq.generated >= len(before) and seq.tokens[len(seq.tokens) - len(before) :] == before:
+                row[last] = float("-inf")
         if seq.generated < s.min_tokens:
             row[list(self.ends | set(s.stop_token_ids))] = float("-inf")
         if seq.grammar is not None:

@@ -167,7 +167,7 @@ class Service:
             len(given),
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        prompts = self._prompts(given, "prompt", body.add_special_tokens)
+        prompts = self._prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens)
         prepared = self._prepared("cmpl", body, prompts, sampling, key)
         prepared.echo, prepared.silent = body.echo, silent
         if body.echo:
@@ -186,8 +186,9 @@ class Service:
             what = "does not go with add_generation_prompt, which begins another message"
             raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
         prompt = self.conversation(
-            body.messages, body.add_generation_prompt, body.continue_final_message, **body.variables
-        )
+            body.messages, body.add_generation_prompt, body.continue_final_message, body.truncate_prompt_tokens,
+            **body.variables,
+        )  # fmt: skip
         if wanted is None:
             sampling = replace(sampling, max_tokens=max(1, self.max_model_len - len(prompt)))
         return self._prepared("chatcmpl", body, [prompt], sampling, key)
@@ -197,9 +198,14 @@ class Service:
     ) -> Sampling:
         """Sampling parameters for this many prompts. Raises for invalid or excessive ones before any work is done."""
         self.adapter(body.model)
-        sampling = body.sampling(max_tokens, logprobs, self.vocab_size, **more)
+        sampling = body.sampling(max_tokens, logprobs, self.vocab_size, bad_words=self._bad_words(body), **more)
         self.loop.bound(prompts * sampling.sequences)
         return replace(sampling, grammar=body.grammar(self.grammars))
+
+    def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of the words, alone and after a space."""
+        words = [form for word in body.bad_words or () for form in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(self._encode(word, "bad_words", special=False)) for word in words))
 
     def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
         """The jobs of embeddings. Raises :class:`Invalid`."""
@@ -232,10 +238,11 @@ class Service:
         return self._encode(body.prompt or "", "prompt", body.add_special_tokens)
 
     def conversation(
-        self, messages: Sequence[Message], prompt: bool, open_end: bool = False, **variables: Any
-    ) -> list[int]:
+        self, messages: Sequence[Message], prompt: bool, open_end: bool = False, most: int | None = None,
+        **variables: Any,
+    ) -> list[int]:  # fmt: skip
         """A conversation rendered by the checkpoint's template; with ``open_end`` it ends with the last message's text.
-        Raises :class:`Invalid`."""
+        ``most``: as for :meth:`_cut`. Raises :class:`Invalid`."""
         if self.template is None:
             raise Invalid("messages", "the checkpoint has no chat template", "use /v1/completions, or --chat-template")
         try:
@@ -247,17 +254,25 @@ class Service:
                 text = _until(text, plain[-1]["content"])
         except BadRecord as e:
             raise Invalid("messages", str(e), "write messages that the template takes") from None
-        tokens = self._encode(text, "messages", special=False)
+        tokens = self._cut(self._encode(text, "messages", special=False), most)
         self._fits(tokens, "messages")
         return tokens
 
-    def _prompts(self, given: Sequence[str | list[int]], param: str, special: bool) -> list[list[int]]:
+    def _cut(self, tokens: list[int], most: int | None) -> list[int]:
+        """The last ``most`` tokens (-1: as many as the context takes with one to generate); None: all."""
+        if most is None:
+            return tokens
+        return tokens[max(0, len(tokens) - (self.max_model_len - 1 if most == -1 else most)) :]
+
+    def _prompts(
+        self, given: Sequence[str | list[int]], param: str, special: bool, most: int | None = None
+    ) -> list[list[int]]:
         for text in given:
             if isinstance(text, str):
                 self._short(text, param)
         prompts = []
         for one in given:
-            prompt = self._encode(one, param, special) if isinstance(one, str) else one
+            prompt = self._cut(self._encode(one, param, special) if isinstance(one, str) else one, most)
             if not prompt:
                 raise Invalid(param, "has no tokens", "give at least one")
             self._fits(prompt, param)
