@@ -312,6 +312,12 @@ def test_metrics_are_prometheus_text_and_add_up(folder):
         assert samples["ridgeline_time_to_first_token_seconds_count",] == 3
         assert samples["ridgeline_requests_finished_total", "length"] == 3
         assert samples["ridgeline_kv_blocks_used",] == 0
+        model = server.service.name
+        assert samples["vllm:generation_tokens_total", model] == 15
+        assert samples["vllm:request_success_total", "length", model] == 3
+        assert samples["vllm:time_to_first_token_seconds_bucket", "+Inf", model] == 3
+        assert samples["vllm:num_requests_running", model] == samples["vllm:kv_cache_usage_perc", model] == 0
+        assert sum(name.startswith("vllm:") and name.endswith("_count") for name, *_ in samples) == 6
 
 
 def test_tokenize_and_back(server):

@@ -106,10 +106,11 @@ SYSTEMS = [n for n in catalog.systems() if catalog.system(n).reported.workload.g
 def test_every_generating_system_runs_as_its_small_plan(name, tmp_path):
     """On a small model of the family of its paper's; of weights that it quantizes first, against those."""
     system = catalog.system(name)
-    mixture = catalog.model(system.reported.model).num_experts
-    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
-    source = checkpoint(tmp_path / "m", {**(MIXTRAL if mixture else GPT2), **wide, "num_layers": 4})
-    plan = [call.replace("experts=4", "experts=2") for call in system.shrunk.plan]
+    model = catalog.model(system.reported.model)
+    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "activation": model.activation}
+    source = checkpoint(tmp_path / "m", {**(MIXTRAL if model.num_experts else GPT2), **wide, "num_layers": 4})
+    small = {"experts=4": "experts=2", "hot_neurons": "hot_neurons:hot=0.25,tokens=256"}
+    plan = [next((call.replace(a, b) for a, b in small.items() if a in call), call) for call in system.shrunk.plan]
     want = tokens(built(source, *plan[:-1], batch_size=24)[1], batch=24)
     got = tokens(built(source, *plan, batch_size=24)[1], batch=24)
     assert torch.equal(got[0], want[0])

@@ -44,6 +44,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
     app = FastAPI(title="Ridgeline", version=ridgeline.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
                   redirect_slashes=False)  # fmt: skip
     app.router.route_class = body_route(service.max_model_len)
+    loop.metrics.model = service.name
     loop.metrics.watch(lambda: loop.stats, lambda: loop.queued)
     for add in (generation_routes, model_routes, text_routes, state_routes):
         add(app, service)

@@ -1,4 +1,7 @@
-"""Prometheus metrics: the engine's state at the time of the request, and statistics of requests."""
+"""Prometheus metrics: the engine's state at the time of the request, and statistics of requests.
+
+Each that vLLM has too comes a second time under vLLM's name, so that its dashboards work.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from ridgeline.serve.detokenize import Delta
 from ridgeline.serve.request import Stats
@@ -14,6 +19,19 @@ from ridgeline.serve.request import Stats
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _TOKENS = tuple(float(1 << i) for i in range(0, 18))
+_VLLM = (
+    ("waiting", "num_requests_waiting"), ("running", "num_requests_running"), ("kv_usage", "kv_cache_usage_perc"),
+    ("kv_usage", "gpu_cache_usage_perc"), ("prompt_tokens", "prompt_tokens"), ("prompt_tokens", "prefix_cache_queries"),
+    ("cached_tokens", "prefix_cache_hits"), ("generated_tokens", "generation_tokens"),
+    ("preemptions", "num_preemptions"), ("requests_finished", "request_success"),
+    ("time_to_first_token_seconds", "time_to_first_token_seconds"),
+    ("time_per_output_token_seconds", "time_per_output_token_seconds"),
+    ("time_per_output_token_seconds", "request_time_per_output_token_seconds"),
+    ("request_seconds", "e2e_request_latency_seconds"), ("request_prompt_tokens", "request_prompt_tokens"),
+    ("request_generated_tokens", "request_generation_tokens"),
+)  # fmt: skip
+"""(our name, vLLM's), without prefixes and suffixes. What newer versions of vLLM renamed has both names."""
+_VLLM_LABELS = {"reason": "finished_reason"}
 
 
 class Metrics:
@@ -21,6 +39,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.model = ""
+        """Name of the served model."""
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"ridgeline_{name}", what, buckets=buckets, registry=self.registry)
@@ -57,7 +77,26 @@ class Metrics:
 
     def text(self) -> bytes:
         """In Prometheus' format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(_AsInVllm(self))
+
+
+class _AsInVllm:
+    """Our metrics under vLLM's names, labeled with the model's."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        model = {"model_name": self.metrics.model}
+        families = {family.name: family for family in self.metrics.registry.collect()}
+        for ours, name in ((f"ridgeline_{ours}", name) for ours, name in _VLLM if f"ridgeline_{ours}" in families):
+            family = families[ours]
+            renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+            for sample in family.samples:
+                labels = {_VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}
+                full = f"vllm:{name}{sample.name.removeprefix(ours)}"
+                renamed.samples.append(Sample(full, {**model, **labels}, sample.value, sample.timestamp))
+            yield renamed
 
 
 class _State:
@@ -76,6 +115,7 @@ class _State:
             ("kv_blocks", s.blocks, "Blocks of the key/value pool."),
             ("kv_blocks_used", s.blocks_used, "Blocks that sequences hold."),
             ("kv_blocks_cached", s.blocks_cached, "Free blocks kept for their contents."),
+            ("kv_usage", s.blocks_used / max(1, s.blocks), "Fraction of the blocks that sequences hold."),
         ):
             yield GaugeMetricFamily(f"ridgeline_{name}", what, value)
         for name, value, what in (
