@@ -7,7 +7,7 @@
 ``system("megatron_ptdp")``        a system of the literature: a named plan
 =================================  ====================================================================
 
-``local`` is the machine at hand, as ``ridgeline probe`` measured it. Importing this module reads no file; looking up a
+``local`` is this machine, as ``ridgeline probe`` measured it. Importing this module reads no file; looking up a
 device reads that device's file only, looking up a model reads the model files once.
 """
 
@@ -59,7 +59,7 @@ DEVICE_ALIASES = {
 
 
 class Published(NamedTuple):
-    """What a model's publisher says of its size, and how closely ModelSpec's own count must agree."""
+    """A model's published size, and how closely ModelSpec's own count must agree."""
 
     parameters: float
     tolerance: float
@@ -67,7 +67,7 @@ class Published(NamedTuple):
 
 
 class _ModelEntry(NamedTuple):
-    """One model as its file has it: ModelSpec's fields, where they stand, and the catalog's own keys."""
+    """One model of a file: ModelSpec's fields, and the catalog's own keys."""
 
     fields: dict[str, Any]
     where: str
@@ -211,7 +211,7 @@ def _device_names() -> tuple[str, ...]:
 def device(name: str) -> Device:
     """The device called ``name``: a catalog name, an alias, the path of a device TOML file, or ``local``.
 
-    A profile that `ridgeline calibrate` kept under the same name goes before the catalog's own entry.
+    A profile that `ridgeline calibrate` saved under the same name overrides the catalog's entry.
 
     Raises :class:`UserError` for an unknown name (with the nearest ones), an unusable file, or a ``local`` that was
     never probed.
@@ -220,7 +220,7 @@ def device(name: str) -> Device:
     if low == "local":
         return local_device()
     key = DEVICE_ALIASES.get(low, low)
-    if key not in _device_names():  # "H100_SXM" is as good
+    if key not in _device_names():  # "H100_SXM" is accepted too
         spelled = re.sub(r"[_ ]+", "-", low)
         spelled = DEVICE_ALIASES.get(spelled, spelled)
         key = spelled if spelled in _device_names() else key
@@ -248,7 +248,7 @@ def cluster(text: str) -> Cluster:
 
     if not text.strip():
         raise UserError("the cluster has no name", "write for example 'local', '8xa800-80g' or '4x8xa100-80g-sxm'")
-    # A path may well begin with digits and an x ("2x/box.toml"), so an existing file is taken as it stands.
+    # A path may start with digits and an x ("2x/box.toml"), so an existing file is used as is.
     whole = text.endswith(".toml") and Path(text).expanduser().is_file()
     nodes, per_node, name = (1, 1, text) if whole else split_cluster_name(text)
     if nodes < 1 or per_node < 1:
@@ -330,7 +330,7 @@ def architecture(name: str) -> Efficiency:
 
 
 def architecture_document(name: str) -> dict[str, Any]:
-    """What the file of an architecture gives, over what the one that it is ``like`` gives."""
+    """The values of an architecture's file, on top of those of the one that it is ``like``."""
     from ridgeline.catalog.toml import parse
 
     file = files(__name__) / "efficiency" / f"{name}.toml"
@@ -345,7 +345,7 @@ _OWN = ("fitted_on", "source", "data", "spread")
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """``below`` with what ``above`` gives in its place, table by table."""
+    """``below`` overridden by ``above``, table by table."""
     both = {k: merged(below[k], v) for k, v in above.items() if isinstance(v, dict) and isinstance(below.get(k), dict)}
     return {**below, **above, **both}
 
@@ -354,7 +354,7 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile_path(name: str) -> Path:
-    """Where a measured profile lies: ``devices/NAME.toml`` in :func:`ridgeline.paths.config_dir`."""
+    """Path of a measured profile: ``devices/NAME.toml`` in :func:`ridgeline.paths.config_dir`."""
     return config_dir() / "devices" / f"{name}.toml"
 
 
@@ -364,19 +364,19 @@ def _profile(path: Path, modified: int) -> Device:
 
 
 def local_device_path() -> Path:
-    """Where this machine's profile lies."""
+    """Path of this machine's profile."""
     return profile_path("local")
 
 
 class NoProfile(UserError):
-    """This machine was never probed."""
+    """This machine has not been probed."""
 
 
 _unprobed: list[Device] = []
 
 
 def local_device() -> Device:
-    """This machine as ``ridgeline probe`` measured it. Raises :class:`NoProfile` when it never did."""
+    """This machine as ``ridgeline probe`` measured it. Raises :class:`NoProfile` if it was not."""
     path = local_device_path()
     if path.is_file():
         return _read_device(path)
@@ -405,7 +405,7 @@ def device_toml(device: Device) -> str:
 
 
 def save_device(device: Device, by: str = "calibrate") -> Path:
-    """Keep ``device`` as the profile of its name, replacing an earlier one in one step, and return the file's path."""
+    """Save ``device`` as the profile of its name, replacing an earlier one atomically; returns the file's path."""
     import tempfile
 
     path = profile_path(device.name)

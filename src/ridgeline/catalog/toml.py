@@ -30,12 +30,12 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
 def validate(kind: type[T], data: dict[str, Any], where: str) -> T:
     """``data`` as a ``kind``: strictly typed (no number in quotes), no key unknown, none missing.
 
-    Raises :class:`UserError` for the first thing wrong: which key of ``where``, and what it should be.
+    Raises :class:`UserError` for the first error: which key of ``where``, and what it should be.
     """
     try:
         return kind.model_validate(data, strict=True)
     except ValidationError as e:
-        # A misspelt key is both unknown and missing: the unknown one says more.
+        # A misspelled key is both unknown and missing: the unknown one is more helpful.
         error = min(e.errors(), key=lambda one: one["type"] != "extra_forbidden")
     path = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":

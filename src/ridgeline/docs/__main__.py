@@ -19,7 +19,7 @@ from ridgeline.techniques.registry import registry
 
 
 def pages() -> dict[str, Callable[[], str]]:
-    """{path below ``docs``: what makes its Markdown} of every generated page."""
+    """{path below ``docs``: function that returns its Markdown} of every generated page."""
     pairs = support_matrix()
     effects = Effects(SOURCE.parents[1])
     techniques = {f"techniques/{name}.md": partial(_technique, name, pairs, effects) for name in registry()}

@@ -1,4 +1,4 @@
-"""The architecture page: the packages, their imports and what each is for, read from the source files."""
+"""The architecture page: the packages, their imports and their purposes, read from the source files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOORS = [
 
 
 def architecture_markdown() -> str:
-    """The packages as they are: a picture of the floors, and what each package and its parts are for."""
+    """A picture of the floors, and the purpose of each package and its parts."""
     parts = [
         "# Architecture",
         "Generated from the packages and their imports. One Plan acts on two twins of a model: `graph` and `predict`"

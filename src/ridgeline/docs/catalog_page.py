@@ -13,7 +13,7 @@ from ridgeline.techniques.registry import registry
 
 
 def family(name: str) -> str:
-    """The folder in ``techniques/`` that a technique stands in."""
+    """The folder in ``techniques/`` of a technique."""
     return Path(inspect.getfile(registry()[name])).parent.name
 
 

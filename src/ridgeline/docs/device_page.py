@@ -1,4 +1,4 @@
-"""A prediction card per class of devices: what its predictions were judged on, and how far they may be off."""
+"""A prediction card per class of devices: the data its predictions were validated on, and their errors."""
 
 from __future__ import annotations
 

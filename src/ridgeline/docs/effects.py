@@ -1,6 +1,6 @@
-"""What a technique gives: its paper's claim, the prediction with it against without, and what was measured.
+"""Effects of a technique: its paper's claim, the prediction with and without it, and measurements.
 
-The settings of predictions and the places of measured numbers are data, ``docs/effects.toml``; every number is computed
+Settings of predictions and locations of measured numbers are data, ``docs/effects.toml``; every number is computed
 or read from ``benchmarks/results`` when the pages are made.
 """
 
@@ -40,7 +40,7 @@ WORDS = {"tokens_per_s": "tokens/s", "peak_bytes": "peak of one rank", "ttft_p50
 
 
 class Effect(NamedTuple):
-    """One row of a page's table: where the number comes from, in which setting, and what it says."""
+    """One row of a page's table: the source of the number, its setting, and its text."""
 
     source: str
     setting: str
@@ -58,7 +58,7 @@ class Effects:
         self.results = root / "benchmarks" / "results"
 
     def of(self, name: str) -> list[Effect]:
-        """The rows of a technique's page: the claim, predictions, measurements; that nothing was measured is a row."""
+        """The rows of a technique's page: the claim, predictions, measurements; missing ones are stated."""
         measured = list(self._measured(name)) or [Effect("measured", "", "not measured")]
         return [Effect("claimed by the paper", "", registry()[name].card.claim), *self._claims(name),
                 *self._predicted(name), *measured]  # fmt: skip
@@ -159,7 +159,7 @@ def _fits(r: Result) -> str:
 
 
 def _changes(without: Result, with_it: Result, names: tuple[str, ...]) -> str:
-    """``1.20× tokens/s (2.1k → 2.5k)`` for each metric that changes; a plan that does not fit says so."""
+    """``1.20× tokens/s (2.1k → 2.5k)`` for each metric that changes; a plan that does not fit is marked as such."""
     out: list[str] = []
     same: list[str] = []
     for name in names:

@@ -17,7 +17,7 @@ Found = Iterator[tuple[str, str]]
 
 
 def from_ablation(data: dict[str, Any], name: str) -> Found:
-    """What ``ridgeline ablate --json`` prints."""
+    """Reader of the output of ``ridgeline ablate --json``."""
     if not str(data.get("schema", "")).startswith("ridgeline.ablation/"):
         return
     a = Ablation.model_validate(data)

@@ -1,4 +1,4 @@
-"""A page per technique: what it does, its effect by the paper, by prediction and by measurement, options, company."""
+"""A page per technique: what it does, its effect as claimed, predicted and measured, its options, its pairs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _options(c: dict[str, Any]) -> str:
 
 
 def _default(value: Any) -> str:
-    """As a plan writes it; nothing where there is none."""
+    """As written in a plan; empty if there is none."""
     text = "+".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
     return f"`{text}`" if text else ""
 

@@ -1,6 +1,6 @@
-"""How low-bit weights lie in memory while a model runs, and in a checkpoint: one place for loading and predicting.
+"""Storage of low-bit weights in memory and in checkpoints: one place for loading and predicting.
 
-Sizes in bytes. What is held is chosen by the kernels that there are (see :mod:`ridgeline.nn.quant.packed_linear`).
+Sizes in bytes. The form in memory depends on the available kernels (see :mod:`ridgeline.nn.quant.packed_linear`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 from ridgeline.spec.device import DTYPE_BYTES
 
 FEW_NIBBLES, FEW_BYTES = 48, 16
-"""Rows up to which the kernels that read codes win over expanding the weight first. Measured on one core with AVX512 at
-2048 × 2048: nibbles take 0.3 ms + 0.16 ms per row against 6 ms of expansion, bytes 0.6 ms + 0.16 ms against 2.5 ms."""
+"""Rows up to which kernels on quantized weights beat dequantizing first. Measured on one core with AVX512 at
+2048 × 2048: nibbles take 0.3 ms + 0.16 ms per row against 6 ms to dequantize, bytes 0.6 ms + 0.16 ms against 2.5."""
 GEMM_ROWS = (1, 2, 3, 4, 8, FEW_BYTES, FEW_NIBBLES, 128)
 """Numbers of rows at which ``ridgeline probe`` times products that wait for their weights, as far as each kind's
 kernel for few rows goes."""
@@ -24,7 +24,7 @@ Form = Literal["nibbles", "bytes", "words"]
 
 
 class StoredWeight(NamedTuple):
-    """What a layer keeps of a weight [out, in]."""
+    """The form in which a layer stores a weight [out, in]."""
 
     form: Form
     """nibbles: planes of 4 bits for PyTorch's kernel; bytes: int8, a scale per row; words: the bits as stored."""
@@ -49,7 +49,7 @@ def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", 
 def held_bytes(
     out: int, width: int, bits: int, group_size: int, symmetric: bool, device: str = "cpu", fast: bool = True
 ) -> int:
-    """Bytes of that, scales and zeros included."""
+    """Bytes of that form, scales and zero points included."""
     form, planes, group = held(out, width, bits, group_size, device, fast)
     if form == "bytes":
         return out * width + 4 * out * (1 if symmetric else 2)

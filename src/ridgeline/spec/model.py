@@ -81,10 +81,10 @@ class ModelSpec(BaseModel):
     norm_bias: bool = True
     """Whether a LayerNorm has a bias (MPT's have none)."""
     dropout: float = 0.0
-    """Dropout rate on attention probabilities and on what each sub-layer adds to the residual stream (spec only)."""
+    """Dropout rate on attention probabilities and on the output of each sub-layer (spec only)."""
     activation: Activation = "silu"
     gated: bool = True
-    """Whether the MLP has a gate projection (SwiGLU and kin)."""
+    """Whether the MLP has a gate projection (SwiGLU and similar)."""
     position: Position = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -104,15 +104,15 @@ class ModelSpec(BaseModel):
     embedding_norm: bool = False
     final_norm: bool = True
     head: Head = "lm"
-    """What reads the last hidden states: "lm", "mlm" (BERT's masked tokens), or "classify" (BERT's pooler and a
+    """The head on the last hidden states: "lm", "mlm" (BERT's masked tokens), or "classify" (BERT's pooler and a
     classifier over the first token's)."""
     num_labels: int = 0
     """Classes of a "classify" head."""
     sliding_window: int | None = None
     window_every: int = 1
-    """Every how many-th layer has the sliding window (1: all; 2: layers 0, 2, 4, … as in gpt-oss)."""
+    """The sliding window is in every N-th layer (1: all; 2: layers 0, 2, 4, … as in gpt-oss)."""
     attention_sinks: bool = False
-    """One learned logit per head that takes attention away from the tokens (gpt-oss)."""
+    """One learned logit per head that absorbs attention (gpt-oss's sinks)."""
     num_experts: int = 0
     experts_per_token: int = 0
     normalize_router: bool = True
@@ -120,7 +120,7 @@ class ModelSpec(BaseModel):
     moe_bias: bool = False
     """Biases on the router and on every expert (gpt-oss)."""
     moe_every: int = 1
-    """Every how many-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
+    """Every N-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
     encoder_layers: int = 0
     """Layers of the encoder in an encoder-decoder model (spec only)."""
     published_parameters: float | None = None
@@ -145,7 +145,7 @@ class ModelSpec(BaseModel):
         return self
 
     def changed(self, **fields: Any) -> ModelSpec:
-        """The same with other values in some fields, checked anew. (``model_copy`` would keep derived counts too.)"""
+        """A validated copy with other values in some fields. (``model_copy`` would keep derived counts too.)"""
         return type(self)(**{**self.model_dump(), **fields})
 
     # ---- derived sizes ------------------------------------------------------------------------------------------

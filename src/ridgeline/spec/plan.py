@@ -12,7 +12,7 @@ Scalar = str | int | float | bool | list[str]
 
 
 class Call(BaseModel):
-    """One technique switched on: its name and its options. Written ``zero:stage=3,degree=2``."""
+    """One enabled technique: its name and its options. Written ``zero:stage=3,degree=2``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ class Call(BaseModel):
 
 
 class Plan(BaseModel):
-    """The techniques that are on. At most one call per technique."""
+    """The enabled techniques. At most one call per technique."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,11 +67,11 @@ class Plan(BaseModel):
         return cls(calls=tuple(calls))
 
     def has(self, name: str) -> bool:
-        """Whether the technique is on."""
+        """Whether the technique is enabled."""
         return any(c.name == name for c in self.calls)
 
     def option(self, name: str, key: str) -> Any:
-        """The value of one option of a technique that is on; None when it is off."""
+        """The value of one option of an enabled technique; None if it is not enabled."""
         return next((c.options.get(key) for c in self.calls if c.name == name), None)
 
     def strings(self) -> list[str]:

@@ -21,7 +21,7 @@ MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "tem
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")  # a loss may well be NaN; JSON has none
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")  # a loss may be NaN, which JSON does not have
 
 
 class Metric(_Record):
@@ -84,7 +84,7 @@ class Traffic(_Record):
     ranks: int
     calls: float
     bytes: float
-    """Of the full buffer on one rank: what an all-gather yields, what a reduce-scatter reads."""
+    """Bytes of the full buffer on one rank: the output of an all-gather, the input of a reduce-scatter."""
 
 
 class Check(_Record):
@@ -99,7 +99,7 @@ class Check(_Record):
 
 
 class Sample(_Record):
-    """One optimizer step as it was measured."""
+    """One measured optimizer step."""
 
     step: int
     seconds: float
@@ -110,7 +110,7 @@ class Sample(_Record):
 
 
 class Result(_Record):
-    """What a plan gives: predicted or measured, in one schema."""
+    """The result of a plan, predicted or measured, in one schema."""
 
     schema_: Literal["ridgeline.result/1"] = Field(default=SCHEMA, alias="schema")
     source: Literal["predicted", "measured"]
@@ -129,7 +129,7 @@ class Result(_Record):
     traffic: list[Traffic] = Field(default_factory=list)
     samples: list[Sample] = Field(default_factory=list)
     losses: list[float] = Field(default_factory=list)
-    """Mean loss of every held-out window, nats per token: what perplexity is compared by, window by window."""
+    """Mean loss of every held-out window, nats per token: perplexities are compared window by window."""
     distributions: dict[str, list[float]] = Field(default_factory=dict)
     """Of a served load: latencies at evenly spaced shares of the requests (``itl_s``: of the gaps), from the smallest
     to the largest."""

@@ -1,4 +1,4 @@
-"""How a serving engine schedules and keeps its cache: what a plan decides, for the real and the simulated engine."""
+"""Scheduling and cache of a serving engine, as a plan determines them, for the real and the simulated engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ridgeline.spec.workload import Serve
 OWN = "ridgeline"
 """The name of Ridgeline's own serving engine."""
 CACHE_SHARE = 0.25
-"""Of the memory that is free, what the key/value pool takes at most where nothing is said."""
+"""Default for the largest fraction of free memory that the key/value pool takes."""
 
 
 @dataclass
 class Limits:
-    """What a step and the queue may hold, and which freedoms the scheduler has. Techniques set them."""
+    """Limits of a step and of the queue, and options of the scheduler. Techniques set them."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -26,7 +26,7 @@ class Limits:
     max_waiting_tokens: int | None = 1 << 20
     """Prompt tokens that may wait; None: any number."""
     continuous: bool = True
-    """Whether sequences join while others run; if not, a batch runs until its last member ends."""
+    """Whether sequences join running ones; if not, a batch runs until its last sequence ends."""
     chunked: bool = True
     """Whether a step may compute a part of a prompt."""
     reserve: bool = False
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Drafts as far as they can be predicted."""
+    """Speculative decoding, as predicted."""
 
     tokens: int
     """Tokens of one draft."""
@@ -48,13 +48,13 @@ class Speculation:
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens that a pass is expected to make: (1 - a^(k+1)) / (1 - a) (arXiv:2211.17192, equation 1)."""
+        """Expected tokens per pass: (1 - a^(k+1)) / (1 - a) (arXiv:2211.17192, equation 1)."""
         return sum(self.acceptance**i for i in range(self.tokens + 1))
 
 
 @dataclass(kw_only=True)
 class Scheduling:
-    """What techniques may change about scheduling (:meth:`Technique.scheduling`); as it is without any of them."""
+    """What techniques may change about scheduling (:meth:`Technique.scheduling`); defaults: without any."""
 
     limits: Limits = field(default_factory=lambda: Limits(continuous=False, chunked=False, reserve=True, padded=True))
     block_size: int = 16
@@ -62,17 +62,17 @@ class Scheduling:
     share_prefixes: bool = False
     """Whether equal prefixes share blocks."""
     cache_kind: str = ""
-    """fp8, int8 or int4: the pool holds codes; empty: the weights' dtype."""
+    """Quantized storage of the pool, fp8, int8 or int4; empty: the weights' dtype."""
     stages: tuple[int, ...] = ()
     """Layers of each pipeline stage, where they are not divided evenly."""
     logit_reads: int = 5
     """Times that choosing a token reads a row of logits: four passes of a radix selection over 32-bit keys, and one
     that gathers what it found."""
     speculation: Speculation | None = None
-    """Drafts of a known acceptance, for the prediction; None: none, or not known."""
+    """Speculation with a known acceptance rate, for the prediction; None: none, or unknown."""
 
     def take_workload(self, w: Serve) -> None:
-        """Take what the workload itself says."""
+        """Apply the limits of the workload."""
         self.limits.max_num_seqs = w.max_num_seqs or self.limits.max_num_seqs
         self.limits.max_num_batched_tokens = w.max_num_batched_tokens or self.limits.max_num_batched_tokens
 
@@ -102,8 +102,8 @@ class Scheduling:
 
 
 def engine_name(name: str, device: str) -> str:
-    """The engine that a workload means by ``name``: without a name Ridgeline's own on this machine, elsewhere none
-    (empty): a schedule as the plan has it."""
+    """The engine that ``name`` stands for: if empty, Ridgeline's own on this machine, and elsewhere none (empty), for
+    the plan's own schedule."""
     return name.strip().lower() or (OWN if device == "local" else "")
 
 

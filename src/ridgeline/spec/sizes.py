@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: ``200MB`` (10⁶), ``2GiB`` (2³⁰), or a plain number of bytes."""
+"""Human-readable sizes in bytes: ``200MB`` (10⁶), ``2GiB`` (2³⁰), or a plain number of bytes."""
 
 from __future__ import annotations
 

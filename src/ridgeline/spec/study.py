@@ -18,7 +18,7 @@ class _Record(BaseModel):
 
 
 class StudyCell(_Record):
-    """One experiment of a table: where it stands on the axes, and what it gave."""
+    """One experiment of a table: its point on the axes, and its results."""
 
     table: str
     axes: dict[str, Axis]
@@ -26,13 +26,13 @@ class StudyCell(_Record):
     """The settled plan in ``name:option=value`` form, without defaults."""
     batch_size: int | None = None
     status: str = "ok"
-    """ok, infeasible (does not fit), refused (the plan cannot be), oom, error, …"""
+    """ok, infeasible (does not fit), refused (by a check), oom, error, …"""
     reason: str = ""
     predicted: dict[str, float] = Field(default_factory=dict)
     """Metrics in SI units."""
     measured: dict[str, float] = Field(default_factory=dict)
     measured_status: str = ""
-    """Empty: it was not measured."""
+    """Empty if it was not measured."""
     measured_reason: str = ""
     parts: dict[str, float] = Field(default_factory=dict)
     """Predicted seconds of a step by part, where the table asks for them."""
@@ -60,7 +60,7 @@ class StudyTable(_Record):
 
 
 class StudyFinding(_Record):
-    """What the paper found, beside what came out here."""
+    """A finding of the paper, beside the values here."""
 
     says: str
     reported: str
@@ -75,14 +75,14 @@ class StudyFinding(_Record):
 
 
 class Study(_Record):
-    """What ``ridgeline study`` gives: what the report draws and the store keeps."""
+    """The result of ``ridgeline study``, for reports and the store."""
 
     schema_: Literal["ridgeline.study/1"] = Field(default="ridgeline.study/1", alias="schema")
     id: str
     name: str
     title: str = ""
     source: str = ""
-    """The paper or system that it is after."""
+    """The paper or system that it reproduces."""
     tables: list[StudyTable]
     cells: list[StudyCell]
     findings: list[StudyFinding] = Field(default_factory=list)

@@ -15,7 +15,7 @@ class _Data(BaseModel):
 
 
 class Reported(_Data):
-    """The paper's own model and cluster, and what it reports of them."""
+    """The paper's own model and cluster, and its reported number."""
 
     model: str
     """Catalog name."""
@@ -24,7 +24,7 @@ class Reported(_Data):
     workload: dict[str, Any]
     """Fields of the workload; ``kind`` is pretrain unless given."""
     says: str
-    """What the paper says, and where our model of it departs."""
+    """The paper's statement, and how our model of it differs."""
     quantity: Literal["", "hfu", "states_bytes", "speedup", "tokens_per_s"] = ""
     """hfu: share of the device's peak, recomputation counted; states_bytes: parameters, gradients and optimizer states
     of one rank, at rest; speedup: tokens/s over those of the plan ``against``; tokens_per_s. Empty: nothing
@@ -32,7 +32,7 @@ class Reported(_Data):
     value: float = Field(default=0.0, ge=0)
     """The paper's number, in SI units."""
     apart: float = Field(default=1.0, gt=0)
-    """What we count over what the paper counts, where ``says`` has the reason."""
+    """Ratio of our counting to the paper's; ``says`` has the reason."""
     against: list[str] = []
     """The plan that ``speedup`` compares with."""
 
@@ -50,13 +50,13 @@ class Shrunk(_Data):
     plan: list[str]
     """Technique calls."""
     mixture: list[str] = []
-    """Those that join them for a mixture of experts."""
+    """Additional calls for a mixture of experts."""
     note: str = ""
-    """What had to go, and why."""
+    """What was left out, and why."""
 
 
 class System(_Data):
-    """A system of the literature: a name for the techniques that it is made of."""
+    """A system of the literature: a name for its combination of techniques."""
 
     name: str
     title: str
@@ -69,7 +69,7 @@ class System(_Data):
     plan: list[str]
     """Technique calls, with the degrees of the paper's cluster."""
     mixture: list[str] = []
-    """Those that join them for a mixture of experts."""
+    """Additional calls for a mixture of experts."""
     reported: Reported
     shrunk: Shrunk
 

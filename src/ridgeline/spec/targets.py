@@ -1,4 +1,4 @@
-"""Which linear layers of a model a pattern names."""
+"""The linear layers of a model that a pattern matches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from functools import lru_cache
 from ridgeline.spec.model import ModelSpec
 
 ALL = ("all-linear", "*")
-"""What names every linear layer of the blocks."""
+"""The pattern for every linear layer of the blocks."""
 
 
 def linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Full name, such as ``layers.0.attention.q_proj`` → (out, in), of every plain linear layer of the blocks.
 
-    Experts and routers are none: they are not adapted.
+    Experts and routers are not included: they are not adapted.
     """
     return dict(_linears(spec))
 
 
-@lru_cache(maxsize=256)  # a prediction asks several times, a search thousands
+@lru_cache(maxsize=256)  # called several times per prediction, thousands of times per search
 def _linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for stack, count in (("encoder", spec.encoder_layers), ("layers", spec.num_layers)):

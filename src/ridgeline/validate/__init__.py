@@ -1,1 +1,1 @@
-"""The predictor judged against measured data sets: one file per schema, one error table for all."""
+"""Validation of the predictor against measured data sets: one file per schema, one error table for all."""

@@ -1,4 +1,4 @@
-"""One measured number with its prediction: what every schema of measured data is turned into."""
+"""One measured number with its prediction: the common form of all schemas of measured data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Case:
     measured: float
     predicted: float
     label: str
-    """The row in words, for the list of the worst."""
+    """Description of the row, for the list of the worst."""
     terms: tuple[float, ...] = (1.0,)
     """Non-negative terms of the trivial baseline, which fits one constant each to the measured data of its group:
     ``(peak seconds of FLOPs, peak seconds of bytes, 1)`` is a three-constant roofline, ``(predicted FLOP time,)`` one
@@ -26,9 +26,9 @@ class Case:
     inverse: bool = False
     """Whether the baseline is additive in 1/quantity (rates) and not in the quantity itself (times, bytes)."""
     why: str = ""
-    """What the prediction says bounds the row."""
+    """The bound that the prediction states."""
     alternatives: Hashable = None
-    """Equal for rows that differ only in their plan; None: not a planning question."""
+    """Equal for rows that differ only in their plan; None: no alternatives."""
     better: Literal["lower", "higher"] = "lower"
     spread: float | None = None
     """Relative 68 % error that the prediction states for itself; None: it states none."""

@@ -20,13 +20,13 @@ _NAMES = {
     "all2all": "alltoall", "a2a": "alltoall", "broadcast": "broadcast", "bcast": "broadcast", "p2p": "p2p",
     "sendrecv": "p2p",
 }  # fmt: skip
-"""By the name's letters and digits alone: libraries differ in what stands between them."""
+"""By the letters and digits of the name: libraries use different separators."""
 _ACROSS = ("inter", "ib", "infiniband", "roce", "eth", "network", "efa")
-"""What the names of links between nodes begin with."""
+"""Prefixes of the names of links between nodes."""
 _PCIE = 0.8
 """Rate of traffic between peers over PCIe, relative to a card's own link to the host (assumption)."""
 _NOT_DIRECT = r"\b(no|not|non|without)\b.*(p2p|peer)|(p2p|peer).*(off|none|disable|=0)|host mem|shm|shared mem"
-"""What says that bytes between cards pass through host memory."""
+"""Words for transfers between cards through host memory."""
 _NETWORK_LATENCY = 5e-6
 _NODE = 8
 """Devices of a node, where the row says that the group spans nodes and not how many there are."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from ridgeline.spec.errors import UserError
 
 EMPTY = {"", "?", "na", "nan", "none", "null"}
-"""Cells that say "not published"."""
+"""Values that mean "not published"."""
 _YES = {"true", "t", "yes", "y", "on"}
 _NO = {"false", "f", "no", "n", "off"}
 _MOST = 1e15
@@ -30,7 +30,7 @@ class CsvRow:
     cells: dict[str, str]
 
     def has(self, column: str) -> bool:
-        """Whether the column is there and holds a value."""
+        """Whether the column exists and has a value."""
         return self.cells.get(column, "").strip().lower() not in EMPTY
 
     def text(self, column: str, default: str | None = None) -> str:
@@ -80,7 +80,7 @@ class CsvRow:
 
 @dataclass(slots=True)
 class Skip:
-    """A row that was not judged, and why."""
+    """A skipped row, and why."""
 
     line: int
     reason: str
@@ -100,9 +100,9 @@ class CsvTable:
 
 
 def read_table(path: Path) -> CsvTable:
-    """Read a CSV file, with or without a byte-order mark; letters that are no UTF-8 are replaced.
+    """Read a CSV file, with or without a byte-order mark; invalid UTF-8 is replaced.
 
-    Raises :class:`UserError` when it is no CSV; rows of another length are skipped and counted.
+    Raises :class:`UserError` if it is not CSV; rows of another length are skipped and counted.
     """
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as f:

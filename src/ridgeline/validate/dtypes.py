@@ -1,4 +1,4 @@
-"""The names that data sets give to number formats, as Ridgeline's."""
+"""Data sets' names of number formats, mapped to Ridgeline's."""
 
 from __future__ import annotations
 

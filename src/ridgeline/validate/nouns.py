@@ -13,11 +13,11 @@ from ridgeline.validate.dtypes import precision_of
 
 _BIASED = ("gpt", "gpt2", "gpt3", "megatron", "opt", "bloom", "gpt_neox", "gpt_neo", "gptj")
 _PLAIN = (*_BIASED, "mpt", "falcon", "bert", "t5")
-"""Families of which MLPs have no gate; norms are LayerNorms."""
+"""Families whose MLPs have no gate; their norms are LayerNorms."""
 _POSITION = {"mpt": "alibi", "bloom": "alibi", "gpt_neox": "rope", "gptj": "rope", "falcon": "rope", "t5": "alibi"}
 _TIED = ("gpt", "gpt2", "gpt3", "megatron", "opt", "bloom", "mpt", "gpt_neo", "falcon", "bert", "t5")
 _EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8), "gpt_oss": (128, 4)}
-"""(experts, those of one token) of families that are mixtures, where the row does not say."""
+"""(experts, experts per token) of families that are mixtures, unless the row states them."""
 _HOST = Link(name="PCIe", bandwidth=25e9, latency=5e-6, source="assumption")
 
 

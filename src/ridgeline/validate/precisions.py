@@ -1,4 +1,4 @@
-"""The names that files have for precisions, as techniques."""
+"""Files' names of precisions, mapped to techniques."""
 
 from __future__ import annotations
 

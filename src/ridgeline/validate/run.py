@@ -1,4 +1,4 @@
-"""``ridgeline validate``: every row of every file predicted, judged, and nothing dropped in silence."""
+"""``ridgeline validate``: every row of every file predicted and compared, nothing dropped silently."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ridgeline.validate.score import PlanChoice, Score, choices, regret_summary,
 WORST = 5
 """Rows listed per file."""
 _HOLES = (ValueError, TypeError, ArithmeticError, LookupError, AssertionError)
-"""What a hole in a model may raise for one row: the others count all the same."""
+"""Errors of a model for one row, which do not affect the others."""
 
 
 class Schema(Protocol):
-    """A module of this package that knows one kind of file."""
+    """A module of this package that handles one kind of file."""
 
     NAME: str
     REQUIRED: tuple[str, ...]
@@ -36,7 +36,7 @@ class Schema(Protocol):
 
 @dataclass(slots=True)
 class FileReport:
-    """What was found in one file."""
+    """The results of one file."""
 
     file: str
     schema: str
@@ -58,12 +58,12 @@ class Report:
 
     @property
     def skipped(self) -> int:
-        """Rows that could not be judged."""
+        """Number of rows that could not be compared."""
         return sum(len(f.skipped) for f in self.files)
 
     @property
     def judged(self) -> int:
-        """Measured quantities that were predicted."""
+        """Number of measured quantities that were predicted."""
         return sum(len(f.cases) for f in self.files)
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def schema_of(table: CsvTable) -> Schema:
 
 
 def run(path: Path, progress: Callable[[str, int, int], None] | None = None) -> Report:
-    """Judge one CSV file, or every CSV file of a directory. Raises :class:`UserError` when nothing can be judged."""
+    """Validate against one CSV file, or every CSV file of a directory. Raises :class:`UserError` if no row fits."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"no file or directory at {path}", "give a CSV file of measurements, or a directory of them")
@@ -175,7 +175,7 @@ def _file(name: str, schema: Schema, table: CsvTable, progress: Callable[[str, i
 
 
 def _unsound(c: Case) -> str:
-    """What is wrong with a case; empty: nothing. A prediction that is no positive number is an error of ours."""
+    """Error of a case; empty: none. A prediction that is not a positive number is our error."""
     if not (math.isfinite(c.predicted) and c.predicted > 0):
         return f"{c.quantity} was predicted as {c.predicted}: no positive number"
     if not (math.isfinite(c.measured) and c.measured > 0):

@@ -1,4 +1,4 @@
-"""Measured operators of one device, from files of the gemm, attention and collectives schemas: food for calibration."""
+"""Measured operators of one device, from files of the gemm, attention and collectives schemas, for calibration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REQUIRED = {m.NAME: m.REQUIRED for m in (gemm, attention, collectives)}
 def samples(paths: list[Path], device: str) -> tuple[list[TimedSample], list[Skip]]:
     """The rows of ``device`` (a catalog name, its aliases too) and what was skipped.
 
-    Directories stand for their CSV files; files of other schemas are passed over. Raises :class:`UserError` when there
+    Directories stand for their CSV files; files of other schemas are skipped. Raises :class:`UserError` when there
     is no row at all.
     """
     files = [f for p in paths for f in (sorted(p.glob("*.csv")) if p.is_dir() else [p])]
@@ -69,7 +69,7 @@ def _take(
 
 
 def as_samples(rows: Iterable[Mapping[str, object]]) -> list[TimedSample]:
-    """Rows that were just measured, in the columns of the gemm or attention schema."""
+    """Measured rows in the columns of the gemm or attention schema."""
     out = []
     for i, cells in enumerate(rows, 1):
         row = CsvRow(i, {k: str(v) for k, v in cells.items()})

@@ -1,4 +1,4 @@
-"""The error table: how far predictions are from measurements, beside what a trivial baseline reaches."""
+"""The error table: errors of predictions against measurements, beside those of a trivial baseline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Score:
     baseline_mean_ape: float
     """Mean error of the trivial baseline, its constants fitted to these very rows."""
     baseline: str
-    """What the baseline is."""
+    """Name of the baseline."""
     inside: float | None
     """Share of rows inside the 95 % interval that their prediction states; None where it states none."""
     source: str
@@ -44,7 +44,7 @@ class Score:
 
 @dataclass(slots=True)
 class PlanChoice:
-    """Rows that differ only in their plan: what following the predictor's favorite costs."""
+    """Rows that differ only in their plan: the cost of following the predictor's choice."""
 
     file: str
     quantity: str
@@ -94,7 +94,7 @@ def _inside(rows: list[Case]) -> float | None:
 def baseline(rows: list[Case]) -> tuple[float, str]:
     """(mean absolute relative error, name) of a non-negative combination of the cases' terms.
 
-    The constants minimize the mean squared relative error on the same rows: the most that such a formula can do.
+    The constants minimize the mean squared relative error on the same rows: the best such a formula can do.
     """
     import numpy as np
     from scipy.optimize import nnls

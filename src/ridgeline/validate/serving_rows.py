@@ -26,12 +26,12 @@ NAME = "serving"
 REQUIRED = ("model", "device", "tp", "input_len", "output_len", "concurrency", "ttft_s", "tpot_s")
 
 JITTER = 0.064
-"""Coefficient of variation of lengths where nothing is said of it: drawn evenly within a fifth of the longest."""
+"""Default coefficient of variation of lengths: drawn uniformly within a fifth of the longest."""
 WAVES = 10
 """Requests per client, the first of which all come at once. An assumption: the files do not say."""
 
 ALONE = ", fields only"
-"""End of the groups of predictions that take nothing from the judged rows."""
+"""Suffix of the groups of predictions that use nothing from the judged rows."""
 
 
 def stated(prompt: int, output: int) -> dict[str, Any]:

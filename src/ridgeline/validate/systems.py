@@ -1,4 +1,4 @@
-"""Systems of the literature against their own papers: our prediction of the paper's model and cluster."""
+"""Systems of the literature against their papers: our prediction for the paper's model and cluster."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def cases(
     ``chains``: how much longer kinds of operators take in the software that was measured, which runs each as a chain of
     kernels where ours runs one.
 
-    Packed examples see themselves only, which makes attention shorter.
+    Packed examples attend only to themselves, which makes attention shorter.
 
     Raises :class:`BadCell` for an unreadable cell, :class:`Incompatible` for an impossible run.
     """
@@ -68,7 +68,7 @@ def cases(
 
 
 class Layout(NamedTuple):
-    """What a row may leave open of a run's layout."""
+    """The parts of a run's layout that a row may leave open."""
 
     micro_batch: int
     interleave: int
@@ -78,13 +78,13 @@ class Layout(NamedTuple):
 def experiment(row: CsvRow) -> Experiment:
     """The run as an Experiment: its cluster with the row's own network, its layout as a plan.
 
-    What the row leaves open of its layout is settled as a user would: the fastest that fits.
+    Open parts of the layout are settled as a user would: the fastest that fits.
     """
     return settled(row)[0]
 
 
 def settled(row: CsvRow, workload: type[Training] = Pretrain, adapters: Sequence[str] = ()) -> tuple[Experiment, str]:
-    """The run, and what of it was left open and is chosen here; empty: nothing was."""
+    """The run, and which open parts were chosen here; empty: none."""
     spec, cluster = architecture(row), _cluster(row)
     degrees = {axis: row.count(axis, 1) for axis in ("tp", "pp", "cp")}
     ranks = cluster.size // (degrees["tp"] * degrees["pp"] * degrees["cp"]) or 1
@@ -121,7 +121,7 @@ def settled(row: CsvRow, workload: type[Training] = Pretrain, adapters: Sequence
 
 
 def _layouts(row: CsvRow, spec: ModelSpec, ranks: int, stages: int) -> list[Layout]:
-    """The layouts that the row's words allow."""
+    """The layouts that the row allows."""
     each = max(1, row.count("global_batch", ranks) // ranks)
     micro = [n for n in _MICRO_BATCHES if each % n == 0]
     chunks = [n for n in range(1, spec.num_layers // stages + 1) if spec.num_layers % (stages * n) == 0]
@@ -213,7 +213,7 @@ def _plan(row: CsvRow, degrees: dict[str, int], device: Device, micros: int, lay
 
 
 def flops_per_token(m: ModelSpec, length: int, formula: str = "") -> float:
-    """FLOPs that the publisher counts for one token: by the row's formula, else 6 N + 12 L h s (arXiv:2204.02311).
+    """FLOPs per token as counted by the publisher: by the row's formula, else 6 N + 12 L h s (arXiv:2204.02311).
 
     ``96…`` counts recomputation (arXiv:2104.04473, eq. 3), ``72…`` the model alone.
     """
@@ -233,7 +233,7 @@ def flops_per_token(m: ModelSpec, length: int, formula: str = "") -> float:
 
 
 def _lengthen(result: Result, chains: Mapping[str, float]) -> None:
-    """Adds to a step what its operators take longer (or shorter) by these factors."""
+    """Scales the times of a step's operators by these factors."""
     more = sum(r.seconds * (chains.get(r.kind, 1.0) - 1) for r in result.breakdown)
     step = result.metrics["step_time_s"]
     result.metrics["tokens_per_s_per_device"].value *= step.value / (step.value + more)

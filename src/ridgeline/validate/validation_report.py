@@ -72,7 +72,7 @@ def worst_table(report: Report) -> Table:
 
 
 def regret_table(report: Report) -> Table | None:
-    """What following the predictor's favorite plan costs, per file; None without a choice anywhere."""
+    """The cost of following the predictor's choice of plan, per file; None if no file has alternatives."""
     columns = [Column("File", align="left"), Column("Choices"), Column("Best picked"), Column("Median regret"),
                Column("Mean"), Column("p90"), Column("Worst")]  # fmt: skip
     rows = []
@@ -88,7 +88,7 @@ def regret_table(report: Report) -> Table | None:
 
 
 def skipped_lines(report: Report) -> list[str]:
-    """What was not judged, and why; reasons that repeat are counted."""
+    """Skipped rows with their reasons; repeated reasons are counted."""
     out = [f"{name}: not judged: {why}" for name, why in report.ignored]
     for f in report.files:
         if not f.skipped:
