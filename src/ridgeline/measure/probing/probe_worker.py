@@ -44,13 +44,16 @@ from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
 SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
 
+SHARDED = (32, 384, 768, 1024)
+"""Widths of the linears whose gathers and reductions are timed: 8 kB to 8 MB of parameters a group."""
+
 TOO_LONG = 0.3
 """Seconds that the forward and the backward of one product may take, beyond the small ones."""
 
 
 def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, Any]:
     """Measure everything on this rank while the other ranks do the same; returns plain data."""
-    budget = 0.04 if options.quick else 0.08
+    budget = 0.03 if options.quick else 0.08
     device, ranks, report = here.device, here.ranks, here.report
     timer = Timer(device, budget, ranks)
     if options.serving:
@@ -61,14 +64,14 @@ def probe_rank(e: None, options: ProbeOptions, here: RankContext) -> dict[str, A
     report({"stage": "memory"})
     bandwidth = _bandwidth(timer, device)
     report({"stage": "a reference step"})
-    reference = _reference_step(timer, device)
+    reference = _reference_step(timer, device, 8 if options.quick else 12)
     decoding = _reference_decode(device) if inference and ranks == 1 else 0.0
     rows: list[dict[str, Any]] = []
     if device.type == "cuda" and ranks == 1:
         rows += operator_rows(device, lambda stage: report({"stage": stage}), options.quick)
     if ranks > 1:
         report({"stage": "collectives"})
-        rates.update(_collectives(timer, device, ranks))
+        rates.update(_collectives(timer, device, ranks, SHARDED[:-1] if options.quick else SHARDED))
     disk = None
     if ranks == 1:
         report({"stage": "disk"})
@@ -330,7 +333,9 @@ def _bandwidth(timer: Timer, device: torch.device) -> float:
     return 2 * a.numel() * 4 / timer.median([lambda: b.copy_(a)])
 
 
-def _collectives(timer: Timer, device: torch.device, ranks: int) -> dict[str, dict[str, Any]]:
+def _collectives(
+    timer: Timer, device: torch.device, ranks: int, widths: tuple[int, ...]
+) -> dict[str, dict[str, Any]]:
     """Loopback collectives: seconds against bytes of the full buffer on one rank.
 
     Gathers and reductions of sharded parameters are timed as ``fully_shard`` itself makes them (what it adds to the
@@ -353,7 +358,7 @@ def _collectives(timer: Timer, device: torch.device, ranks: int) -> dict[str, di
             times.append(time.perf_counter() - start)
         points.append((0.0, 4.0 * n, steady(times)))
     gather, reduce = [], []
-    for width in (32, 384, 768, 1024):
+    for width in widths:
         plain, sharded = (_linears_step(timer, device, ranks, width, shard) for shard in (False, True))
         size = 4.0 * 2 * width * width
         gather.append((0.0, size, max(1e-5, sharded[0] - plain[0])))
@@ -391,7 +396,7 @@ def _linears_step(
     return steady(forward) / groups, steady(backward) / groups
 
 
-def _reference_step(timer: Timer, device: torch.device) -> float:
+def _reference_step(timer: Timer, device: torch.device, rounds: int) -> float:
     """Seconds of one plain training step of the reference model, without communication."""
     from ridgeline.nn.model.init import build
     from ridgeline.runtime.train_build import LossModel
@@ -404,7 +409,7 @@ def _reference_step(timer: Timer, device: torch.device) -> float:
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     ids = torch.randint(root.model.spec.vocab_size, (w.batch_size, w.seq_len), device=device)
     times = []
-    for _ in range(12):
+    for _ in range(rounds):
         timer.together()
         start = time.perf_counter()
         (root(ids, ids) / ids.numel()).backward()
