@@ -333,9 +333,7 @@ def _bandwidth(timer: Timer, device: torch.device) -> float:
     return 2 * a.numel() * 4 / timer.median([lambda: b.copy_(a)])
 
 
-def _collectives(
-    timer: Timer, device: torch.device, ranks: int, widths: tuple[int, ...]
-) -> dict[str, dict[str, Any]]:
+def _collectives(timer: Timer, device: torch.device, ranks: int, widths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """Loopback collectives: seconds against bytes of the full buffer on one rank.
 
     Gathers and reductions of sharded parameters are timed as ``fully_shard`` itself makes them (what it adds to the
