@@ -37,7 +37,7 @@ from ridgeline.nn.model.mlp import MLP
 from ridgeline.runtime.train_build import Build
 from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.memory.hot_neurons import HotNeurons
-from ridgeline.techniques.memory.hot_neurons_torch import DividedMLP, Predictor, Tally
+from ridgeline.techniques.memory.hot_neurons_torch import ComputedNeurons, DividedMLP, Predictor
 from ridgeline.techniques.registry import resolve
 
 PROMPT, TOKENS, TEXTS = 16, 112, 4
@@ -136,7 +136,7 @@ def layer_speed(rounds: int) -> list[dict[str, Any]]:
             how = HotNeurons(hot=hot, threshold=0.5, rank=rank)
             parts = []
             for mlp in wholes:
-                part = DividedMLP(mlp, torch.arange(inner), int(hot * inner), how, Tally(), torch.device("cpu"))
+                part = DividedMLP(mlp, torch.arange(inner), int(hot * inner), how, ComputedNeurons(), torch.device("cpu"))
                 part.predictor = Predictor(hidden, rank, inner - int(hot * inner)).requires_grad_(False)
                 bias = part.predictor.outer.bias
                 bias.fill_(-10.0)  # and the share of the paper's neurons that is active anywhere

@@ -19,7 +19,7 @@ from ridgeline.spec.study import Study
 from ridgeline.store import Store
 from ridgeline.study import load_study, run_study
 from ridgeline.study import run as study_run
-from ridgeline.study.cells import LARGEST, Scale, experiment_of, largest
+from ridgeline.study.cells import LARGEST, StudyScale, experiment_of, largest
 from ridgeline.techniques.registry import registry
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def test_at_a_scale_only_plans_are_compared(file, found):
         "of": {"table": "train", "platform": "fast", "plan": "z3", "each": 1},
         "over": {"table": "train", "platform": "fast", "plan": "naive", "each": 1},
     })  # fmt: skip
-    scale = Scale("llama-tiny", 2)
+    scale = StudyScale("llama-tiny", 2)
     verdicts = [study_run.check(f, found.cells, scale).verdict for f in (plans, *study.findings)]
     assert [v == "not known" for v in verdicts] == [False, True, True]  # machines, and no ratio at all
 
@@ -256,7 +256,7 @@ def test_no_file():
 
 def test_a_scale_shrinks_everything(file):
     study = load_study(ROOT / "studies" / "dissecting.toml")
-    scale = Scale("llama-tiny", 2)
+    scale = StudyScale("llama-tiny", 2)
     for table in study.tables:
         if table.operator is None:
             place = next(iter(study.cells(table)))
@@ -274,7 +274,7 @@ def test_measured_beside_predicted(file, tmp_path, monkeypatch):
     (table,) = (t for t in study.tables if t.name == "train")
     table = table.model_copy(update={"axes": {**table.axes, "each": [1]}})
     small = study.model_copy(update={"tables": [table], "findings": []})
-    scale = Scale("llama-tiny", 2, seq_len=16)
+    scale = StudyScale("llama-tiny", 2, seq_len=16)
     asked = []
     measure = study_run.measure_plan
     monkeypatch.setattr(study_run, "measure_plan", lambda e, **o: asked.append(e.id) or measure(e, **o))
@@ -296,7 +296,7 @@ def test_modules_of_inference_are_measured(tmp_path):
     work = {**table.workload, "prompt_len": 16, "output_len": 4, "batch_size": 2}
     table = table.model_copy(update={"workload": work, "axes": {**table.axes, "model": ["llama2-7b"]}})
     small = study.model_copy(update={"tables": [table], "findings": []})
-    found = run_study(small, tmp_path, workers=1, scale=Scale("llama-tiny", 2))
+    found = run_study(small, tmp_path, workers=1, scale=StudyScale("llama-tiny", 2))
     assert {c.measured_status for c in found.cells} == {"ok"}
     assert len({json.dumps(c.measured_parts) for c in found.cells}) == 1, "measured once"
     both = set(found.cells[0].parts) & set(found.cells[0].measured_parts)

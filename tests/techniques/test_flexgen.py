@@ -18,7 +18,7 @@ from ridgeline.predict import predict
 from ridgeline.spec.device import Cluster, Host, Link
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.techniques.memory.flexgen import spread
-from ridgeline.techniques.memory.flexgen_policy import Costs, PassCosts, place
+from ridgeline.techniques.memory.flexgen_policy import PassCosts, PolicyCosts, place
 
 DEEP = {**LLAMA, "num_layers": 5}
 PLACES = {
@@ -189,8 +189,8 @@ def test_the_linear_program_finds_what_a_grid_finds(seed):
     def costs():
         return PassCosts(*(draw.uniform(0.1, 3) for _ in range(5)))
 
-    c = Costs(costs(), costs(), draw.randint(1, 40), draw.uniform(1, 20), draw.uniform(1, 20), draw.uniform(2, 12),
-              draw.uniform(5, 30), serial=bool(seed % 2))  # fmt: skip
+    c = PolicyCosts(costs(), costs(), draw.randint(1, 40), draw.uniform(1, 20), draw.uniform(1, 20),
+              draw.uniform(2, 12), draw.uniform(5, 30), serial=bool(seed % 2))  # fmt: skip
     found = place(c)
     assert c.fits(found)
     assert sum(found[f"weights_{t}"] for t in ("device", "host", "disk")) == pytest.approx(1)
@@ -201,7 +201,7 @@ def test_the_linear_program_finds_what_a_grid_finds(seed):
 
 
 def test_all_on_the_device_where_it_fits():
-    c = Costs(PassCosts(1, 2, 3, 1, 1), PassCosts(1, 2, 3, 1, 1), 10, 5.0, 5.0, 11.0)
+    c = PolicyCosts(PassCosts(1, 2, 3, 1, 1), PassCosts(1, 2, 3, 1, 1), 10, 5.0, 5.0, 11.0)
     found = place(c)
     assert c.seconds(found) == pytest.approx(11.0)
 

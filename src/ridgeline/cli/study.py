@@ -34,7 +34,7 @@ def study(
     from ridgeline.report.study_tables import findings_table, study_csv, study_tables
     from ridgeline.spec.errors import UserError
     from ridgeline.study import load_study, run_study
-    from ridgeline.study.cells import Scale
+    from ridgeline.study.cells import StudyScale
     from ridgeline.study.run import count, key
 
     spec = load_study(file)
@@ -43,7 +43,7 @@ def study(
     small = None
     if on == "local":
         machine = probed(lambda: experiments.make(scale, "local", {"kind": "generate"}, [])).cluster.device
-        small = Scale(scale, max(1, machine.sm_count))
+        small = StudyScale(scale, max(1, machine.sm_count))
     folder = out or Path("runs") / f"study-{spec.name}-{key(spec, small)}"
     total = count(spec) * (2 if small else 1)
     try:

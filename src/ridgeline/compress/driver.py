@@ -86,18 +86,12 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
     original = Path(w.checkpoint)
     config = config_of(json.loads((original / "config.json").read_text(encoding="utf-8")), e.model, spec, dtype, form,
                        stored, dense, inputs)  # fmt: skip
-    total = sum(part["bytes"] for part in output.journal["parts"].values())
-    weights = {r["layer"]: r for r in records}
-    numel = {name: r.pop("numel") for name, r in weights.items()}
     result = {
         "schema": "ridgeline.compression/1", "plan": e.plan.strings(), "source": w.checkpoint,
         "format": name, "out": options.out,
         "calibration": {"data": w.data, "samples": w.samples, "seq_len": w.seq_len, "seed": w.seed,
                         "seconds": reading},
-        "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
-        "zeros": sum(weights[n]["zeros"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
-        "checkpoint_bytes": total, "parameters": spec.num_parameters, "layers": list(weights.values()),
-        "blocks": {name: part["said"] for name, part in output.journal["parts"].items() if part.get("said")},
+        **_sizes(records, output, spec),
         "experts": coverage, "seconds": time.perf_counter() - started, "peak_rss_bytes": peak_rss(),
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads()},
     }  # fmt: skip
@@ -106,6 +100,21 @@ def compress(e: Experiment, options: CompressOptions, here: RankContext) -> dict
     else:
         output.finish(config, result, original)
     return result
+
+
+def _sizes(records: list[dict[str, Any]], output: Output, spec: ModelSpec) -> dict[str, Any]:
+    """What the report says of the layers and of all of them together; takes ``numel`` out of the ``records``."""
+    weights = {r["layer"]: r for r in records}
+    numel = {name: r.pop("numel") for name, r in weights.items()}
+    parts = output.journal["parts"]
+    return {
+        "bits_per_weight": sum(weights[n]["bits"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
+        "zeros": sum(weights[n]["zeros"] * k for n, k in numel.items()) / max(1, sum(numel.values())),
+        "checkpoint_bytes": sum(part["bytes"] for part in parts.values()),
+        "parameters": spec.num_parameters,
+        "layers": list(weights.values()),
+        "blocks": {name: part["said"] for name, part in parts.items() if part.get("said")},
+    }
 
 
 def _identity(e: Experiment, source: Path, windows: Tensor, options: CompressOptions) -> dict[str, Any]:

@@ -188,18 +188,13 @@ def _place(
         if fits and offloads(placement) and not everything:
             found.count("dominated", len(placements) - done)
             return
-        if kept > base.cluster.device.memory_bytes and not offloads(placement):
-            found.count("oversize", 1)
-            continue
-        if everything and kept > found.smallest and not offloads(placement):
-            found.count("bounded", 1)
-            continue
         kind = (node.base, frozenset(t for t in node.chosen if t.phase != "recompute"), stages, placement)
-        if kind in found.too_large:
-            found.count("oversize", 1)
+        room = min(base.cluster.device.memory_bytes, found.smallest if everything else math.inf)
+        if not offloads(placement) and kept > room:
+            found.count("bounded" if kept <= base.cluster.device.memory_bytes else "oversize", 1)
             continue
-        if kind in found.exhausted:
-            found.count("dominated", 1)
+        if kind in found.too_large or kind in found.exhausted:
+            found.count("oversize" if kind in found.too_large else "dominated", 1)
             continue
         e, techniques = candidate(base, node.chosen + stages + placement, node.micro)
         refused = refusal((e, techniques))

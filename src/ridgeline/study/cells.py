@@ -23,7 +23,7 @@ LARGEST = 4096
 
 
 @dataclass(frozen=True)
-class Scale:
+class StudyScale:
     """What a study is shrunk to for a small machine: every model is one small model, lengths and loads are short."""
 
     model: str
@@ -53,7 +53,9 @@ class Scale:
         return out
 
 
-def experiment_of(study: StudyFile, table: TableFile, place: dict[str, Axis], scale: Scale | None = None) -> Experiment:
+def experiment_of(
+    study: StudyFile, table: TableFile, place: dict[str, Axis], scale: StudyScale | None = None
+) -> Experiment:
     """The settled experiment of a cell. Raises :class:`UserError` for one that is refused."""
     if "system" in place:
         return _system(str(place["system"]))

@@ -29,7 +29,7 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
 from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable, Verdict
-from ridgeline.study.cells import Scale, command, experiment_of
+from ridgeline.study.cells import StudyScale, command, experiment_of
 from ridgeline.study.file import FindingFile, StudyFile, TableFile, places
 from ridgeline.study.operators import operator_metrics
 from ridgeline.techniques.registry import brief, registry
@@ -40,7 +40,7 @@ TIMEOUT = 600.0
 """Seconds of one measured cell."""
 
 
-class Place(NamedTuple):
+class PlannedCell(NamedTuple):
     """One cell before it is run."""
 
     table: TableFile
@@ -48,13 +48,13 @@ class Place(NamedTuple):
 
 
 def run_study(
-    study: StudyFile, folder: Path, workers: int = 2, scale: Scale | None = None, done: Done | None = None,
+    study: StudyFile, folder: Path, workers: int = 2, scale: StudyScale | None = None, done: Done | None = None,
     called: str = "",
 ) -> Study:  # fmt: skip
     """Predict all cells; with a ``scale`` predict and measure them on this machine at that scale instead. Cells that
     were measured before are taken from ``folder``. A cell that is refused is a result with its reason."""
     start = time.perf_counter()
-    todo = [Place(table, axes) for table in study.tables for axes in study.cells(table)]
+    todo = [PlannedCell(table, axes) for table in study.tables for axes in study.cells(table)]
     cells = _predicted(study, todo, workers, scale, done)
     if scale is not None:
         _measure(study, todo, cells, scale, folder, done)
@@ -67,7 +67,7 @@ def run_study(
     )  # fmt: skip
 
 
-def key(study: StudyFile, scale: Scale | None) -> str:
+def key(study: StudyFile, scale: StudyScale | None) -> str:
     """A hash of the file's content and the scale."""
     return hashlib.sha256(f"{study.model_dump_json()}{scale}".encode()).hexdigest()[:10]
 
@@ -100,7 +100,7 @@ def _but_devices(c: StudyCell) -> tuple[object, ...]:
 
 
 def _predicted(
-    study: StudyFile, todo: list[Place], workers: int, scale: Scale | None, done: Done | None
+    study: StudyFile, todo: list[PlannedCell], workers: int, scale: StudyScale | None, done: Done | None
 ) -> list[StudyCell]:
     run = partial(predicted_cell, study, scale=scale)
     cells = []
@@ -118,7 +118,7 @@ def _predicted(
     return cells
 
 
-def predicted_cell(study: StudyFile, place: Place, scale: Scale | None = None) -> StudyCell:
+def predicted_cell(study: StudyFile, place: PlannedCell, scale: StudyScale | None = None) -> StudyCell:
     """The prediction of one cell, or the reason why there is none."""
     cell = StudyCell(table=place.table.name, axes=place.axes, claim=_claim(place) if place.table.claims else "")
     if place.table.operator is not None:
@@ -137,7 +137,7 @@ def predicted_cell(study: StudyFile, place: Place, scale: Scale | None = None) -
     })  # fmt: skip
 
 
-def _claim(place: Place) -> str:
+def _claim(place: PlannedCell) -> str:
     if "system" in place.axes:
         s = catalog.system(str(place.axes["system"]))
         return f"{s.claim} ({s.paper})"
@@ -145,7 +145,7 @@ def _claim(place: Place) -> str:
     return f"{technique.card.claim} ({technique.card.paper})" if technique and technique.card.claim else ""
 
 
-def _operator_cell(study: StudyFile, place: Place, cell: StudyCell, scale: Scale | None) -> StudyCell:
+def _operator_cell(study: StudyFile, place: PlannedCell, cell: StudyCell, scale: StudyScale | None) -> StudyCell:
     assert place.table.operator is not None
     if scale is not None:
         return cell.model_copy(update={"status": "refused", "reason": "operators are measured by `ridgeline probe`"})
@@ -162,7 +162,7 @@ def _values(r: Result) -> dict[str, float]:
     return found if r.peak_bytes is None else {"peak_bytes": r.peak_bytes, **found}
 
 
-def _label(place: Place) -> str:
+def _label(place: PlannedCell) -> str:
     return f"{place.table.name}: {' '.join(str(v) for v in place.axes.values())}"
 
 
@@ -170,7 +170,12 @@ def _label(place: Place) -> str:
 
 
 def _measure(
-    study: StudyFile, todo: list[Place], cells: list[StudyCell], scale: Scale, folder: Path, done: Done | None
+    study: StudyFile,
+    todo: list[PlannedCell],
+    cells: list[StudyCell],
+    scale: StudyScale,
+    folder: Path,
+    done: Done | None,
 ) -> None:
     """Measure each different experiment once, and fill in every cell that stands for it."""
     with announced("study", study.name, steps=len(todo)) as tell:
@@ -184,7 +189,7 @@ def _measure(
                 done(f"measured {_label(place)}: {cell.measured_status}")
 
 
-def _measure_cell(place: Place, cell: StudyCell, e: Experiment, folder: Path) -> None:
+def _measure_cell(place: PlannedCell, cell: StudyCell, e: Experiment, folder: Path) -> None:
     try:
         require_local(e)
     except UserError as error:
@@ -224,7 +229,7 @@ def dissected(e: Experiment) -> Result:
 # ---- findings -------------------------------------------------------------------------------------------------------
 
 
-def check(f: FindingFile, cells: list[StudyCell], scale: Scale | None = None) -> StudyFinding:
+def check(f: FindingFile, cells: list[StudyCell], scale: StudyScale | None = None) -> StudyFinding:
     """A finding's value, predicted and measured, and whether it agrees; not known where a ``scale`` has made the same
     experiment of what it compares."""
     used = [_cell(place, cells, f.says) for place in (*places(f.of), *places(f.over))]
@@ -239,7 +244,7 @@ def check(f: FindingFile, cells: list[StudyCell], scale: Scale | None = None) ->
                         note="; ".join(n for n in notes if n))  # fmt: skip
 
 
-def _survives(f: FindingFile, scale: Scale) -> bool:
+def _survives(f: FindingFile, scale: StudyScale) -> bool:
     """Whether a finding still compares different experiments at a scale: not machines, models or engines."""
     gone = ("model", "platform", "engine")
     sides = [[{k: v for k, v in p.items() if k not in gone} for p in places(side)] for side in (f.of, f.over)]

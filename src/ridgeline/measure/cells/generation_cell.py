@@ -65,9 +65,6 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
         meter.register(run.model.parameters(), "parameters")
         with meter:
             timed_generation(run.model, prompt, min(2, w.output_len))
-    steps = max(1, w.output_len - 1)
-    end, first = statistics.median(total), statistics.median(firsts)
-    rate = batch * ranks * w.output_len / end
     result = Result(
         source="measured",
         experiment_id=e.id,
@@ -78,25 +75,39 @@ def measured_generation(e: Experiment, options: CellOptions, here: RankContext) 
         memory=[Memory(category=k, bytes=v) for k, v in meter.peak.categories.items()],
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    known = {
-        "ttft_s": (first, "s"),
-        "tpot_s": ((end - first) / steps, "s"),
-        "e2e_s": (end, "s"),
-        "tokens_per_s": (rate, "tokens/s"),
-        "tokens_per_s_per_device": (rate / ranks, "tokens/s"),
-        "peak_bytes": (meter.peak.total, "bytes"),
-        **{f"{k}_bytes": (v, "bytes") for k, v in process_memory().items()},
-    }
-    for name, (value, unit) in known.items():
-        better = "higher" if unit == "tokens/s" else "lower"
-        result.metrics[name] = Metric(value=value, unit=unit, n=ROUNDS, better=better, source="measured")
+    result.metrics |= _metrics(w, firsts, total, batch * ranks, ranks, meter.peak.total)
     result.metrics |= usage
     for name, read in run.metrics.items():
         result.metrics[name] = Metric(value=read(), better="higher", source="measured")
     held = batch * ranks * w.output_len
-    balanced = abs(rate * end - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
-    result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=rate * end))
+    got = result.metrics["tokens_per_s"].value * result.metrics["e2e_s"].value
+    balanced = abs(got - held) < 1e-6 * held and len(samples) == ROUNDS * w.output_len
+    result.checks.append(Check(name="rate × time = tokens generated", passed=balanced, expected=held, got=got))
     return result, run.model, prompt
+
+
+def _metrics(
+    w: Generate, firsts: list[float], totals: list[float], sequences: int, ranks: int, peak: float
+) -> dict[str, Metric]:
+    """Medians over the rounds: ``firsts`` are seconds to the first token, ``totals`` to the last, of all
+    ``sequences`` of the ``ranks``."""
+    end, first = statistics.median(totals), statistics.median(firsts)
+    rate = sequences * w.output_len / end
+    known = {
+        "ttft_s": (first, "s"),
+        "tpot_s": ((end - first) / max(1, w.output_len - 1), "s"),
+        "e2e_s": (end, "s"),
+        "tokens_per_s": (rate, "tokens/s"),
+        "tokens_per_s_per_device": (rate / ranks, "tokens/s"),
+        "peak_bytes": (peak, "bytes"),
+        **{f"{k}_bytes": (v, "bytes") for k, v in process_memory().items()},
+    }
+    return {
+        name: Metric(
+            value=value, unit=unit, n=ROUNDS, better="higher" if unit == "tokens/s" else "lower", source="measured"
+        )
+        for name, (value, unit) in known.items()
+    }
 
 
 def _built(e: Experiment, w: Generate, device: torch.device, techniques: list[Technique]) -> Build:

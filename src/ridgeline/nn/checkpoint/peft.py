@@ -30,7 +30,7 @@ _NOT_READ = ("modules_to_save", "lora_bias", "layer_replication", "target_parame
              "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "kasa_config")  # fmt: skip
 
 
-class Place(NamedTuple):
+class PeftTensor(NamedTuple):
     """Location of one of our linear layers in the Hugging Face model: its module, or the i-th of n parts of its
     output."""
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     parts: int = 1
 
 
-def places(spec: ModelSpec) -> dict[str, Place]:
+def places(spec: ModelSpec) -> dict[str, PeftTensor]:
     """Every linear layer of the blocks by our name."""
     known = linears(spec)
     out = {}
@@ -47,7 +47,7 @@ def places(spec: ModelSpec) -> dict[str, Place]:
         name = link.ours.removesuffix(".weight")
         if name in known and link.ours.endswith(".weight"):
             part, parts, _ = link.part or (0, 1, 0)
-            out[name] = Place(link.theirs.removesuffix(".weight"), part, parts)
+            out[name] = PeftTensor(link.theirs.removesuffix(".weight"), part, parts)
     return out
 
 
@@ -175,7 +175,7 @@ class _Found(NamedTuple):
 def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dict[str, Tensor],
           dora: bool) -> dict[str, _Found]:  # fmt: skip
     known = linears(spec)
-    spelled: dict[str, list[tuple[str, Place]]] = {}
+    spelled: dict[str, list[tuple[str, PeftTensor]]] = {}
     for name, place in places(spec).items():
         for theirs in spellings(f"{place.theirs}.weight"):
             spelled.setdefault(theirs.removesuffix(".weight"), []).append((name, place))

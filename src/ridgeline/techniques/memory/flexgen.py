@@ -12,7 +12,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Result
-from ridgeline.techniques.memory.flexgen_policy import Costs, PassCosts, place
+from ridgeline.techniques.memory.flexgen_policy import PassCosts, PolicyCosts, place
 from ridgeline.techniques.memory.zero_inference import arriving, weights_change
 from ridgeline.techniques.parallel.divide_operators import host_copy
 from ridgeline.techniques.registry import techniques_of
@@ -119,7 +119,7 @@ class FlexGen(Technique):
                 percent[f"{kind}_host"] = 100 - percent[f"{kind}_device"]
         return self.model_copy(update={"batches": n, **{name: percent[name] for name in _SHARES}})
 
-    def _costs(self, e: Experiment, n: int, ask: Ask) -> Costs:
+    def _costs(self, e: Experiment, n: int, ask: Ask) -> PolicyCosts:
         """What each share costs: differences of predictions in which nothing overlaps."""
 
         def asked(weights: str, cache: str, overlap: bool = False) -> Result:
@@ -144,7 +144,7 @@ class FlexGen(Technique):
         room = math.inf if d.host is None else (1 - _RESERVE) * d.host.memory_bytes / e.cluster.devices_per_node
         steps = e.workload.output_len - 1  # type: ignore[union-attr]
         space = max(0.0, (1 - _RESERVE) * d.memory_bytes - least)
-        return Costs(passes[0], passes[1], steps, weights, cache, space, room, on_disk, serial)
+        return PolicyCosts(passes[0], passes[1], steps, weights, cache, space, room, on_disk, serial)
 
     def check(self, e: Experiment) -> None:
         """Needs whole shares, a batch that divides, and a cache that it can place."""

@@ -37,7 +37,7 @@ class PassCosts:
 
 
 @dataclass(frozen=True)
-class Costs:
+class PolicyCosts:
     """What the linear program weighs. Every time is linear in the shares."""
 
     prefill: PassCosts
@@ -69,8 +69,8 @@ class Costs:
         return held["device"] <= self.device_bytes * slack and held["host"] <= self.host_bytes * slack
 
 
-def place(c: Costs) -> Shares | None:
-    """The shares that minimize :meth:`Costs.seconds` within the memories; None where none do."""
+def place(c: PolicyCosts) -> Shares | None:
+    """The shares that minimize :meth:`PolicyCosts.seconds` within the memories; None where none do."""
     from scipy.optimize import linprog
 
     zero = dict.fromkeys(NAMES, 0.0)

@@ -40,7 +40,7 @@ _BYTES_PER_TOKEN = 16
 
 
 @dataclass
-class Tally:
+class ComputedNeurons:
     """Neurons outside the device: how many a pass could have computed, and how many it did."""
 
     all: int = 0
@@ -74,7 +74,7 @@ class DividedMLP(nn.Module):
     """
 
     def __init__(
-        self, whole: MLP, order: Tensor, hot: int, how: HotNeurons, tally: Tally, device: torch.device
+        self, whole: MLP, order: Tensor, hot: int, how: HotNeurons, tally: ComputedNeurons, device: torch.device
     ) -> None:
         super().__init__()
         up, down = whole.up_proj, whole.down_proj
@@ -157,7 +157,7 @@ def divide_neurons(run: Build, how: HotNeurons) -> None:
     total = element * sum(len(f) for f in frequencies)
     assert how.hot != "auto", "settled before"
     hot = place_neurons(frequencies, [element] * len(layers), how.hot * total + 1, _least(run, element))
-    tally = Tally()
+    tally = ComputedNeurons()
     for (name, whole), count, frequency in zip(layers.items(), hot, frequencies, strict=True):
         order = torch.from_numpy(np.argsort(-frequency, kind="stable").copy())
         divided = DividedMLP(whole, order, count, how, tally, run.device)
