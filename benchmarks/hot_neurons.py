@@ -136,7 +136,8 @@ def layer_speed(rounds: int) -> list[dict[str, Any]]:
             how = HotNeurons(hot=hot, threshold=0.5, rank=rank)
             parts = []
             for mlp in wholes:
-                part = DividedMLP(mlp, torch.arange(inner), int(hot * inner), how, ComputedNeurons(), torch.device("cpu"))
+                counts = ComputedNeurons()
+                part = DividedMLP(mlp, torch.arange(inner), int(hot * inner), how, counts, torch.device("cpu"))
                 part.predictor = Predictor(hidden, rank, inner - int(hot * inner)).requires_grad_(False)
                 bias = part.predictor.outer.bias
                 bias.fill_(-10.0)  # and the share of the paper's neurons that is active anywhere
