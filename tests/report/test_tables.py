@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -23,6 +24,7 @@ from ridgeline.report.tables import (
 )
 from ridgeline.report.units import count, metric, number, percent, seconds, size
 from ridgeline.spec.ablation import Ablation, Outcome
+from ridgeline.spec.errors import UserError
 from ridgeline.spec.result import Metric, Result, Row
 
 
@@ -172,3 +174,17 @@ def test_html_table_escapes_and_defines():
     assert "<img" not in text
     assert "&lt;b&gt;" in text
     assert text.count('class="hint"') == 2
+
+
+def test_an_ablation_and_a_result_in_a_notebook(study, monkeypatch):
+    frame = study.to_pandas()
+    assert list(frame.plan) == [o.name for o in study.outcomes]
+    one = study.outcomes[0].predicted
+    assert dict(zip(one.to_pandas().metric, one.to_pandas().value, strict=True))["tokens_per_s"] == (
+        one.metrics["tokens_per_s"].value
+    )
+    assert study.outcomes[1].name in study._repr_html_()
+    assert "<table" in one._repr_html_()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match="pandas is not installed"):
+        one.to_pandas()

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ridgeline import catalog, experiments
 from ridgeline.cli import app
 from ridgeline.predict import predict
+from ridgeline.report.charts.study_charts import page_charts
 from ridgeline.report.dissection import parts_of
 from ridgeline.report.export import export, load_any
 from ridgeline.report.study_tables import study_csv, study_html, study_markdown, table_pages
@@ -59,6 +60,14 @@ axes = { platform = ["fast"], ranks = [2, 8], bytes = [65536, 1073741824] }
 rows = ["bytes"]
 columns = "ranks"
 show = ["operator_s", "bandwidth_bytes_per_s"]
+
+[[tables]]
+name = "serve"
+workload = { kind = "serve", concurrency = 8, requests = 24, prompt_len = 64, output_len = 16 }
+base = []
+axes = { platform = ["fast"], engine = ["vllm-2023", "tgi"], plan = ["tensor_parallel:degree=8"] }
+rows = ["engine"]
+cdf = "e2e"
 
 [[findings]]
 says = "z3 is slower"
@@ -207,6 +216,70 @@ def test_files(found, tmp_path):
     assert "z3 is slower" in study_markdown(found)
     export(found, "json", tmp_path / "s.json")
     assert load_any(tmp_path / "s.json") == found
+
+
+def charts(found, name):
+    (spec,) = (t for t in found.tables if t.name == name)
+    return page_charts(spec, [c for c in found.cells if c.table == name], name, name)
+
+
+def test_bars_and_lines_are_the_cells(found):
+    (bars,) = page_charts(
+        found.tables[0], [c for c in found.cells if c.table == "train" and c.axes["each"] == 1], "", "x"
+    )
+    drawn = {t["name"]: dict(zip(t["text"], t["x"], strict=True)) for t in bars.figure["data"]}
+    one = cell(found, "train", platform="fast", plan="z3", each=1)
+    assert drawn["fast"]["z3 fast, predicted"] == pytest.approx(one.predicted["tokens_per_s"] / 1e3)
+    assert "naive fast, predicted" not in drawn["fast"]  # does not fit
+    sizes = found.tables[2]
+    many = [c for c in run_cells(found, "reduce") if c.axes["ranks"] == 8]
+    more = [c.model_copy(update={"axes": {**c.axes, "bytes": 4 * c.axes["bytes"]}}) for c in many]
+    (lines,) = page_charts(sizes, [*more, *many], "", "x")
+    (line,) = lines.figure["data"]
+    assert line["x"] == sorted(line["x"])
+    assert len(line["x"]) == 4
+    assert line["y"][0] == many[0].predicted["bandwidth_bytes_per_s"]
+    assert lines.figure["layout"]["xaxis"]["type"] == "log"
+
+
+def run_cells(found, table):
+    return [c for c in found.cells if c.table == table]
+
+
+def test_parts_are_stacked(found):
+    (chart,) = charts(found, "phases")
+    (one,) = run_cells(found, "phases")
+    seconds = {t["name"]: t["x"][0] for t in chart.figure["data"]}
+    assert sum(seconds.values()) == pytest.approx(sum(one.parts.values()) / unit_of(chart), rel=1e-6)
+    assert list(seconds)[:2] == ["forward", "backward"]
+
+
+def unit_of(chart):
+    return {"ms": 1e-3, "s": 1.0}[chart.figure["layout"]["xaxis"]["title"]["text"].rpartition(", ")[2]]
+
+
+def test_the_distribution_of_latencies(found):
+    vllm = cell(found, "serve", engine="vllm-2023")
+    assert len(vllm.latencies) == 101
+    assert vllm.latencies == sorted(vllm.latencies)
+    assert vllm.latencies[50] == pytest.approx(vllm.predicted["e2e_p50_s"])
+    assert vllm.latencies[99] == pytest.approx(vllm.predicted["e2e_p99_s"])
+    (chart,) = charts(found, "serve")
+    assert [t["name"] for t in chart.figure["data"]] == ["vllm-2023", "tgi"]
+    curve = chart.figure["data"][0]
+    assert (curve["y"][0], curve["y"][-1]) == (0, 100)
+    assert curve["x"][-1] == pytest.approx(vllm.latencies[-1] / unit_of(chart))
+
+
+def test_a_study_in_a_notebook(found, tmp_path):
+    frame = found.to_pandas()
+    assert len(frame) == len(found.cells)
+    one = frame[(frame.table == "train") & (frame.platform == "fast") & (frame.plan == "z3") & (frame.each == 1)]
+    assert list(one.techniques) == [" ".join(cell(found, "train", platform="fast", plan="z3", each=1).plan)]
+    assert "z3 is slower" in found._repr_html_()
+    plot = found.plot()
+    assert plot.save(tmp_path / "s.html").read_text() == study_html(found, tmp_path / "t.html").read_text()
+    assert "<iframe" in plot._repr_html_()
 
 
 def test_the_store_keeps_a_study(found, tmp_path):

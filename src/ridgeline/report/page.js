@@ -10,10 +10,11 @@
     const colors = { ink: get("--ink"), soft: get("--soft"), grid: get("--grid"), line: get("--line"), card: get("--card") };
     for (const box of document.querySelectorAll("[data-chart]")) {
       const figure = figures[box.dataset.chart];
-      if (figure) RidgelineCharts.draw(box, figure, colors);
+      if (figure && box.offsetParent) RidgelineCharts.draw(box, figure, colors);
     }
   }
   draw();
+  document.addEventListener("toggle", draw, true); // what stands folded is drawn when it is opened
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
   const tip = document.createElement("div");

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from ridgeline.report import units
 from ridgeline.report.charts.bandwidth import bandwidth_charts
+from ridgeline.report.charts.chart import Chart
+from ridgeline.report.charts.study_charts import page_charts
 from ridgeline.report.files import write_atomic
 from ridgeline.report.page import chart_grid, page, section
-from ridgeline.report.table import Column, Table, html, markdown
+from ridgeline.report.table import Column, Table, csv_text, html, markdown
 from ridgeline.spec.study import Axis, Study, StudyCell, StudyFinding, StudyTable
 
 HEADS = {"tokens_per_s": "tokens/s", "peak_bytes": "peak", "step_time_s": "step", "scaling_efficiency": "efficiency",
@@ -57,13 +57,18 @@ def _number(x: float | None) -> str:
 
 def table_pages(s: Study, t: StudyTable) -> Iterator[Table]:
     """One table for each value of the axes that are neither rows nor columns."""
-    cells = [c for c in s.cells if c.table == t.name]
-    places = dict.fromkeys(tuple(c.axes[p] for p in t.pages) for c in cells)
-    for place in places:
-        mine = [c for c in cells if tuple(c.axes[p] for p in t.pages) == place]
-        where = ", ".join(f"{p} {v}" if isinstance(v, (int, float)) or v == "max" else str(v)
-                          for p, v in zip(t.pages, place, strict=True))  # fmt: skip
-        yield _page(t, mine, f"{t.title}{f': {where}' if where else ''}")
+    for where, cells in _cells_by_page(s, t):
+        yield _page(t, cells, f"{t.title}{f': {where}' if where else ''}")
+
+
+def _cells_by_page(s: Study, t: StudyTable) -> Iterator[tuple[str, list[StudyCell]]]:
+    """The cells of each page of a table, with the page's name."""
+    pages: dict[tuple[Axis, ...], list[StudyCell]] = {}
+    for c in (c for c in s.cells if c.table == t.name):
+        pages.setdefault(tuple(c.axes[p] for p in t.pages), []).append(c)
+    for place, cells in pages.items():
+        yield ", ".join(f"{p} {v}" if isinstance(v, (int, float)) or v == "max" else str(v)
+                        for p, v in zip(t.pages, place, strict=True)), cells  # fmt: skip
 
 
 def _page(t: StudyTable, cells: list[StudyCell], title: str) -> Table:
@@ -156,14 +161,26 @@ def study_markdown(s: Study) -> str:
 
 def study_html(s: Study, path: Path) -> Path:
     """The whole study as one HTML file that needs no network."""
-    charts = bandwidth_charts(s)
-    sections = [chart_grid(charts)] if charts else []
-    for title, tables in groupby(study_tables(s), lambda t: t.title.partition(":")[0]):
-        group = list(tables)
-        body = "".join(html(t) for t in group)
-        sections.append(section(title, body if len(sections) == 0 else f"<details><summary>{len(group)} tables"
-                                f"</summary>{body}</details>"))  # fmt: skip
-    return write_atomic(path, page(s.title or s.name, _facts(s).replace("`", ""), sections, charts))
+    drawn: list[Chart] = []
+    sections = [section("Findings", html(findings_table(s)))] if s.findings else []
+    measured_sizes = {c.id.removeprefix("bandwidth-"): c for c in bandwidth_charts(s)}
+    for t in s.tables:
+        tables = list(table_pages(s, t))
+        charts = [measured_sizes[t.name]] if t.name in measured_sizes else _charts(s, t)
+        drawn += charts
+        body = chart_grid(charts) + "".join(html(x) for x in tables)
+        several = f"{len(tables)} tables" if len(tables) > 1 else "table"
+        folded = f"<details><summary>{len(charts)} charts, {several}</summary>{body}</details>"
+        sections.append(section(t.title, folded if len(s.tables) > 3 else body))
+    return write_atomic(path, page(s.title or s.name, _facts(s).replace("`", ""), sections, drawn))
+
+
+def _charts(s: Study, t: StudyTable) -> list[Chart]:
+    return [
+        chart
+        for i, (where, cells) in enumerate(_cells_by_page(s, t))
+        for chart in page_charts(t, cells, where or t.title, f"{t.name}-{i}")
+    ]
 
 
 def _facts(s: Study) -> str:
@@ -179,20 +196,19 @@ def _facts(s: Study) -> str:
 
 def study_csv(s: Study, folder: Path) -> list[Path]:
     """One file per table: a line per cell, metrics in SI units."""
-    files = []
-    for t in s.tables:
-        cells = [c for c in s.cells if c.table == t.name]
-        axes = list(dict.fromkeys(a for c in cells for a in c.axes))
-        fields = list(dict.fromkeys(k for c in cells for k in (*c.predicted, *c.parts)))
-        measured = list(dict.fromkeys(k for c in cells for k in (*c.measured, *c.measured_parts)))
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow([*axes, "status", "reason", "plan", "batch_size", *fields, "measured_status",
-                         *(f"measured_{k}" for k in measured), "command"])  # fmt: skip
-        for c in cells:
-            known, found = {**c.predicted, **c.parts}, {**c.measured, **c.measured_parts}
-            writer.writerow([*(c.axes[a] for a in axes), c.status, c.reason, " ".join(c.plan), c.batch_size,
-                             *(known.get(k) for k in fields), c.measured_status,
-                             *(found.get(k) for k in measured), c.command])  # fmt: skip
-        files.append(write_atomic(folder / f"{t.name}.csv", out.getvalue()))
-    return files
+    return [write_atomic(folder / f"{t.name}.csv", csv_text(list(cell_records(s, t)))) for t in s.tables]
+
+
+def cell_records(s: Study, t: StudyTable) -> Iterator[dict[str, Any]]:
+    """The cells of a table: axes, status, and metrics and parts, predicted and (``measured_…``) measured, in SI units;
+    None where a cell has none."""
+    cells = [c for c in s.cells if c.table == t.name]
+    fields = dict.fromkeys(k for c in cells for k in (*c.predicted, *c.parts))
+    measured = dict.fromkeys(k for c in cells for k in (*c.measured, *c.measured_parts))
+    for c in cells:
+        known, found = {**c.predicted, **c.parts}, {**c.measured, **c.measured_parts}
+        yield {
+            **c.axes, "status": c.status, "reason": c.reason, "techniques": " ".join(c.plan),
+            "batch_size": c.batch_size, **{k: known.get(k) for k in fields}, "measured_status": c.measured_status,
+            **{f"measured_{k}": found.get(k) for k in measured}, "command": c.command,
+        }  # fmt: skip

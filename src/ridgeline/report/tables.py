@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.report import table as render
 from ridgeline.report.dissection import breakdown_table, memory_table
@@ -39,15 +39,18 @@ def to_rich(x: Reportable, width: int | None = 140) -> Group:
 
 
 def to_csv(x: Reportable) -> str:
-    """One line per plan (ablation) or per metric (result, comparison): SI units, whole bytes."""
+    """The :func:`records` as comma-separated lines."""
+    return render.csv_text(records(x))
+
+
+def records(x: Reportable) -> list[dict[str, Any]]:
+    """One per plan (ablation) or per metric (result, comparison): SI units, whole bytes."""
     if isinstance(x, Ablation):
-        records = [_outcome_record(o) for o in x.outcomes]
-    elif isinstance(x, Result):
-        records = [{"metric": k, **m.model_dump()} for k, m in x.metrics.items()]
-        records += [{"metric": f"memory.{m.category}", "value": round(m.bytes), "unit": "bytes"} for m in x.memory]
-    else:
-        records = [m.model_dump() for m in x.metrics]
-    return render.csv_text(records)
+        return [_outcome_record(o) for o in x.outcomes]
+    if isinstance(x, Result):
+        found: list[dict[str, Any]] = [{"metric": k, **m.model_dump()} for k, m in x.metrics.items()]
+        return found + [{"metric": f"memory.{m.category}", "value": round(m.bytes), "unit": "bytes"} for m in x.memory]
+    return [m.model_dump() for m in x.metrics]
 
 
 def ablation_tables(a: Ablation, width: int | None = None) -> list[Table]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.notebook import InNotebook
 from ridgeline.spec.result import Check, Metric, Result
 
 Verdict = Literal["faster", "slower", "no difference", "baseline", "failed"]
@@ -55,7 +56,7 @@ class Outcome(BaseModel):
         return known and not s.high < NOISY * s.low  # type: ignore[union-attr,operator]
 
 
-class Ablation(BaseModel):
+class Ablation(InNotebook, BaseModel):
     """The outcome of ``ridgeline ablate``: what the report draws and the store keeps."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, ser_json_inf_nan="strings")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.notebook import InNotebook
 
 SCHEMA: Literal["ridgeline.result/1"] = "ridgeline.result/1"
 
@@ -109,7 +110,7 @@ class Sample(_Record):
     repeat: int = 0
 
 
-class Result(_Record):
+class Result(InNotebook, _Record):
     """The result of a plan, predicted or measured, in one schema."""
 
     schema_: Literal["ridgeline.result/1"] = Field(default=SCHEMA, alias="schema")

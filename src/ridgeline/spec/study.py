@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.notebook import InNotebook
 
 Axis = str | int | float
 Verdict = Literal["agrees", "disagrees", "not known"]
@@ -37,6 +38,9 @@ class StudyCell(_Record):
     parts: dict[str, float] = Field(default_factory=dict)
     """Predicted seconds of a step by part, where the table asks for them."""
     measured_parts: dict[str, float] = Field(default_factory=dict)
+    latencies: list[float] = Field(default_factory=list)
+    """Predicted seconds of a request at evenly spaced shares of the requests, where the table asks for them."""
+    measured_latencies: list[float] = Field(default_factory=list)
     command: str = ""
     """The command line that predicts it."""
     claim: str = ""
@@ -54,6 +58,7 @@ class StudyTable(_Record):
     show: list[str]
     """Metrics of a cell."""
     parts: Literal["", "phase", "module"] = ""
+    cdf: Literal["", "ttft", "tpot", "e2e"] = ""
     beyond_memory: bool = False
     claims: bool = False
     note: str = ""
@@ -74,7 +79,7 @@ class StudyFinding(_Record):
     note: str = ""
 
 
-class Study(_Record):
+class Study(InNotebook, _Record):
     """The result of ``ridgeline study``, for reports and the store."""
 
     schema_: Literal["ridgeline.study/1"] = Field(default="ridgeline.study/1", alias="schema")

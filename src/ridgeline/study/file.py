@@ -75,6 +75,8 @@ class TableFile(_Table):
     columns: str = ""
     show: list[str] = ["tokens_per_s", "peak_bytes"]
     parts: Literal["", "phase", "module"] = ""
+    cdf: Literal["", "ttft", "tpot", "e2e"] = ""
+    """The latency of serving whose distribution over the requests the report draws."""
     operator: Operator | None = None
     """The cells are single operators; axes then give their sizes."""
     beyond_memory: bool = False

@@ -78,8 +78,10 @@ def count(study: StudyFile) -> int:
 
 
 def _layout(t: TableFile) -> StudyTable:
-    return StudyTable(name=t.name, title=t.title or t.name, rows=t.rows, columns=t.columns, pages=t.pages, show=t.show,
-                      parts=t.parts, beyond_memory=t.beyond_memory, claims=t.claims, note=t.note)  # fmt: skip
+    return StudyTable(
+        name=t.name, title=t.title or t.name, rows=t.rows, columns=t.columns, pages=t.pages, show=t.show, parts=t.parts,
+        cdf=t.cdf, beyond_memory=t.beyond_memory, claims=t.claims, note=t.note,
+    )  # fmt: skip
 
 
 def _add_efficiency(cells: list[StudyCell]) -> None:
@@ -134,6 +136,7 @@ def predicted_cell(study: StudyFile, place: PlannedCell, scale: StudyScale | Non
         "plan": brief(e.plan), "batch_size": e.batch_size if e.is_training else None, "status": r.status,
         "reason": r.reason, "predicted": values, "command": command(e),
         "parts": parts_of(r, place.table.parts) if place.table.parts else {},
+        "latencies": r.distributions.get(f"{place.table.cdf}_s", []),
     })  # fmt: skip
 
 
@@ -206,6 +209,7 @@ def _measure_cell(place: PlannedCell, cell: StudyCell, e: Experiment, folder: Pa
     if r.status == "ok":
         cell.measured = _values(r)
         cell.measured_parts = parts_of(r, place.table.parts) if place.table.parts else {}
+        cell.measured_latencies = r.distributions.get(f"{place.table.cdf}_s", [])
 
 
 def measured(e: Experiment) -> Result:

@@ -25,6 +25,8 @@ from ridgeline.techniques.registry import default_plan
 from ridgeline.techniques.technique import Technique
 
 QUANTILES = (0.5, 0.9, 0.99)
+SHARES = tuple(i / 100 for i in range(101))
+"""Of the requests, at which a latency's distribution is given."""
 
 
 def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
@@ -45,9 +47,13 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     outcome = sim.run()
     if outcome.rejected == len(arrivals):
         return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
-    metrics = serving_metrics(outcome, w, e, source_of(cluster))
+    latencies = latencies_of(outcome)
+    metrics = serving_metrics(outcome, latencies, w, e, source_of(cluster))
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
     result = assemble(e, metrics, space.peak, cluster)
+    result.distributions = {
+        f"{name}_s": [percentile(values, q) for q in SHARES] for name, values in latencies.items() if values
+    }
     if short := beyond_host(surface.graph(1, 1, 1), cluster):
         result.status, result.reason = "infeasible", "; ".join(filter(None, (result.reason, short)))
     if outcome.rejected:
@@ -158,18 +164,31 @@ def _clients(w: Serve, replicas: int) -> int | None:
     return None if w.concurrency is None else max(1, w.concurrency // replicas)
 
 
-def serving_metrics(o: SimulationOutcome, w: Serve, e: Experiment, source: str) -> dict[str, Metric]:
+def latencies_of(o: SimulationOutcome) -> dict[str, list[float]]:
+    """Sorted TTFT, TPOT and end-to-end seconds of the requests that were served."""
+    served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
+    several = [i for i in served if o.output[i] > 1]
+    return {
+        "ttft": sorted(o.first[i] - o.arrival[i] for i in served),
+        "tpot": sorted(_tpot(o, i) for i in several),
+        "e2e": sorted(o.finish[i] - o.arrival[i] for i in served),
+    }
+
+
+def _tpot(o: SimulationOutcome, i: int) -> float:
+    return (o.finish[i] - o.first[i]) / (o.output[i] - 1) if o.output[i] > 1 else 0.0
+
+
+def serving_metrics(
+    o: SimulationOutcome, latencies: dict[str, list[float]], w: Serve, e: Experiment, source: str
+) -> dict[str, Metric]:
     """Latencies (mean and percentiles), throughput and goodput of a simulated replica, times the replicas."""
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
-    ttft = sorted(o.first[i] - o.arrival[i] for i in served)
-    e2e = sorted(o.finish[i] - o.arrival[i] for i in served)
-    several = [i for i in served if o.output[i] > 1]
-    tpot = {i: (o.finish[i] - o.first[i]) / (o.output[i] - 1) for i in several}
     span = max(o.finish[i] for i in served) - min(o.arrival[i] for i in served)
     tokens = sum(o.output[i] for i in served)
     n = e.data_parallel
     metrics: dict[str, Metric] = {}
-    for name, values in (("ttft", ttft), ("tpot", sorted(tpot.values())), ("e2e", e2e)):
+    for name, values in latencies.items():
         if values:
             metrics[f"{name}_s"] = metric(math.fsum(values) / len(values), "s", "lower", source)
             for q in QUANTILES:
@@ -181,7 +200,7 @@ def serving_metrics(o: SimulationOutcome, w: Serve, e: Experiment, source: str) 
             metrics[f"itl_p{q * 100:.0f}_s"] = metric(value, "s", "lower", source)
     good = sum(
         (w.slo_ttft is None or o.first[i] - o.arrival[i] <= w.slo_ttft)
-        and (w.slo_tpot is None or tpot.get(i, 0.0) <= w.slo_tpot)
+        and (w.slo_tpot is None or _tpot(o, i) <= w.slo_tpot)
         for i in served
     )
     metrics |= {

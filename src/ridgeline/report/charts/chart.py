@@ -29,7 +29,7 @@ COLORS = {
     "embedding": "#7d6bb0", "loss": PURPLE, "collective": RED, "copy": "#b0605e", "unattributed": GRAY,
     "bmm": "#7d6bb0", "all_gather": RED, "reduce_scatter": "#b8434f", "all_reduce": "#f09aa2", "clip": "#8fce9f",
     "residual": "#c78a3a", "activation": "#e6d48a", "rope": "#44aa99", "cast": "#b0605e", "mask": "#6f7a86",
-    "smaller kinds": "#c3cad1",
+    "smaller kinds": "#c3cad1", "qkv": "#7d6bb0", "mlp": BLUE, "output": "#b0605e", "head": GREEN,
 }  # fmt: skip
 SPARE = ("#44aa99", "#882255", "#999933", "#cc6677", "#332288")
 

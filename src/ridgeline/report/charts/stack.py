@@ -32,7 +32,7 @@ def memory_chart(plans: Plans) -> Chart | None:
     results = [r for _, rs in plans for r in rs]
     bars = _bars(plans, lambda r: {m.category: m.bytes for m in r.memory})
     text = "What one rank holds at the instant of its peak. The whole bar is the peak."
-    return _chart("memory", "Memory at the peak", text, bars, memory_categories(results), SIZES, "peak memory")
+    return stacked_chart("memory", "Memory at the peak", text, bars, memory_categories(results), SIZES, "peak memory")
 
 
 def _time(plans: Plans, key: str) -> Chart | None:
@@ -60,7 +60,7 @@ def _time(plans: Plans, key: str) -> Chart | None:
         ]
     words = {"phase": "by phase", "kind": "by kind of operator"}[key]
     text = f"Seconds of one step {words}. Work that runs at the same time is counted in each part."
-    return _chart(f"time-{key}", f"Step time {words}", text, bars, order, TIMES, "time of one step")
+    return stacked_chart(f"time-{key}", f"Step time {words}", text, bars, order, TIMES, "time of one step")
 
 
 def _lumped(found: dict[str, float], kept: set[str]) -> dict[str, float]:
@@ -74,9 +74,10 @@ def _bars(plans: Plans, parts: Callable[[Result], dict[str, float]]) -> list[Bar
     return [(name, source, found) for name, source, found in bars if sum(found.values()) > 0]
 
 
-def _chart(
+def stacked_chart(
     key: str, title: str, text: str, bars: list[Bar], order: Sequence[str], units: tuple[Scale, ...], what: str
 ) -> Chart | None:
+    """Horizontal bars of parts in the given ``order`` of color; None without bars. ``what`` names the axis."""
     if not bars:
         return None
     unit = scale([sum(b[2].values()) for b in bars], units)

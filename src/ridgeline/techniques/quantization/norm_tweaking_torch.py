@@ -51,7 +51,7 @@ def held_out_distance(job: BlockJob, distance: Distance, size: int) -> float:
 
 def tweak(job: BlockJob, distance: Distance, lr: float, passes: int, size: int) -> None:
     """Train norm weights and biases of ``job``'s block with Adam; restore them where that did not help. The outcome is
-    recorded in ``job.said``."""
+    recorded in ``job.notes``."""
     chosen = [p for name, p in job.block.named_parameters() if "norm" in name or name.endswith("bias")]
     before = [p.detach().clone() for p in chosen]
     start = held_out_distance(job, distance, size)
