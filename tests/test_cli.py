@@ -1,12 +1,15 @@
 """The command line: exit codes, messages, clean streams, a quick start."""
 
+import ast
 import json
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from ridgeline import cli
 from ridgeline.cli.base import ctrl_c_between_steps
@@ -259,3 +262,19 @@ def test_ctrl_c_is_taken_between_steps_and_the_second_at_once():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_suggested_commands_exist():
+    """Literal names and options of every ``next_command`` are those of a command."""
+    known = {c.name: {o for p in c.params for o in p.opts} for c in get_command(cli.app).commands.values()}
+    suggested = []
+    for file in sorted(Path(cli.__file__).parent.glob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "next_command":
+                words = [n.value for n in ast.walk(call) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+                names = [w for w in words if w in known]
+                options = {w for w in words if re.fullmatch(r"--[a-z-]+|-[a-z]", w)}
+                assert names, f"{file.name}: no command in {words}"
+                assert options <= set.union(*(known[n] for n in names)), f"{file.name}: {words}"
+                suggested += names
+    assert len(suggested) >= 10

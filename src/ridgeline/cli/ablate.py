@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ridgeline.cli.base import Data, File, Json, Overrides, app, command_line, data_override, probed, say, store
+from ridgeline.cli.base import (
+    Data,
+    File,
+    Json,
+    Overrides,
+    app,
+    command_line,
+    data_override,
+    next_command,
+    probed,
+    say,
+    store,
+)
 
 if TYPE_CHECKING:
     from ridgeline.experiments import AblationSpec
@@ -61,6 +73,9 @@ def ablate(
     store_id = store().add_ablation(outcome)
     print(outcome.to_json()) if json else print_ablation(outcome)
     say(f"report: {report}   stored as {store_id}   cells in {folder}")
+    faster = [o for o in outcome.outcomes if o.verdict == "faster" and o.speedup is not None]
+    fastest = max(faster, key=lambda o: o.speedup.value if o.speedup else 0.0, default=None)
+    next_command("dissect", file, "--plan", fastest.name if fastest else outcome.baseline)
     if all(o.verdict == "failed" for o in outcome.outcomes):
         raise typer.Exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -127,6 +128,11 @@ def probed(load: Callable[[], T]) -> T:
 def say(text: str) -> None:
     """Print one line to standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def next_command(*words: object) -> None:
+    """Suggest the next useful command, the last line of a long one, on standard error."""
+    say(f"next: {shlex.join(['ridgeline', *map(str, words)])}")
 
 
 def require_checkpoint(path: Path) -> None:

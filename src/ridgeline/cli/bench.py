@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import Backend, Data, File, Json, Overrides, PlanName, app, data_override, keep, load, probed
+from ridgeline.cli.base import (
+    Backend,
+    Data,
+    File,
+    Json,
+    Overrides,
+    PlanName,
+    app,
+    data_override,
+    keep,
+    load,
+    next_command,
+    probed,
+)
 
 
 @app.command()
@@ -28,5 +41,6 @@ def bench(
         predicted, measured = run(e, repeats, bar.message, backend)
     keep(predicted, measured)
     print(measured.to_json()) if json else print_pair(predicted, measured)
+    next_command("dissect", file, *(["--plan", plan] if plan else []))
     if measured.status != "ok":
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, With, app, require_checkpoint, say
+from ridgeline.cli.base import Json, With, app, next_command, require_checkpoint, say
 from ridgeline.cli.jobs import failed
 
 
@@ -69,6 +69,8 @@ def compress(
         print(js.dumps(result))
         return
     _print(result, out)
+    if format_ != "gguf":
+        next_command("eval", out, "--text", "stdlib-prose", "--against", checkpoint)
 
 
 def _print(result: dict[str, Any], out: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, app, require_checkpoint
+from ridgeline.cli.base import Json, app, next_command, require_checkpoint
 from ridgeline.cli.jobs import failed
 
 
@@ -56,6 +56,7 @@ def evaluate(
         print(js.dumps(result))
     else:
         _print_evaluation(result)
+        next_command("serve", checkpoint)
 
 
 def _print_evaluation(r: dict[str, Any]) -> None:

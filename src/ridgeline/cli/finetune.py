@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli.base import Json, On, With, app, number_of_bytes, require_checkpoint, say
+from ridgeline.cli.base import Json, On, With, app, next_command, number_of_bytes, require_checkpoint, say
 from ridgeline.cli.jobs import run_training
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def finetune(
     )  # fmt: skip
     result = run_training(e, options, f"fine-tuning {checkpoint.name}")
     _print(result, out, json)
+    if not result["stopped"]:
+        next_command(*(["merge", checkpoint, out, "--out", f"{out}-merged"] if options.adapter else ["serve", out]))
     if result["stopped"]:
         raise typer.Exit(130)
 

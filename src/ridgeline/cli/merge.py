@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import app
+from ridgeline.cli.base import app, next_command
 
 
 @app.command()
@@ -30,3 +30,4 @@ def merge(
         if (checkpoint / name).is_file():
             shutil.copy2(checkpoint / name, out / name)
     print(f"written to {out}")
+    next_command("serve", out)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import Json, On, app, say
+from ridgeline.cli.base import Json, On, app, next_command, say
 from ridgeline.cli.workload_options import Given, Task, workload_fields, workload_options
 
 
@@ -66,7 +66,8 @@ def plan(
     elif answer.best:
         console.print_tables(*answer_tables.answer_tables(answer))
         print("Why not the others\n" + "\n".join(f"  {w}" for w in reasons))
-        say(f"wrote {', '.join(map(str, files))}: each runs with `ridgeline predict FILE`")
+        say(f"wrote {', '.join(map(str, files))}")
+        next_command("predict", files[0])
     else:
         print(f"no feasible plan among {answer.found.counts['considered']} candidates")
         print("\n".join(f"  {w}" for w in reasons))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import Json, app, command_line, say, store
+from ridgeline.cli.base import Json, app, command_line, next_command, say, store
 
 
 @app.command()
@@ -31,6 +31,7 @@ def probe(
         device, file = run(max_ranks=ranks, quick=quick, progress=status.message)
     say(f"profile kept in {file}")
     print(device.model_dump_json(indent=2)) if json else device_table(device)
+    next_command("predict", "llama-mini", "--on", "local")
 
 
 def _sweep(kinds: list[str], ranks: int, quick: bool, json: bool) -> None:

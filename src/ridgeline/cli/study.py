@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ridgeline.cli.base import Json, app, command_line, probed, say, store
+from ridgeline.cli.base import Json, app, command_line, next_command, probed, say, store
 
 
 @app.command()
@@ -63,5 +63,6 @@ def study(
     if report:
         export(found, report.suffix.removeprefix(".") or "html", report)
         say(f"wrote {report}")
-    say(f"{len(found.cells)} cells in {found.seconds:.1f} s, stored as {stored}: `ridgeline report {stored} -o "
-        f"{spec.name}.html`")  # fmt: skip
+    say(f"{len(found.cells)} cells in {found.seconds:.1f} s, stored as {stored}")
+    if not report:
+        next_command("report", stored, "-o", f"{spec.name}.html")

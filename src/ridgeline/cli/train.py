@@ -18,6 +18,7 @@ from ridgeline.cli.base import (
     app,
     data_override,
     load,
+    next_command,
     number_of_bytes,
     say,
 )
@@ -78,6 +79,8 @@ def train(
     _print_training(result, json)
     if result["stopped"]:
         raise typer.Exit(130)
+    if options.export:
+        next_command("eval", options.export, "--text", "stdlib-prose")
 
 
 def _train_under_torchrun(e: Experiment, options: TrainOptions, json: bool) -> None:
