@@ -1,9 +1,12 @@
 """What the page is answered, against the library and the command line themselves."""
 
+import http.server
 import json
 import shlex
+import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 from ridgeline import catalog, experiments
 from ridgeline.cli import app as commands
 from ridgeline.predict import predict, predict_trace
+from ridgeline.report.export import load_any
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.store import Store
@@ -18,6 +22,7 @@ from ridgeline.web.app import create_app
 from ridgeline.web.guard import Guard, hosts_of
 from ridgeline.web.plans import EVENTS, timeline
 
+ROOT = Path(__file__).parents[2]
 QUESTION = {
     "model": "llama2-13b",
     "on": "8xrtx4090",
@@ -204,6 +209,54 @@ def test_the_catalog_is_whole(site):
     assert [m["name"] for m in found["models"]] == catalog.models()
     assert {d["name"] for d in found["devices"]} >= set(catalog.devices())
     assert {s["name"] for s in found["systems"]} == set(catalog.systems())
+
+
+def test_measurements_of_a_technique_are_those_of_stored_ablations(site, store):
+    ablation = load_any(ROOT / "benchmarks" / "results" / "quickstart.json")
+    run = store.add_ablation(ablation)
+    _, rows = call(site, "/api/techniques/recompute/measured")
+    mine = [r for r in rows if r["run"] == run]
+    having = [o for o in ablation.outcomes if o.speedup and any(c.startswith("recompute") for c in o.plan)]
+    assert [r["plan"] for r in mine] == [o.plan for o in having]
+    assert [r["speedup"] for r in mine] == [o.speedup.value for o in having]
+    assert having
+    status, answer = call(site, "/api/techniques/recomputed/measured")
+    assert status == 422
+    assert "recompute" in answer["error"]["fix"]
+
+
+class Recorder(http.server.BaseHTTPRequestHandler):
+    """An inference server that keeps what it was asked and answers with nothing."""
+
+    asked = []
+
+    def do_POST(self):
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_):
+        """Quiet."""
+
+
+def test_the_playground_keeps_a_request_apart_from_the_prefix_cache(store):
+    from tests.web.conftest import Served
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as peer:
+        threading.Thread(target=peer.serve_forever, daemon=True).start()
+        with Served(create_app(store, f"http://127.0.0.1:{peer.server_port}")) as served:
+            ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+            for more in ({}, {"prefix_cache": False}, {"prefix_cache": False}):
+                request = urllib.request.Request(
+                    f"{served.url}/api/chat", json.dumps({**ask, **more}).encode(), {"Content-Type": "application/json"}
+                )
+                urllib.request.urlopen(request).read()
+        peer.shutdown()
+    plain, first, second = Recorder.asked
+    assert "cache_salt" not in plain
+    assert "prefix_cache" not in first
+    assert first["cache_salt"] != second["cache_salt"]
 
 
 # ---- who may ask ----------------------------------------------------------------------------------------------------

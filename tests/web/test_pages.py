@@ -241,6 +241,16 @@ def test_catalog(page):
     shot(page, "catalog")
 
 
+def test_the_catalog_shows_what_was_measured(page, store):
+    run = store.add_ablation(load_any(ROOT / "benchmarks" / "results" / "quickstart.json"))
+    page.goto("/#/catalog")
+    page.get_by_label("Find").fill("flash_attention")
+    page.locator("details.technique summary").first.click()
+    link = page.get_by_role("link", name="quickstart").first
+    link.wait_for()
+    assert f"id={run}" in link.get_attribute("href")
+
+
 def test_the_playground_says_how_to_start_a_server(page):
     page.goto("/#/playground")
     page.wait_for_selector("text=ridgeline serve CHECKPOINT")

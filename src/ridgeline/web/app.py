@@ -33,7 +33,7 @@ def create_app(
     app.add_middleware(Guard, hosts=hosts, token=token)
     app.add_exception_handler(UserError, _mistake)
     app.add_exception_handler(RequestValidationError, _invalid)
-    for routes in (plan_routes(), run_routes(store), catalog_routes(), playground_routes(server)):
+    for routes in (plan_routes(), run_routes(store), catalog_routes(store), playground_routes(server)):
         app.include_router(routes, prefix="/api")
     app.mount("/", StaticFiles(directory=static, html=True))
     return app

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
 
 from ridgeline import catalog
+from ridgeline.spec.ablation import Ablation
 from ridgeline.spec.device import Device
+from ridgeline.spec.errors import unknown
 from ridgeline.spec.model import ModelSpec
+from ridgeline.store import Store
 from ridgeline.techniques.cards import cards
 from ridgeline.techniques.registry import registry
 
+MOST_ABLATIONS = 50
+"""Number of stored ablations, newest first, that are searched for measurements of a technique."""
 
-def catalog_routes() -> APIRouter:
+
+def catalog_routes(store: Store) -> APIRouter:
     """The routes."""
     routes = APIRouter()
 
@@ -28,7 +35,28 @@ def catalog_routes() -> APIRouter:
             "systems": [_system(name) for name in catalog.systems()],
         }
 
+    @routes.get("/techniques/{name}/measured")
+    def measured(name: str) -> list[dict[str, Any]]:
+        if name not in registry():
+            raise unknown("technique", name, registry())
+        runs = store.list(MOST_ABLATIONS, kind="ablation")
+        found = ((run.id, store.get(run.id)) for run in runs)
+        return [row for key, a in found if isinstance(a, Ablation) for row in _measured(name, key, a)]
+
     return routes
+
+
+def _measured(name: str, key: str, a: Ablation) -> Iterator[dict[str, Any]]:
+    """Plans of an ablation that have the technique where the baseline has not, with their measured speed-up."""
+    if any(name == call.partition(":")[0] for o in a.outcomes if o.name == a.baseline for call in o.plan):
+        return
+    for o in a.outcomes:
+        if o.speedup is not None and any(name == call.partition(":")[0] for call in o.plan):
+            yield {
+                "run": key, "ablation": a.name, "plan": o.plan, "speedup": o.speedup.value, "low": o.speedup.low,
+                "high": o.speedup.high, "predicted": o.predicted_speedup, "memory_ratio": o.memory_ratio,
+                "machine": a.environment.get("gpu") or a.environment.get("cpu") or "", "created": a.created,
+            }  # fmt: skip
 
 
 def _local() -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,6 +30,9 @@ class ChatRequest(BaseModel):
     messages: list[dict[str, str]] = Field(min_length=1, max_length=200)
     max_tokens: int = Field(256, ge=1, le=32768)
     temperature: float = Field(1.0, ge=0, le=2)
+    prefix_cache: bool = True
+    """Whether the server may reuse what it keeps of earlier prompts; if not, a ``cache_salt`` of its own keeps the
+    request apart."""
 
 
 def playground_routes(server: str) -> APIRouter:
@@ -58,7 +62,9 @@ def playground_routes(server: str) -> APIRouter:
 
     @routes.post("/chat")
     async def chat(request: ChatRequest) -> StreamingResponse:
-        body = {**request.model_dump(), "stream": True, "stream_options": {"include_usage": True}}
+        salt = {} if request.prefix_cache else {"cache_salt": uuid.uuid4().hex}
+        body = {**request.model_dump(exclude={"prefix_cache"}), **salt, "stream": True,
+                "stream_options": {"include_usage": True}}  # fmt: skip
         answer = await asyncio.to_thread(ask, "/v1/chat/completions", body)
         return event_stream(_chunks(answer))
 

@@ -1,5 +1,5 @@
-import { useState } from "preact/hooks";
-import { post } from "../api";
+import { useEffect, useState } from "preact/hooks";
+import { get, post } from "../api";
 import { Chart } from "../Chart";
 import { callOf, nameOf } from "../controls";
 import { address, fromQuery, toQuery } from "../route";
@@ -40,8 +40,30 @@ export function CatalogPage({ query, catalog }: { query: URLSearchParams; catalo
   );
 }
 
+interface Measured { run: string; ablation: string; plan: string[]; speedup: number; low: number | null; high: number | null; predicted: number | null; memory_ratio: number | null; machine: string; created: string }
+
+/** What stored ablations measured with the technique, against their baselines without it. */
+function Measurements({ name }: { name: string }) {
+  const [rows, setRows] = useState<Measured[] | null>(null);
+  const [mistake, setMistake] = useState("");
+  useEffect(() => void get<Measured[]>(`techniques/${name}/measured`).then(setRows, (e: Error) => setMistake(e.message)), [name]);
+  const times = (x: number | null) => (x === null ? "–" : `${x.toFixed(2)}×`);
+  if (mistake) return <p class="mistake" role="alert">{mistake}</p>;
+  if (!rows) return <p class="soft">…</p>;
+  if (!rows.length) return <p class="soft">Not measured in any stored ablation: <code>ridgeline ablate FILE</code></p>;
+  return (
+    <div class="scroll"><table>
+      <thead><tr><th scope="col" class="text">Measured in</th><th scope="col" class="text">Plan</th><th scope="col">Speed-up</th><th scope="col">Predicted</th><th scope="col">Memory</th><th scope="col" class="text">Machine</th></tr></thead>
+      <tbody>{rows.map((r) => (
+        <tr key={`${r.run} ${r.plan.join()}`}><td class="text"><a href={address("runs", new URLSearchParams({ id: r.run }))}>{r.ablation || r.run}</a> <span class="soft">{r.created.slice(0, 10)}</span></td><td class="text">{r.plan.join(" ")}</td><td>{times(r.speedup)}{r.low !== null && r.high !== null && <span class="soft"> {r.low.toFixed(2)}–{r.high.toFixed(2)}</span>}</td><td>{times(r.predicted)}</td><td>{times(r.memory_ratio)}</td><td class="text">{r.machine}</td></tr>
+      ))}</tbody>
+    </table></div>
+  );
+}
+
 function Card({ t, plan }: { t: Technique; plan: ReturnType<typeof fromQuery> }) {
   const [effect, setEffect] = useState("");
+  const [open, setOpen] = useState(false);
   const task = t.tasks.includes(String(plan.workload.kind)) ? plan.workload : { kind: t.tasks[0] };
   const predict = async () => {
     setEffect("…");
@@ -56,7 +78,7 @@ function Card({ t, plan }: { t: Technique; plan: ReturnType<typeof fromQuery> })
     }
   };
   return (
-    <details class="technique">
+    <details class="technique" onToggle={(e) => setOpen(e.currentTarget.open)}>
       <summary>{t.title} <span class="soft">{t.name}, {t.family}{t.lossless ? "" : ", changes quality"}{t.runs ? "" : ", predicted only"}</span></summary>
       <p>{t.summary}</p>
       <p><b>Claim of the paper</b> ({t.paper || "no paper"}): {t.claim || "none"}</p>
@@ -65,6 +87,7 @@ function Card({ t, plan }: { t: Technique; plan: ReturnType<typeof fromQuery> })
         <span aria-live="polite">{effect}</span>
       </p>
       <p class="soft">on {typeof plan.model === "string" ? plan.model : "the pasted model"}, {plan.on}, {String(task.kind)}{plan.plan.length ? `, beside ${plan.plan.join(" ")}` : ""}</p>
+      {open && <Measurements name={t.name} />}
     </details>
   );
 }

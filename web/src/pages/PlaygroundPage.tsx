@@ -13,6 +13,7 @@ export function PlaygroundPage() {
   const [model, setModel] = useState("");
   const [tokens, setTokens] = useState(128);
   const [temperature, setTemperature] = useState(1);
+  const [cached, setCached] = useState(true);
   const [busy, setBusy] = useState(false);
   const stop = useRef<AbortController | null>(null);
   const look = () => get<Server>("server").then((s) => { setServer(s); setModel((m) => m || s.models[0]); setMistake(""); }, (e: Error) => setMistake(e.message));
@@ -32,7 +33,7 @@ export function PlaygroundPage() {
     let made = 0;
     stop.current = new AbortController();
     try {
-      const body = { model, messages: messages.map(({ role, content: c }) => ({ role, content: c })), max_tokens: tokens, temperature };
+      const body = { model, messages: messages.map(({ role, content: c }) => ({ role, content: c })), max_tokens: tokens, temperature, prefix_cache: cached };
       for await (const chunk of events("chat", body, stop.current.signal)) {
         const delta = chunk.choices?.[0]?.delta?.content ?? "";
         if (delta && !first) first = performance.now();
@@ -44,7 +45,7 @@ export function PlaygroundPage() {
       if ((e as Error).name !== "AbortError") setMistake((e as Error).message);
     }
     const passed = (performance.now() - (first || start)) / 1e3;
-    const note = first ? `first token after ${seconds((first - start) / 1e3)}, ${number((made - 1) / Math.max(passed, 1e-3))} tokens/s, ${made} tokens` : "no tokens";
+    const note = first ? `${model}${cached ? "" : ", no cached prefix"}: first token after ${seconds((first - start) / 1e3)}, ${number((made - 1) / Math.max(passed, 1e-3))} tokens/s, ${made} tokens` : "no tokens";
     setTurns([...messages, { role: "assistant", content, note }]);
     setBusy(false);
   };
@@ -60,6 +61,7 @@ export function PlaygroundPage() {
             <label>Model or adapter <select value={model} onChange={(e) => setModel(e.currentTarget.value)}>{server.models.map((m) => <option key={m}>{m}</option>)}</select></label>
             <label>Tokens <input type="number" min={1} max={32768} value={tokens} onChange={(e) => setTokens(Number(e.currentTarget.value))} /></label>
             <label>Temperature <input type="number" min={0} max={2} step={0.1} value={temperature} onChange={(e) => setTemperature(Number(e.currentTarget.value))} /></label>
+            <label><input type="checkbox" checked={cached} onChange={(e) => setCached(e.currentTarget.checked)} /> Reuse cached prefixes</label>
             <button type="button" onClick={() => setTurns([])}>New conversation</button>
           </div>
           {turns.map((t, i) => <div class={`turn ${t.role}`} key={i}>{t.content || "…"}{t.note && <p class="soft">{t.note}</p>}</div>)}
