@@ -36,7 +36,7 @@ def made():
     return model(dtype=torch.float32)
 
 
-def real(made, plan, asked, **work):
+def real(made, plan, asked, prefix=0, **work):
     """(tokens of each sequence, step by step; preemptions) of the real engine, all requests there at once."""
     from tests.serving import ask, experiment
 
@@ -54,21 +54,24 @@ def real(made, plan, asked, **work):
 
     engine.scheduler.schedule = watched
     rng = random.Random(1)
+    common = [rng.randrange(made.spec.vocab_size) for _ in range(prefix)]
     for i, (prompt, output) in enumerate(asked):
-        ids = [rng.randrange(made.spec.vocab_size) for _ in range(prompt)]
+        same = common[: prompt - 1]
+        ids = same + [rng.randrange(made.spec.vocab_size) for _ in range(prompt - len(same))]
         engine.add(ask(str(i), ids, output, ignore_eos=True))
     while engine.has_work():
         engine.step()
     return steps, engine.stats().preemptions, engine
 
 
-def simulated(plan, blocks, longest, asked, **limits):
+def simulated(plan, blocks, longest, asked, prefix=0, **limits):
     s = Scheduling()
     for t in techniques_of(Plan.parse(plan)):
         t.scheduling(s)
     for name, value in limits.items():
         setattr(s.limits, name, value)
-    sim = Simulation(Toy(), s, blocks, longest, [Arrival(0.0, *a) for a in asked], record=True)
+    sim = Simulation(Toy(), s, blocks, longest, [Arrival(0.0, *a) for a in asked], record=True,
+                     prefix=prefix)  # fmt: skip
     out = sim.run()
     assert sim.pool.free == blocks
     assert out.rejected == 0
@@ -92,6 +95,24 @@ def test_the_batches_are_those_of_the_real_engine(made, plan, room):
         assert sum(map(sum, steps)) >= sum(p + o - 1 for p, o in asked)
 
 
+@pytest.mark.parametrize("room", ["ample", "tight"])
+@pytest.mark.parametrize("prefix", [5, 16, 40])
+def test_with_a_shared_prefix_too(made, prefix, room):
+    """Blocks of the beginning that all prompts share are computed once, and again when they were evicted."""
+    plan = ["continuous_batching", "paged_kv:block_size=4", "chunked_prefill", "padding_free"]
+    for seed in range(3):
+        asked = [(p + prefix // 2, o) for p, o in lengths(seed)]
+        limits = {"max_num_seqs": (8, 3, 20)[seed], "max_num_batched_tokens": (48, 33, 64)[seed]}
+        kv_bytes = (1 << 20) if room == "ample" else 2 * 2 * 2 * 8 * 4 * (160, 130, 220)[seed]
+        steps, preemptions, engine = real(made, plan, asked, prefix=prefix, kv_cache_bytes=kv_bytes, **limits)
+        got = simulated(plan, engine.blocks.count, engine.max_model_len, asked, prefix=prefix, **limits)
+        assert got == (steps, preemptions)
+        computed = sum(map(sum, steps))
+        alone = simulated(plan, engine.blocks.count, engine.max_model_len, asked, **limits)[0]
+        if room == "ample":
+            assert computed < sum(map(sum, alone))
+
+
 def test_sequences_are_sent_back_in_a_tight_pool_and_find_blocks_again(made):
     """What makes the comparison above one of substance."""
     asked = lengths(0)
@@ -105,7 +126,7 @@ CASES = st.fixed_dictionaries({
     "blocks": st.integers(16, 60), "seqs": st.integers(1, 12), "budget": st.integers(8, 90),
     "continuous": st.booleans(), "chunked": st.booleans(), "reserve": st.booleans(), "share": st.booleans(),
     "mixes": st.booleans(),
-    "clients": st.sampled_from([None, 1, 5]),
+    "clients": st.sampled_from([None, 1, 5]), "prefix": st.sampled_from([0, 0, 7, 20, 50]),
 })  # fmt: skip
 
 
@@ -119,7 +140,7 @@ def test_stretches_change_nothing_and_everybody_is_served(case):
                         reserve=case["reserve"])  # fmt: skip
         s = Scheduling(limits=limits, block_size=8, share_prefixes=case["share"])
         sim = Simulation(Toy(), s, case["blocks"], 128, asked, case["clients"], 0.001, mixes=case["mixes"],
-                         record=record)  # fmt: skip
+                         record=record, prefix=case["prefix"])  # fmt: skip
         if not jumps:
             sim._lasting = lambda plan: 1
         return sim, sim.run()

@@ -62,11 +62,11 @@ def load(
     from ridgeline.measure.load.run_load import Settings, label, measure_load, write_records
     from ridgeline.report.console import StepBar, print_loads
 
-    loads = workloads(rate, arrival, input_len, output_len, requests, slo, seed)
+    loads = workloads(rate, arrival, input_len, output_len, requests, slo, seed, shared_prefix)
     run = secrets.randbelow(1 << 31) if run is None else run
     endpoint = find_endpoint(url, model, _api(api), key, ignore_eos, extra_fields(extra_body))
     prompts, prompt_source = make_prompts(endpoint.api, data, tokenizer, vocab_size, shared_prefix, seed, run)
-    settings = Settings(warmup, timeout, shared_prefix, prompt_source, run)
+    settings = Settings(warmup, timeout, prompt_source, run)
     done: list[Any] = []
     for i, w in enumerate(loads):
         with StepBar(label(endpoint.model, w), 0) as bar:

@@ -35,6 +35,9 @@ def _options(
     concurrency: Annotated[int | None, typer.Option(help="Number of closed-loop clients (serve).")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace of requests, CSV or JSON lines (serve).")] = None,
     requests: Annotated[int | None, typer.Option(help="Number of requests (serve).")] = None,
+    shared_prefix: Annotated[
+        int | None, typer.Option(min=0, help="Length of the shared prompt prefix, in tokens (serve).")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="Serving engine: ridgeline, vllm, sglang, trtllm, tgi, …")] = None,
     slo_ttft: Annotated[
         float | None, typer.Option(help="Objective for the time to first token, in seconds (serve).")
@@ -48,7 +51,7 @@ def _options(
         "seq_len": _length("seq_len", seq_len), "batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "prompt_len": _length("prompt_len", prompt_len), "output_len": _length("output_len", output_len),
         "rate": rate, "concurrency": concurrency, "trace": str(arrivals) if arrivals else None, "requests": requests,
-        "engine": engine, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "dtype": dtype,
+        "shared_prefix": shared_prefix, "engine": engine, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot, "dtype": dtype,
     }  # fmt: skip
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 
 class _Workload(BaseModel):
@@ -149,6 +156,8 @@ class Serve(_Workload):
     """Distribution that lengths are drawn from."""
     requests: int | None = Field(default=None, ge=1)
     """How many; None: 1000, or the whole trace."""
+    shared_prefix: int = Field(default=0, ge=0)
+    """Tokens at the beginning of every prompt that are the same in all; the rest of a prompt is its own."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Maximum number of sequences in one iteration; None: the engine's default."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
@@ -168,6 +177,14 @@ class Serve(_Workload):
     """Largest fraction of the device's free memory for the pool; None: a quarter, as others may need the rest."""
     seed: int = 0
     checkpoint: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_prefix(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without a shared prefix, the identity of an experiment is what it was before there was one."""
+        fields: dict[str, Any] = made(self)
+        if not self.shared_prefix:
+            fields.pop("shared_prefix", None)
+        return fields
 
     @model_validator(mode="after")
     def _one_source(self) -> Serve:

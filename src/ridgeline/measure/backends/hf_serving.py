@@ -54,7 +54,7 @@ def hf_serving(e: Experiment, device: torch.device, report: Progress) -> Result:
     assert isinstance(w, Serve)
     report({"stage": "loading"})
     model = _model(e, device)
-    arrivals, prompts = requests(w), RandomIds(e.model.vocab_size, w.seed)
+    arrivals, prompts = requests(w), RandomIds(e.model.vocab_size, w.seed, w.shared_prefix)
     most = min(w.max_num_seqs or MOST, w.concurrency or len(arrivals))
     _generate(model, [prompts.make(-1, arrivals[0].prompt)], 2)
     batches = 0

@@ -24,10 +24,18 @@ _TEXT = 1_000_000
 
 
 def workloads(
-    rate: str | None, arrival: str, input_len: str, output_len: str, requests: int | None, slo: str | None, seed: int
+    rate: str | None,
+    arrival: str,
+    input_len: str,
+    output_len: str,
+    requests: int | None,
+    slo: str | None,
+    seed: int,
+    shared_prefix: int = 0,
 ) -> list[Serve]:
     """One workload per rate. Raises :class:`UserError` for what cannot be read."""
-    fields = {**_lengths(input_len, output_len), **_limits(slo), "seed": seed, "requests": requests}
+    fields = {**_lengths(input_len, output_len), **_limits(slo), "seed": seed, "requests": requests,
+              "shared_prefix": shared_prefix}  # fmt: skip
     kind, _, detail = arrival.partition(":")
     rates: list[float | None] = [_number("--rate", r) for r in rate.split(",")] if rate else []
     if kind == "closed":

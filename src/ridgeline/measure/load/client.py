@@ -26,7 +26,7 @@ def main() -> int:
     job = json.loads(sys.stdin.read())
     e = Experiment.model_validate(job["experiment"])
     assert isinstance(e.workload, Serve)
-    prompts = RandomIds(e.model.vocab_size, e.workload.seed)
+    prompts = RandomIds(e.model.vocab_size, e.workload.seed, e.workload.shared_prefix)
     try:
         endpoint = find_endpoint(job["url"], job["model"])
         settings = Settings(prompts=f"random token ids below {e.model.vocab_size}")

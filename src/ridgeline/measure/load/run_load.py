@@ -31,8 +31,6 @@ class Settings:
     """Requests sent one by one before those that count."""
     timeout: float = 600.0
     """Seconds after which a request counts as failed."""
-    shared_prefix: int = 0
-    """Tokens at each prompt's beginning that are the same in all."""
     prompts: str = "random ids"
     """The source of prompts."""
     run: int = 0
@@ -50,7 +48,7 @@ def measure_load(
     """Send a workload to an endpoint. ``experiment``: whose workload it is; None: only the endpoint is known."""
     d = drive(endpoint, requests(w), prompts, w.concurrency, settings.warmup, settings.timeout, progress)
     described: dict[str, Any] = experiment.canonical() if experiment else {"model": endpoint.model, "plan": []}
-    conditions = {"endpoint": endpoint.url, "shared_prefix": settings.shared_prefix, "prompts": settings.prompts,
+    conditions = {"endpoint": endpoint.url, "shared_prefix": w.shared_prefix, "prompts": settings.prompts,
             "ignore_eos": endpoint.ignore_eos, "warmup": settings.warmup}  # fmt: skip
     if experiment is None:
         described |= {"workload": w.model_dump(), "load": conditions}
@@ -63,7 +61,7 @@ def measure_load(
         environment={**fingerprint(), **conditions, "run": settings.run, "load_average": load_average()},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return summarize(d, w, result, settings.shared_prefix), d
+    return summarize(d, w, result), d
 
 
 def label(model: str, w: Serve) -> str:

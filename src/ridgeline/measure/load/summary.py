@@ -26,9 +26,8 @@ ON_TIME = 0.02
 """Share of the median time to first token that the median lateness of sending may make up."""
 
 
-def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
-    """Fill a Result with the run's metrics, distributions, checks, notes, status. ``shared``: tokens of the
-    beginning that all prompts have in common."""
+def summarize(d: Drive, w: Serve, result: Result) -> Result:
+    """Fill a Result with the run's metrics, distributions, checks, notes, status."""
     served = [r for r in d.records if r.ok]
     failed = [r for r in d.records if r.error and r.error != "interrupted"]
     _errors(result, d.records, failed)
@@ -67,7 +66,7 @@ def summarize(d: Drive, w: Serve, result: Result, shared: int = 0) -> Result:
         "output_tokens_mean": _metric(tokens / len(served), "tokens", ""),
         "output_tokens_total": _metric(tokens, "tokens", ""),
     }
-    _prompts(result, d, served, span, shared)
+    _prompts(result, d, served, span, w.shared_prefix)
     if w.concurrency is None:
         _sending(result, d, served)
     _trust(result, d, w, served)

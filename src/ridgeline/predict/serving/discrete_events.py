@@ -43,6 +43,8 @@ class SimulationOutcome:
     """Those that read prompts, in pieces of two tokens or more."""
     prompt_tokens: int = 0
     """Tokens of these pieces."""
+    cached_tokens: int = 0
+    """Prompt tokens that requests found in the cache when they were admitted."""
     busy_s: float = 0.0
     rejected: int = 0
 

@@ -2,8 +2,8 @@
 
 What an engine does by default and what the plan's techniques add is one :class:`~ridgeline.spec.scheduling.Scheduling`.
 With the settings of Ridgeline's own engine (:mod:`ridgeline.serve.scheduler`), it forms exactly the batches that the
-engine computes (a test compares them). Requests are assumed to differ, so that only a preempted one finds its own
-blocks again.
+engine computes (a test compares them). Requests are assumed to differ behind a prefix that all of them may share: a
+preempted one finds its own blocks again, and every one finds what is left of the shared ones.
 
 Decoding sequences advance together: one counter of decode iterations determines how far each is, which ends when, and
 how many need a block next, so that an iteration costs the same for one sequence as for hundreds, and a run in which
@@ -38,6 +38,8 @@ class SimulatedRequest:
     blocks: int = 0
     committed: int = 0
     """Number of leading blocks whose contents are known by their hash."""
+    shared: int = 0
+    """Bit i: block i of the shared prefix is one of its blocks."""
     order: int = -1
     """Admission number while it is running; otherwise -1."""
     offset: int = 0
@@ -50,14 +52,18 @@ class SimulatedRequest:
 
 
 class BlockPool:
-    """Block counts: blank, in use, and cached with the oldest evicted first, as in the real pool."""
+    """Block counts: blank, in use, and cached with the oldest evicted first, as in the real pool. The first ``prefix``
+    tokens of all prompts are the same."""
 
-    def __init__(self, count: int, size: int, share: bool) -> None:
-        self.size, self.share = size, share
+    def __init__(self, count: int, size: int, share: bool, prefix: int = 0) -> None:
+        self.size, self.share, self.prefix = size, share, prefix
         self.blank = count
-        self.cached: OrderedDict[SimulatedRequest, int] = OrderedDict()
-        """Number of leading cached blocks of released sequences; the last are evicted first."""
+        self.cached: OrderedDict[SimulatedRequest | int, int] = OrderedDict()
+        """Number of cached blocks of released sequences, the first of their own, of which the last are evicted first;
+        and blocks of the shared prefix that no sequence holds, by their place in it."""
         self.kept = 0
+        self.users: dict[int, int] = {}
+        """Number of sequences that hold each block of the shared prefix whose contents are known."""
 
     @property
     def free(self) -> int:
@@ -68,17 +74,36 @@ class BlockPool:
         """Number of blocks that hold this many tokens."""
         return -(-tokens // self.size)
 
+    def _in_prefix(self, job: SimulatedRequest) -> int:
+        """Number of blocks of the shared prefix that a prompt has, which ends with a token of its own at least."""
+        return min(self.prefix, job.prompt - 1) // self.size
+
     def match(self, job: SimulatedRequest) -> None:
-        """Reuse what is left of a sequence's cached blocks."""
-        found = self.cached.pop(job, 0)
-        self.kept -= found
+        """Reuse what is left of the shared prefix, and behind it of a sequence's own cached blocks."""
+        chain, found = (self._in_prefix(job) if self.share else 0), 0
+        while found < chain and found in self.users:
+            if not self.users[found]:
+                self.kept -= self.cached.pop(found)
+            self.users[found] += 1
+            job.shared |= 1 << found
+            found += 1
+        if found == chain:
+            own = self.cached.pop(job, 0)
+            self.kept -= own
+            found += own
         job.blocks = job.committed = found
         job.computed = found * self.size
 
     def commit(self, job: SimulatedRequest) -> None:
-        """Register full blocks for reuse."""
-        if self.share:
-            job.committed = max(job.committed, job.computed // self.size)
+        """Register full blocks for reuse; of two that hold the same part of the shared prefix only the first."""
+        if not self.share:
+            return
+        full = job.computed // self.size
+        for i in range(job.committed, min(full, self._in_prefix(job)) if self.prefix else 0):
+            if i not in self.users:
+                self.users[i] = 1
+                job.shared |= 1 << i
+        job.committed = max(job.committed, full)
 
     def grow(self, job: SimulatedRequest, tokens: int) -> bool:
         """Allocate blocks for ``tokens`` tokens, if available."""
@@ -102,29 +127,41 @@ class BlockPool:
             count -= taken
             if taken == has:
                 del self.cached[oldest]
+                if isinstance(oldest, int):
+                    del self.users[oldest]
 
     def release(self, job: SimulatedRequest) -> None:
-        """Release a sequence's blocks."""
-        self.blank += job.blocks - job.committed
-        if job.committed:
-            self.cached[job] = job.committed
-            self.kept += job.committed
+        """Release a sequence's blocks, the last first."""
+        before = self.cached.get(job, 0)  # found again only behind a whole prefix
+        own = max(0, job.committed - (self._in_prefix(job) if self.prefix else 0) - before)
+        self.blank += job.blocks - own - job.shared.bit_count()
+        if own:
+            self.cached[job] = before + own
+            self.kept += own
+        while job.shared:
+            i = job.shared.bit_length() - 1
+            job.shared ^= 1 << i
+            self.users[i] -= 1
+            if not self.users[i]:
+                self.cached[i] = 1
+                self.kept += 1
         job.blocks = job.committed = job.computed = 0
 
 
 class Simulation:
     """One engine serving ``requests``; ``concurrency`` closes the loop. They reach it after ``request_s`` and slow the
     iteration in which they arrive by ``admission_s``. ``blocks``: in the pool; ``longest``: prompt and output together;
-    ``mixes``: whether prompts and decoding share an iteration (otherwise prompts go first). With ``record``, ``steps``
-    holds every batch: the tokens of each of its sequences, in order."""
+    ``mixes``: whether prompts and decoding share an iteration (otherwise prompts go first). ``prefix``: tokens at the
+    beginning of all prompts that are the same. With ``record``, ``steps`` holds every batch: the tokens of each of its
+    sequences, in order."""
 
     def __init__(
         self, costs: Costs, s: Scheduling, blocks: int, longest: int, requests: Sequence[Arrival],
         concurrency: int | None = None, request_s: float = 0.0, admission_s: float = 0.0, mixes: bool = True,
-        record: bool = False,
+        record: bool = False, prefix: int = 0,
     ) -> None:  # fmt: skip
         self.costs, self.limits, self.longest, self.requests = costs, s.limits, longest, requests
-        self.pool = BlockPool(blocks, s.block_size, s.share_prefixes)
+        self.pool = BlockPool(blocks, s.block_size, s.share_prefixes, prefix)
         self.mixes = mixes
         self.arrivals = Arrivals(requests, concurrency, request_s, lambda r: r.prompt + r.output <= longest)
         self.waiting: deque[SimulatedRequest] = deque()
@@ -242,9 +279,13 @@ class Simulation:
                 self.cached -= job.computed
                 self._leave(job)
         self.late = [job for job in self.late if job not in rows]
-        for job, n in rows.items():
+        for job, n in self._committing(rows):
             if not self._computed(job, n):
                 self._sort_in(job)
+
+    def _committing(self, plan: dict[SimulatedRequest, int]) -> list[tuple[SimulatedRequest, int]]:
+        """In the order in which the engine commits blocks: sequences without a next token first."""
+        return sorted(plan.items(), key=lambda row: row[0].computed + row[1] >= row[0].tokens)
 
     def _blocks(self, k: int) -> int:
         """Number of blocks that the decoding sequences need in their next ``k`` iterations."""
@@ -338,6 +379,8 @@ class Simulation:
                 self.pool.release(job)
                 return
             self.waiting.popleft()
+            if job.tokens == job.prompt:
+                self.out.cached_tokens += job.computed
             job.order, self.admitted = self.admitted, self.admitted + 1
             self.running[job] = None
             plan[job] = n
@@ -378,7 +421,7 @@ class Simulation:
             self.steps += [list(plan.values())] * k
         for job in plan if k > 1 else ():
             self.pool.grow(job, job.computed + k)
-        for job, n in plan.items():
+        for job, n in self._committing(plan):
             self._computed(job, n if n > 1 else k)
 
     def _lasting(self, plan: dict[SimulatedRequest, int]) -> int:

@@ -49,6 +49,9 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
         return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
     latencies = latencies_of(outcome)
     metrics = serving_metrics(outcome, latencies, w, e, source_of(cluster))
+    if w.shared_prefix:
+        found = outcome.cached_tokens / sum(r.prompt for r in arrivals)
+        metrics["cached_share"] = metric(found, "", "higher", "prompt tokens found in the cache")
     metrics["kv_cache_tokens"] = metric(space.tokens, "tokens", "higher", "graph")
     result = assemble(e, metrics, space.peak, cluster)
     result.distributions = {
@@ -151,7 +154,8 @@ def simulation_of(
         blocks = space.tokens // s.block_size
         longest = min(context(surface.e.model, w), blocks * s.block_size)
     mixes = engine.mixes or s.limits.chunked > engine.chunked  # pieces that a plan asks for go beside decoding
-    sim = Simulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s, mixes)
+    sim = Simulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s, mixes,
+                     prefix=w.shared_prefix)  # fmt: skip
     return sim, space
 
 
