@@ -95,6 +95,29 @@ def test_the_batches_are_those_of_the_real_engine(made, plan, room):
         assert sum(map(sum, steps)) >= sum(p + o - 1 for p, o in asked)
 
 
+@pytest.mark.parametrize("more", [[], ["continuous_batching"], ["paged_kv:block_size=8", "continuous_batching"]])
+def test_batches_by_length_too(made, more, monkeypatch):
+    """A queue that is divided by the cost of batches, which both take from one table."""
+    asked = [*lengths(3), *lengths(4)]
+    limits = {"max_num_seqs": 6, "max_num_batched_tokens": 200}
+    costs = []
+    init = Simulation.__init__
+
+    def remember(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        costs.append(self.order and self.order.shared)
+
+    monkeypatch.setattr(Simulation, "__init__", remember)
+    monkeypatch.setattr("ridgeline.serve.build_engine.measure_costs", lambda *_: lambda *at: costs[0](*at))
+    plan = ["length_dp", *more]
+    blocks, longest = 10**4, 128
+    got = simulated(plan, blocks, longest, asked, **limits)
+    steps, preemptions, engine = real(made, plan, asked, kv_cache_bytes=1 << 24, **limits)
+    assert engine.max_model_len == longest
+    assert got == (steps, preemptions)
+    assert got != simulated(more, blocks, longest, asked, **limits)
+
+
 @pytest.mark.parametrize("room", ["ample", "tight"])
 @pytest.mark.parametrize("prefix", [5, 16, 40])
 def test_with_a_shared_prefix_too(made, prefix, room):

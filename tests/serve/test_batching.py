@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serving import ask, engine, greedy, model, run
 
-from ridgeline.serve.batching import CostOrderedBatches, CostTable, free, measure_costs
+from ridgeline.runtime.batch_order import CostOrderedBatches, CostTable, free
+from ridgeline.serve.batching import measure_costs
 from ridgeline.serve.request import EngineRequest
 from ridgeline.serve.sequence import Sequence, SequenceGroup
 from ridgeline.spec.errors import Incompatible
@@ -84,7 +85,9 @@ def test_a_cut_queue_is_served_whole_before_later_arrivals_and_the_oldest_first(
     def cost(length, batch):  # like lengths go together
         return length * batch + 3
 
-    policy = CostOrderedBatches(lambda lengths, tasks, shared, own: dp_batches(lengths, shared), Limits(), cost, free)
+    policy = CostOrderedBatches(
+        lambda lengths, tasks, shared, own: dp_batches(lengths, shared), Limits(), cost, free, lambda s: (s.total, "")
+    )
     queue = waiting(50, 2, 51, 3, 2)
     assert policy(queue) == 2
     assert [s.index for s in queue][:2] == [0, 2]

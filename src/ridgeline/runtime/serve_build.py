@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from subprocess import Popen
 
@@ -29,13 +29,6 @@ class Drafts:
     """A smaller draft model."""
 
 
-Cost = Callable[[int, int], float]
-"""Seconds of a batch by its length and size; infinite if it is too large."""
-Cut = Callable[[Sequence[int], Sequence[str], Cost, Cost], list[list[int]]]
-"""Divides sequences, given their lengths and adapters, into batches, as indices. The costs: the time of a batch, and
-the additional time of one adapter's sequences in it."""
-
-
 @dataclass
 class ServeBuild(Scheduling, Build):
     """The serving engine before it is created: techniques change these fields, and the engine is built from them."""
@@ -54,8 +47,6 @@ class ServeBuild(Scheduling, Build):
     """How tokens are drafted; None: no drafts."""
     memory: Callable[[Forward, BatchLayout, torch.device], Forward] | None = None
     """Wraps the forward pass with its own memory management; None: results are allocated one by one."""
-    cut: Cut | None = None
-    """Which waiting sequences are batched together; None: first come, first served."""
     per_task: bool = False
     """Whether the batching function needs the costs of adapters."""
     block_store: Callable[[Iterable[torch.Tensor], int], BlockStore] | None = None

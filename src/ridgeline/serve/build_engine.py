@@ -16,17 +16,19 @@ from ridgeline import catalog
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
+from ridgeline.runtime.batch_order import CostOrderedBatches, free
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.serve_build import Drafts, ServeBuild
 from ridgeline.serve import ranks
 from ridgeline.serve.adapter_table import AdapterTable
-from ridgeline.serve.batching import CostOrderedBatches, free, measure_costs, measure_task
+from ridgeline.serve.batching import measure_costs, measure_task
 from ridgeline.serve.block_manager import Blocks
 from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.ranks import RankedRunner
 from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.sequence import Sequence as QueuedSequence
 from ridgeline.serve.sequence import Sequence as Row
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
@@ -69,7 +71,9 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
         shared = measure()
         tasks = engine.adapters if run.per_task else None
         own = free if tasks is None else measure_task(tasks, shared, measure)
-        engine.scheduler.order = CostOrderedBatches(run.cut, run.limits, shared, own)
+        engine.scheduler.order = CostOrderedBatches[QueuedSequence](
+            run.cut, run.limits, shared, own, lambda s: (s.total, s.group.request.adapter or "")
+        )
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.spec.errors import UserError
@@ -52,6 +53,13 @@ class Speculation:
         return sum(self.acceptance**i for i in range(self.tokens + 1))
 
 
+Cost = Callable[[int, int], float]
+"""Seconds of a batch by its length and size; infinite if it is too large."""
+Cut = Callable[[Sequence[int], Sequence[str], Cost, Cost], list[list[int]]]
+"""Divides sequences, given their lengths and adapters, into batches, as indices. The costs: the time of a batch, and
+the additional time of one adapter's sequences in it."""
+
+
 @dataclass(kw_only=True)
 class Scheduling:
     """What techniques may change about scheduling (:meth:`Technique.scheduling`); defaults: without any."""
@@ -61,6 +69,8 @@ class Scheduling:
     """Slots of a cache block."""
     share_prefixes: bool = False
     """Whether equal prefixes share blocks."""
+    cut: Cut | None = None
+    """Which waiting sequences are batched together; None: first come, first served."""
     cache_kind: str = ""
     """Quantized storage of the pool, fp8, int8 or int4; empty: the weights' dtype."""
     stages: tuple[int, ...] = ()

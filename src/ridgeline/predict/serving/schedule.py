@@ -21,6 +21,7 @@ from heapq import heappop, heappush
 
 from ridgeline.predict.serving.arrivals import Arrival, Arrivals
 from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, decode_iterations, until
+from ridgeline.runtime.batch_order import CostOrderedBatches, CostTable, free, grid
 from ridgeline.spec.scheduling import Scheduling
 
 
@@ -49,6 +50,11 @@ class SimulatedRequest:
     def decodes(self) -> bool:
         """Whether its prompt, and all of its tokens except the last, have been computed."""
         return self.tokens > self.prompt and self.tokens == self.computed + 1
+
+
+def _queued(job: SimulatedRequest) -> tuple[int, str]:
+    """Length and adapter of a waiting request."""
+    return job.tokens, ""
 
 
 class BlockPool:
@@ -163,6 +169,8 @@ class Simulation:
         self.costs, self.limits, self.longest, self.requests = costs, s.limits, longest, requests
         self.pool = BlockPool(blocks, s.block_size, s.share_prefixes, prefix)
         self.mixes = mixes
+        self.order = None if s.cut is None else CostOrderedBatches(s.cut, s.limits, self._batch_costs(longest), free,
+                                                                   _queued)  # fmt: skip
         self.arrivals = Arrivals(requests, concurrency, request_s, lambda r: r.prompt + r.output <= longest)
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: dict[SimulatedRequest, None] = {}
@@ -175,6 +183,15 @@ class Simulation:
         self.ends: list[tuple[int, int, SimulatedRequest]] = []
         self.late: list[SimulatedRequest] = []
         self.places: list[int] = []
+
+    def _batch_costs(self, longest: int) -> CostTable:
+        """Seconds of padded batches, as the engine measures them at its start."""
+        limits, most = self.limits, min(longest, self.limits.max_num_batched_tokens)
+        return CostTable({
+            (length, batch): self.costs.mixed([(length, 0)] * batch, 0, 0)
+            for length in [*grid(most), most] for batch in grid(limits.max_num_seqs)
+            if batch == 1 or length * batch <= limits.max_num_batched_tokens
+        })  # fmt: skip
 
     def run(self) -> SimulationOutcome:
         """Simulate until every request is answered or rejected."""
@@ -370,7 +387,11 @@ class Simulation:
 
     def _admit(self, plan: dict[SimulatedRequest, int], budget: int, alone: bool = True) -> None:
         """Admit requests from the queue; ``alone``: only together with those in ``plan``."""
+        most = math.inf if self.order is None else self.order(self.waiting)
+        before = self.admitted
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            if self.admitted - before >= most:
+                return
             job = self.waiting[0]
             self.pool.match(job)
             n = self._share(job, budget, alone and not plan)

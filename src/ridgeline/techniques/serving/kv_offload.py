@@ -30,7 +30,7 @@ class KVOffload(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="the cache of a block of batches rests in host memory and on disk (FlexGen)",
-        unpredicted={"serve": "simulated requests share no prefixes, and preempted ones are computed again"},
+        unpredicted={"serve": "blocks that a simulated pool drops are computed again"},
         owns=frozenset({"dropped_blocks"}),
         conflicts={"adapter_table": "blocks computed with an adapter of {other} are known by a version that ends with"
                    " the process"},

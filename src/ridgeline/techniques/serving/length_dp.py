@@ -11,7 +11,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serve_build import Cost, ServeBuild
+    from ridgeline.spec.scheduling import Cost, Scheduling
 
 
 class LengthDP(Technique):
@@ -28,21 +28,23 @@ class LengthDP(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="the highest throughput of all ways to batch requests of varying length (TurboTransformers)",
-        unpredicted={
-            "serve": "the order of the queue is not simulated: padding is predicted as first come, first served"
-        },
         owns=frozenset({"queue"}),
         conflicts={"packed_rows": "the batches of {other} have no pads that another order of the queue could save"},
     )
     phase: ClassVar[Phase] = "loop"
 
     def rewrite(self, g: Graph, e: Experiment) -> Graph:
-        """No change to operators; the simulated engines pack their batches."""
+        """No change to operators: only the order of the queue."""
         return g
 
-    def serve(self, run: ServeBuild) -> None:
+    def scheduling(self, s: Scheduling) -> None:
         """Divide the queue into batches."""
-        run.cut = lambda lengths, adapters, cost, own: dp_batches(lengths, cost)
+        s.cut = by_length
+
+
+def by_length(lengths: Sequence[int], adapters: Sequence[str], cost: Cost, own: Cost) -> list[list[int]]:
+    """:func:`dp_batches`, whatever the adapters."""
+    return dp_batches(lengths, cost)
 
 
 def dp_batches(lengths: Sequence[int], cost: Cost) -> list[list[int]]:

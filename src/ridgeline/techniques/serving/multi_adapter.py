@@ -19,7 +19,8 @@ from ridgeline.techniques.serving.length_dp import dp_batches
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.serve_build import Cost, ServeBuild
+    from ridgeline.runtime.serve_build import ServeBuild
+    from ridgeline.spec.scheduling import Cost
 
 
 class MultiAdapter(Technique):

@@ -26,7 +26,7 @@ class PrefixStore(Technique):
         tasks=frozenset({"serve"}),
         lossless=True,
         claim="a shared prefix is computed once (vLLM: 1.67 to 3.58 times Orca's throughput)",
-        unpredicted={"serve": "simulated requests share no prefixes"},
+        unpredicted={"serve": "a simulated pool starts empty, and what it drops is computed again"},
         owns=frozenset({"dropped_blocks"}),
         conflicts={"adapter_table": "blocks computed with an adapter of {other} are known by a version that ends with"
                    " the process"},
