@@ -210,16 +210,14 @@ def _play(
     clock = [0.0] * ranks
     starts: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
     done: list[float] = []
+    wait = (0.0, send)
     for r, duration, need, sent, action in order(schedule, ranks, micros, chunks):
         now = clock[r]
-        if need >= 0:
-            ready = done[need] + send if sent else done[need]
-            if ready > now:
-                now = ready
+        if need >= 0 and (ready := done[need] + wait[sent]) > now:
+            now = ready
         if record:
             starts[r].append((action, now))
-        now += durations[duration]
-        clock[r] = now
+        clock[r] = now = now + durations[duration]
         done.append(now)
     busy = [0.0] * ranks
     for stage in range(len(forward)):

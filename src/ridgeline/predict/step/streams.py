@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pydantic import TypeAdapter
+
 from ridgeline.graph.graph import Block, Graph, Op, keep_time
 from ridgeline.graph.schedule import run as run_schedule
 from ridgeline.graph.traffic import step_ops
@@ -359,6 +361,9 @@ def _label(b: Block, i: int) -> str:
     return f"{b.name}.{i}" if b.repeat > 1 else b.name
 
 
+_ROWS = TypeAdapter(list[Row])
+
+
 def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors = ALONE) -> list[Row]:
     """One row per (phase, module, operator, kind), summed over blocks and micro-batches; slowest first.
 
@@ -370,16 +375,22 @@ def breakdown(g: Graph, cluster: Cluster, times: int = 1, factors: InStepFactors
     for op, count in step_ops(g):
         key = (op.phase, op.module, op.name, op.kind)
         timed[key] = one = timed_of(op, cluster)
-        seconds = one.seconds * (1.0 if op.axis else factors.of(op))
         n = count * times
-        roof = 0.0 if op.axis else roof_seconds(op, device)
-        values = [x * n for x in (seconds, 1.0, op.flops, op.bytes, op.link_bytes, roof)]
+        seconds, roof = (one.seconds, 0.0) if op.axis else (one.seconds * factors.of(op), roof_seconds(op, device))
         old = sums.get(key)
-        sums[key] = values if old is None else [a + b for a, b in zip(old, values, strict=True)]
-    rows = [
-        Row(phase=key[0], module=key[1], operator=key[2], kind=key[3], seconds=s, count=n, flops=flops, bytes=moved,
-            link_bytes=sent, roof=min(1.0, roof / s) if roof and s else None, bound=timed[key].bound,
-            spread=timed[key].spread)
-        for key, (s, n, flops, moved, sent, roof) in sums.items()
-    ]  # fmt: skip
-    return sorted(rows, key=lambda r: -r.seconds)
+        if old is None:
+            sums[key] = [seconds * n, n, op.flops * n, op.bytes * n, op.link_bytes * n, roof * n]
+        else:
+            old[0] += seconds * n
+            old[1] += n
+            old[2] += op.flops * n
+            old[3] += op.bytes * n
+            old[4] += op.link_bytes * n
+            old[5] += roof * n
+    order = sorted(sums.items(), key=lambda item: -item[1][0])
+    return _ROWS.validate_python([
+        {"phase": key[0], "module": key[1], "operator": key[2], "kind": key[3], "seconds": s, "count": n,
+         "flops": flops, "bytes": moved, "link_bytes": sent, "roof": min(1.0, roof / s) if roof and s else None,
+         "bound": timed[key].bound, "spread": timed[key].spread}
+        for key, (s, n, flops, moved, sent, roof) in order
+    ])  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.graph.graph import Block, Graph, Op, Saved, changed
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.parts import Part
 from ridgeline.techniques.registry import has
@@ -172,9 +172,9 @@ def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     kept = {}
     for key, saved in b.saved.items():
         wide = key in wide_saved or key.endswith((".stats", ".lse", ".routing", ".mask"))
-        kept[key] = saved if wide else replace(saved, bytes=saved.bytes / 2)
+        kept[key] = saved if wide else Saved(saved.bytes / 2, saved.users)
     for key in [k for k in kept if k.endswith(".probs")]:  # softmax in fp32, and its low-precision copy
-        kept[key] = replace(kept[key], bytes=3 * kept[key].bytes)
+        kept[key] = Saved(3 * kept[key].bytes, kept[key].users)
     b.saved = kept
     b.workspace /= 2
     b.backward_workspace /= 2
