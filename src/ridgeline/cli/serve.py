@@ -42,6 +42,12 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="Model name in the API.")] = None,
     tokenizer: Tokenizer = None,
     chat_template: ChatTemplate = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Let the model call the functions in a chat's `tools`.")
+    ] = False,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes calls: hermes (also Qwen), llama3_json, mistral.")
+    ] = None,
     max_model_len: Length = None,
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
@@ -82,7 +88,8 @@ def serve(
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
                          (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
-    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)
+    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, tool_call_parser,
+                           enable_auto_tool_choice)  # fmt: skip
     if adapters is not None:
         service.load_all(adapters)
     asgi = create_app(service, keys, admin_keys, body or 0)

@@ -14,6 +14,7 @@ from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Busy, TokenLogprob
 from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.tool_calls import Reader, gather
 
 Choice = dict[str, Any]
 
@@ -81,6 +82,11 @@ class Writer:
         self._generated: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._begun: set[int] = set()
+        self._readers: dict[int, Reader] = {}
+        self._called: set[int] = set()
+        """Outputs with calls of functions."""
+        self._late: dict[int, list[Entry]] = {}
+        """Entries of tokens whose text is still held back."""
         self._prompts: dict[int, Sequence[TokenLogprob]] = {}
         """Log-probabilities of prompts, which come with their first output."""
 
@@ -93,7 +99,13 @@ class Writer:
         """A complete output."""
         index = self._count(delta)
         if self.chat:
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            message: Choice = {"role": "assistant", "content": delta.text, "refusal": None}
+            if self.prepared.reader is not None:
+                reader = self.prepared.reader()
+                content, calls = gather(reader, delta.text)
+                if calls:
+                    message.update(content=content or reader.empty, tool_calls=calls)
+                    delta.finish = reader.ends if delta.finish == "stop" else delta.finish
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:
             body = self._completion(delta, first=True)
@@ -112,11 +124,33 @@ class Writer:
             if delta.text or delta.entries or delta.finish or (first and self.prepared.echo):
                 yield {"index": index, **self._completion(delta, first), **_end(delta, self.prepared.silent)}
             return
-        if delta.text or delta.entries:
+        if self.prepared.reader is not None:
+            yield from self._called_pieces(index, delta, open_end)
+        elif delta.text or delta.entries:
             piece = {"index": index, "delta": {"content": delta.text}, **open_end}
             yield {**piece, "logprobs": self._chat_logprobs(delta)}
         if delta.finish:
             yield {"index": index, "delta": {}, "logprobs": None, **_end(delta)}
+
+    def _called_pieces(self, index: int, delta: Delta, open_end: Choice) -> Iterator[Choice]:
+        """The news of an output in which functions may be called."""
+        assert self.prepared.reader is not None
+        if index not in self._readers:
+            self._readers[index], self._late[index] = self.prepared.reader(), []
+        reader, self._late[index] = self._readers[index], self._late[index] + delta.entries
+        pieces = [p.delta for p in reader.push(delta.text, last=bool(delta.finish))]
+        if any("tool_calls" in p for p in pieces):
+            self._called.add(index)
+        if delta.finish and self._late[index] and not pieces:
+            pieces = [{"content": ""}]
+        for piece in pieces:
+            choice = {"index": index, "delta": piece, **open_end}
+            if self._late[index]:
+                delta.entries, self._late[index] = self._late[index], []
+                choice["logprobs"] = self._chat_logprobs(delta)
+            yield choice
+        if delta.finish == "stop" and index in self._called:
+            delta.finish = reader.ends
 
     def _count(self, delta: Delta) -> int:
         index = delta.job * self._outputs + delta.index

@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
-Finish = Literal["stop", "length", "abort", "error"]
-"""Why an output ended: an end token (or a stop string, which text finds), ``max_tokens``, a cancel, a failure."""
+Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
+"""Why an output ended: an end token (or a stop string, which text finds), ``max_tokens``, a cancel, a failure; calls of
+functions, which text finds too."""
 
 
 class Invalid(UserError):

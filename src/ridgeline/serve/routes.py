@@ -10,17 +10,16 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from ridgeline.serve import replies
+from ridgeline.serve.chat import ChatCompletion, Tokenize
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, bearer, refusal, unless_gone
 from ridgeline.serve.openai import (
-    ChatCompletion,
     Classification,
     Completion,
     Detokenize,
     EmbeddingRequest,
     LoadAdapter,
     Sampled,
-    Tokenize,
     UnloadAdapter,
 )
 from ridgeline.serve.request import Invalid

@@ -24,7 +24,8 @@ from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.service import Labels, Service
-from ridgeline.spec.errors import UserError
+from ridgeline.serve.tool_calls import FORMATS
+from ridgeline.spec.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
@@ -36,19 +37,25 @@ _LAST_BYTES = 5
 
 def make_service(
     engine: Engine, checkpoint: Path, limits: QueueLimits | None = None, name: str | None = None,
-    tokenizer: str | None = None, template: str | None = None,
+    tokenizer: str | None = None, template: str | None = None, tool_parser: str | None = None, auto_tools: bool = False,
 ) -> Service:  # fmt: skip
-    """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
+    """The engine of ``checkpoint`` with its tokenizer and chat template. ``tool_parser``: how the model writes calls of
+    functions, a name of :data:`FORMATS`; ``auto_tools``: it may make them on its own. Raises :class:`UserError`."""
     from ridgeline.data.batches import load_tokenizer
     from ridgeline.data.examples import find_template, special_tokens
 
     vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
+    if tool_parser is not None and tool_parser not in FORMATS:
+        raise unknown("tool parser", tool_parser, FORMATS, "--tool-call-parser")
+    if auto_tools and tool_parser is None:
+        raise UserError("--enable-auto-tool-choice needs to know how the model writes calls", "give --tool-call-parser")
     loop = EngineLoop(engine, limits or QueueLimits(), Metrics())
     labels = None
     if engine.spec.head == "classify":
         labels = Labels.of(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")), engine.spec.num_labels)
     return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)),
-                   special_tokens(str(checkpoint)), labels)  # fmt: skip
+                   special_tokens(str(checkpoint)), labels, FORMATS[tool_parser] if tool_parser else None,
+                   auto_tools)  # fmt: skip
 
 
 class Server(uvicorn.Server):

@@ -6,26 +6,20 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeline.data.examples import BadRecord, Template
+from ridgeline.serve.chat import ChatCompletion, Message, Tokenize
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop
+from ridgeline.serve.fields import prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
-from ridgeline.serve.openai import (
-    ChatCompletion,
-    Classification,
-    Completion,
-    EmbeddingRequest,
-    Message,
-    Sampled,
-    Tokenize,
-    prompts_of,
-)  # fmt: skip
+from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest, Sampled
 from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Sampling
+from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
 
 
@@ -45,6 +39,8 @@ class PreparedRequest:
     """The prompts as text, where they are echoed."""
     silent: bool = False
     """``max_tokens`` is 0: only the prompt's log-probabilities are requested."""
+    reader: Callable[[], Reader] | None = None
+    """Makes what finds the calls of functions in one output; None: it is text."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -89,6 +85,10 @@ class Service:
     """Texts of special tokens, as the checkpoint's ``tokenizer_config.json`` names them."""
     labels: Labels | None = None
     """Of a model for sequence classification."""
+    calls: Format | None = None
+    """How the model writes calls of functions."""
+    auto_calls: bool = False
+    """Whether the model may call functions on its own."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -181,6 +181,9 @@ class Service:
         """The job of a chat completion. Raises :class:`Invalid`."""
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         longest = self.max_model_len if wanted is None else wanted
+        reader = self._reader(body)
+        if body.choice == "auto" and self.calls is not None and self.calls.special:
+            body = body.model_copy(update={"skip_special_tokens": False})
         sampling = self._sampling(body, longest, body.logprob_count())
         if body.continue_final_message and body.add_generation_prompt:
             what = "does not go with add_generation_prompt, which begins another message"
@@ -191,7 +194,26 @@ class Service:
         )  # fmt: skip
         if wanted is None:
             sampling = replace(sampling, max_tokens=max(1, self.max_model_len - len(prompt)))
-        return self._prepared("chatcmpl", body, [prompt], sampling, key)
+        prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
+        prepared.reader = reader
+        return prepared
+
+    def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
+        """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
+        choice, make_id, parallel = body.choice, id_maker(self.calls), body.parallel_tool_calls is not False
+        if choice == "none":
+            return None
+        if choice.startswith(":"):
+            return lambda: Named(choice[1:], make_id)
+        if choice == "required":
+            return lambda: Calls(LIST, make_id, parallel)
+        form = self.calls
+        if form is None or not self.auto_calls:
+            what = "with tool_choice auto need a server with --enable-auto-tool-choice and --tool-call-parser"
+            raise Invalid("tools", what, 'start it so, or set tool_choice to "none", "required" or a function')
+        if self.template is not None and "tools" not in self.template.source:
+            raise Invalid("tools", "are not shown to the model by its chat template", "give another --chat-template")
+        return lambda: Calls(form, make_id, parallel)
 
     def _sampling(
         self, body: Sampled, max_tokens: int, logprobs: int | None, prompts: int = 1, **more: Any
