@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from ridgeline.serve.fields import Body, Number, Text, few
@@ -16,6 +16,23 @@ from ridgeline.serve.request import Invalid
 MAX_TOOLS = 256
 """Largest number of functions in one body."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+def is_object(text: str) -> bool:
+    """Whether ``text`` is a JSON object, or nothing at all."""
+    try:
+        return not text.strip() or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _object(value: str) -> str:
+    if not is_object(value):
+        raise PydanticCustomError("arguments", "must be a JSON object, as text")
+    return value
+
+
+Arguments = Annotated[Text, AfterValidator(_object)]
 
 
 class Function(Body):
@@ -53,18 +70,7 @@ class CalledFunction(Body):
     """A function and its arguments, as JSON."""
 
     name: Text
-    arguments: Text
-
-    @field_validator("arguments")
-    @classmethod
-    def _object(cls, value: str) -> str:
-        try:
-            fine = not value.strip() or isinstance(json.loads(value), dict)
-        except (ValueError, RecursionError):
-            fine = False
-        if not fine:
-            raise PydanticCustomError("arguments", "must be a JSON object, as text")
-        return value
+    arguments: Arguments
 
 
 class ToolCall(Body):
@@ -78,7 +84,7 @@ class ToolCall(Body):
 
     def plain(self) -> dict[str, Any]:
         """As templates take it: the arguments as an object."""
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = json.loads(self.function.arguments.strip() or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -213,7 +219,7 @@ class ChatCompletion(Sampled):
         return None
 
     def renamed(self, param: str) -> str:
-        """As :meth:`Sampled.renamed`."""
+        """As :meth:`Body.renamed`."""
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         if param == "logprobs" and self.top_logprobs is not None:

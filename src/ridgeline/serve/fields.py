@@ -134,6 +134,10 @@ class Body(BaseModel):
             return {k: v for k, v in value.items() if v is not None or k in _required(cls)}
         return value
 
+    def renamed(self, param: str) -> str:
+        """The field of this body that the engine's field ``param`` came from."""
+        return param
+
 
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]], param: str) -> Sequence[Any]:
     """The single prompts of a ``prompt`` field. Raises :class:`Invalid` for none at all."""

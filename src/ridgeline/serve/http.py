@@ -93,14 +93,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of ``chunks``: one ``data:`` line each, a comment when nothing comes for a while."""
+    """Server-sent events of ``chunks``: one ``data:`` line each, a comment when nothing comes for a while.
+
+    ``typed``: chunks are events that have names, and a last one among them; otherwise ``[DONE]`` ends the stream.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, chunks: AsyncGenerator[Any, None], typed: bool = False) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.chunks = chunks
+        self.chunks, self.typed = chunks, typed
         self._writing: float | None = None
         """Time since which a write has been waiting for the client."""
 
@@ -136,8 +139,9 @@ class EventStream(Response):
                 except StopAsyncIteration:
                     break
                 following = asyncio.ensure_future(anext(self.chunks))
-                await put(b"data: " + json.dumps(chunk, separators=(",", ":")).encode("ascii") + b"\n\n")
-            await put(b"data: [DONE]\n\n", more=False)
+                name = f"event: {chunk['type']}\n" if self.typed else ""
+                await put(f"{name}data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode("ascii"))
+            await put(b"" if self.typed else b"data: [DONE]\n\n", more=False)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

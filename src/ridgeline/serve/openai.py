@@ -159,7 +159,7 @@ class Sampled(Body):
         return sampling
 
     def renamed(self, param: str) -> str:
-        """The field of this body that the engine's field ``param`` came from."""
+        """As :meth:`Body.renamed`."""
         return {"beam_width": "n" if self.best_of is None else "best_of"}.get(param, param)
 
     def structures(self) -> list[tuple[Kind, Any, str]]:

@@ -165,15 +165,7 @@ class Writer:
         if job.request.sampling.logprobs is None:
             return None
 
-        def one(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": self._vocabulary.name(token), "logprob": _finite(logprob),
-                    "bytes": list(self._vocabulary.bytes[token])}  # fmt: skip
-
-        content = [
-            {**one(e.logprob.token, e.logprob.logprob), "top_logprobs": [one(t, p) for t, p in e.logprob.top]}
-            for e in delta.entries
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": chat_logprobs(self._vocabulary, delta.entries), "refusal": None}
 
     def _completion(self, delta: Delta, first: bool) -> Choice:
         prepared, job = self.prepared, self.prepared.jobs[delta.job]
@@ -206,6 +198,19 @@ class Writer:
                 table["text_offset"].append(0)
             else:
                 self._row(table, Entry(known[i - 1], offset))
+
+
+def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Log-probabilities of tokens as chats have them."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = list(vocabulary.bytes[token])
+        return {"token": vocabulary.name(token), "logprob": _finite(logprob), "bytes": raw}
+
+    return [
+        {**one(e.logprob.token, e.logprob.logprob), "top_logprobs": [one(t, p) for t, p in e.logprob.top]}
+        for e in entries
+    ]
 
 
 def _offsets(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:

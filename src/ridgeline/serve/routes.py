@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from ridgeline.serve import replies
 from ridgeline.serve.chat import ChatCompletion, Tokenize
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
+from ridgeline.serve.fields import Body
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, bearer, refusal, unless_gone
 from ridgeline.serve.openai import (
     Classification,
@@ -19,14 +20,16 @@ from ridgeline.serve.openai import (
     Detokenize,
     EmbeddingRequest,
     LoadAdapter,
-    Sampled,
     UnloadAdapter,
 )
 from ridgeline.serve.request import Invalid
+from ridgeline.serve.response_bodies import ResponseRequest
+from ridgeline.serve.responses import Responses
 from ridgeline.serve.service import PreparedRequest, Service
 
 T = TypeVar("T")
-Reply = Callable[[PreparedRequest, OutputStream], Any]
+P = TypeVar("P", bound=PreparedRequest)
+Reply = Callable[[P, OutputStream], Any]
 """Builds the response from the engine's output: complete, or as a stream."""
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
@@ -49,12 +52,12 @@ _GENERATED: dict[int | str, dict[str, Any]] = {
 
 
 async def answer(
-    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
-    finish: Reply, stream: Reply | None = None,
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], P], body: T,
+    finish: Reply[P], stream: Reply[P] | None = None, typed: bool = False,
 ) -> Response:  # fmt: skip
     """Prepare off the event loop, submit, respond completely or as a stream; aborted when the client disconnects."""
 
-    async def work() -> tuple[PreparedRequest, OutputStream]:
+    async def work() -> tuple[P, OutputStream]:
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         return prepared, await loop.submit(prepared.jobs)
 
@@ -65,7 +68,7 @@ async def answer(
         finally:
             loop.cancel(found)
 
-    async def pieces(prepared: PreparedRequest, found: OutputStream, write: Any) -> Any:
+    async def pieces(prepared: P, found: OutputStream, write: Any) -> Any:
         try:
             async for piece in write(prepared, found):
                 yield piece
@@ -76,11 +79,11 @@ async def answer(
         if stream is None:
             return await unless_gone(request.receive, all_of_it())
         prepared, found = await unless_gone(request.receive, work())
-        return EventStream(pieces(prepared, found, stream))
+        return EventStream(pieces(prepared, found, stream), typed)
     except ClientDisconnected:
         return Response(status_code=499)
     except Invalid as e:
-        if isinstance(body, Sampled) and (param := body.renamed(e.param)) != e.param:
+        if isinstance(body, Body) and (param := body.renamed(e.param)) != e.param:
             raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
         raise
 
@@ -118,6 +121,34 @@ def generation_routes(app: FastAPI, service: Service) -> None:
         return await answer(
             service.loop, request, service.classification, body, lambda a, s: replies.classes(a, s, service)
         )
+
+
+def response_routes(app: FastAPI, service: Service) -> None:
+    """Responses, which may be continued by their id."""
+    known = Responses(service)
+
+    @app.post("/v1/responses", responses=_GENERATED)
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation with a list of items."""
+        stream = known.events if body.stream else None
+        return await answer(service.loop, request, known.prepare, body, known.whole, stream, typed=True)
+
+    @app.get("/v1/responses/{name}", responses=_REFUSALS)
+    async def response(name: str, request: Request) -> Response:
+        """A stored response."""
+        found = known.get(name, bearer(request.scope))
+        return Json(found) if found is not None else _unknown(name)
+
+    @app.delete("/v1/responses/{name}", responses=_REFUSALS)
+    async def forget(name: str, request: Request) -> Response:
+        """Forget a stored response."""
+        if not known.delete(name, bearer(request.scope)):
+            return _unknown(name)
+        return Json({"id": name, "object": "response", "deleted": True})
+
+
+def _unknown(name: str) -> Response:
+    return refusal(404, f"no response {name[:100]!r} is stored here")
 
 
 def model_routes(app: FastAPI, service: Service) -> None:
