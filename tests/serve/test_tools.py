@@ -269,9 +269,10 @@ def test_calls_and_their_results_go_back(server, client, tools):
 
 
 def test_options(folder, server):
+    from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.server import make_service
 
     with pytest.raises(UserError, match="hermes"):
-        make_service(server.engine, folder, tool_parser="herms")
+        make_service(server.engine, folder, options=Options(tool_parser="herms"))
     with pytest.raises(UserError, match="--enable-auto-tool-choice"):
-        make_service(server.engine, folder, auto_tools=True)
+        make_service(server.engine, folder, options=Options(auto_tools=True))

@@ -48,6 +48,16 @@ def serve(
     tool_call_parser: Annotated[
         str | None, typer.Option(help="How the model writes calls: hermes (also Qwen), llama3_json, mistral.")
     ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Default sampling parameters: auto (the checkpoint's generation_config.json), vllm (none), or"
+            " a folder with that file."
+        ),
+    ] = "auto",
+    pooling: Annotated[
+        str | None, typer.Option(help="What embeddings are made of: mean, last or cls (the checkpoint's own, or mean).")
+    ] = None,
     max_model_len: Length = None,
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
@@ -74,6 +84,7 @@ def serve(
     require_package("fastapi")
     from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app
+    from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.engine_loop import QueueLimits
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
@@ -88,8 +99,8 @@ def serve(
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
                          (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
-    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, tool_call_parser,
-                           enable_auto_tool_choice)  # fmt: skip
+    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template,
+                           Options(tool_call_parser, enable_auto_tool_choice, pooling, generation_config))  # fmt: skip
     if adapters is not None:
         service.load_all(adapters)
     asgi = create_app(service, keys, admin_keys, body or 0)

@@ -35,12 +35,19 @@ def _object(value: str) -> str:
 Arguments = Annotated[Text, AfterValidator(_object)]
 
 
+def _flat(value: dict[str, Any]) -> dict[str, Any]:
+    if depth(value) > MAX_DEPTH:
+        what = "holds a schema that is nested more than {most} deep"
+        raise PydanticCustomError("deep", what, {"most": MAX_DEPTH})
+    return value
+
+
 class Function(Body):
     """A function that the model may call."""
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = None
     """A JSON schema; none: it takes no arguments."""
     strict: bool | None = None
     """Arguments of required and named calls always fit the schema; without effect on calls of the model's own."""
@@ -185,8 +192,6 @@ class ChatCompletion(Sampled):
             raise Invalid(found[0][2], what, 'leave it out, or set tool_choice to "none" or "required"')
         if choice in ("none", "auto"):
             return found
-        if depth([tool.function.parameters for tool in tools]) > MAX_DEPTH:
-            raise Invalid("tools", f"holds a schema that is nested more than {MAX_DEPTH} deep", "make it flatter")
         schemas = {f"f{i}": _moved(_arguments(tool.function), f"#/$defs/f{i}") for i, tool in enumerate(tools)}
         if choice.startswith(":"):
             at = next(i for i, tool in enumerate(tools) if tool.function.name == choice[1:])

@@ -25,8 +25,8 @@ from pydantic_core import PydanticCustomError
 
 from ridgeline.serve.request import TOO_LONG, Invalid
 
-MAX_PROMPTS = 256
-"""Largest number of prompts in one body."""
+MAX_PROMPTS, MAX_INPUTS = 256, 2048
+"""Largest number of prompts in one body, and of inputs that are read only."""
 MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 16384, 1024, 256
 """Limits on options that are evaluated for every token."""
 UNKNOWN = "unknown_field"
@@ -48,14 +48,14 @@ def whole(value: Any) -> Any:
 Number = Annotated[int, BeforeValidator(whole), Field(ge=-(2**31), lt=2**31)]
 
 
-def _bounded(value: Any, info: ValidationInfo) -> Any:
+def _bounded(value: Any, info: ValidationInfo, most: int = MAX_PROMPTS) -> Any:
     """A prompt whose numbers of prompts and tokens are within bounds, before any of them is looked at."""
     if not isinstance(value, list):
         return value
     several = bool(value) and not isinstance(value[0], int)
-    if several and len(value) > MAX_PROMPTS:
+    if several and len(value) > most:
         what = "holds {count} prompts, of {most} at most: ask in several requests"
-        raise PydanticCustomError("too_many", what, {"count": len(value), "most": MAX_PROMPTS})
+        raise PydanticCustomError("too_many", what, {"count": len(value), "most": most})
     context = (info.context or {}).get("tokens")
     for ids in value if several else [value]:
         if context is not None and isinstance(ids, list) and len(ids) > context:
@@ -72,15 +72,20 @@ def _form(value: Any) -> str:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
 
 
-Prompt = Annotated[
+def _inputs(value: Any, info: ValidationInfo) -> Any:
+    return _bounded(value, info, MAX_INPUTS)
+
+
+_Forms = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[TokenIds, Tag("tokens")]
     | Annotated[list[Text], Field(fail_fast=True), Tag("texts")]
     | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists")],
     Discriminator(_form),
-    BeforeValidator(_bounded),
 ]
 """By its first element: one error says what is wrong with it, and no list is read to its end for that."""
+Prompt = Annotated[_Forms, BeforeValidator(_bounded)]
+Inputs = Annotated[_Forms, BeforeValidator(_inputs)]
 
 
 def biases(value: Any) -> Any:

@@ -15,8 +15,10 @@ from ridgeline.serve.fields import (
     MAX_BIASES,
     MAX_STOP_IDS,
     Body,
+    Inputs,
     Number,
     Prompt,
+    Salt,
     StopText,
     Text,
     TokenIds,
@@ -101,8 +103,7 @@ class Sampled(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Number = 0
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-    """Prompts share cached blocks only with those of the same salt (and the same API key)."""
+    cache_salt: Salt | None = None
     user: Text | None = None
     """Without effect, like the next five: they name users, caches and tiers of OpenAI's own service."""
     metadata: Annotated[dict[str, str], BeforeValidator(few)] | None = None
@@ -206,10 +207,15 @@ class EmbeddingRequest(Body):
     """``POST /v1/embeddings``."""
 
     model: Text | None = None
-    input: Prompt
+    input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Number | None = None
+    """Length of the embeddings, of a model that is trained for several."""
+    normalize: bool | None = None
+    """False: leave embeddings as long as they are."""
+    truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
     user: Text | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    cache_salt: Salt | None = None
     priority: Number = 0
 
 
@@ -217,7 +223,8 @@ class Classification(Body):
     """``POST /classify``, as vLLM has it."""
 
     model: Text | None = None
-    input: Prompt
+    input: Inputs
+    truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
     user: Text | None = None
     priority: Number = 0
 

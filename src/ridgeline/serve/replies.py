@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import math
-import struct
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Busy, TokenLogprob
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import PreparedRequest
 from ridgeline.serve.tool_calls import Reader, gather
 
 Choice = dict[str, Any]
@@ -229,42 +227,3 @@ def _finite(logprob: float) -> float:
 
 def _end(delta: Delta, silent: bool = False) -> dict[str, Any]:
     return {"finish_reason": "length" if silent and delta.finish else delta.finish, "stop_reason": delta.stop_reason}
-
-
-async def embeddings(prepared: PreparedRequest, stream: OutputStream, as_base64: bool) -> dict[str, Any]:
-    """The answer of ``/v1/embeddings``: vectors of length 1, as floats or as the base64 of little-endian fp32."""
-
-    def written(vector: list[float]) -> Any:
-        norm = math.sqrt(sum(x * x for x in vector)) or 1.0
-        scaled = [x / norm for x in vector]
-        return base64.b64encode(struct.pack(f"<{len(scaled)}f", *scaled)).decode() if as_base64 else scaled
-
-    data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in await _vectors(stream)]
-    return {"object": "list", "model": prepared.model, "data": data, "usage": _read(prepared)}
-
-
-async def classes(prepared: PreparedRequest, stream: OutputStream, service: Service) -> dict[str, Any]:
-    """The answer of ``/classify``, as vLLM writes it: the likeliest label of each input, and all probabilities."""
-    data = []
-    for i, logits in await _vectors(stream):
-        assert service.labels is not None
-        probs = service.labels.probabilities(logits)
-        label = service.labels.names[probs.index(max(probs))]
-        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return {"id": prepared.id, "object": "list", "created": prepared.created, "model": prepared.model, "data": data,
-            "usage": _read(prepared)}  # fmt: skip
-
-
-async def _vectors(stream: OutputStream) -> list[tuple[int, list[float]]]:
-    """The vectors of all inputs, in order. Raises :class:`Failed`."""
-    found: dict[int, list[float]] = {}
-    async for delta in stream:
-        if delta.finish == "error" or (delta.finish and delta.embedding is None):
-            raise Failed(delta.error or "an input could not be read")
-        if delta.embedding is not None:
-            found[delta.job] = delta.embedding
-    return sorted(found.items())
-
-
-def _read(prepared: PreparedRequest) -> dict[str, int]:
-    return {"prompt_tokens": prepared.prompt_tokens, "total_tokens": prepared.prompt_tokens}

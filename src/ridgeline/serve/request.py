@@ -15,6 +15,10 @@ Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
 functions, which text finds too."""
 
 
+Pooling = Literal["mean", "last", "cls"]
+"""What an embedding is made of: the mean of all hidden states, the last token's, or the first one's."""
+
+
 class Invalid(UserError):
     """A request that cannot be served as written. ``param`` names the field, ``code`` the kind of error, where the API
     has one."""
@@ -181,7 +185,8 @@ class EngineRequest:
     priority: int = 0
     """Of waiting requests, lower values go first."""
     embed: bool = False
-    """Return the prompt's mean hidden state instead of generating."""
+    """Return the prompt's hidden state, pooled, instead of generating."""
+    pooling: Pooling = "mean"
     classify: bool = False
     """With ``embed``: return the logits of the model's classes instead."""
     watch: Callable[[], Watch] | None = None
@@ -250,7 +255,7 @@ class OutputEvent:
     prompt_logprobs: list[TokenLogprob] | None = None
     """On the first event of output 0, where they were requested."""
     embedding: list[float] | None = None
-    """With ``embed``: the mean hidden state [H], or with ``classify`` the logits [labels]."""
+    """With ``embed``: the pooled hidden state [H], or with ``classify`` the logits [labels]."""
     score: float | None = None
     """Of a beam: its penalized log-probability."""
 

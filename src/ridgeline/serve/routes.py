@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from ridgeline.serve import replies
+from ridgeline.serve import pooled_replies, replies
 from ridgeline.serve.chat import ChatCompletion, Tokenize
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
 from ridgeline.serve.fields import Body
@@ -25,6 +25,7 @@ from ridgeline.serve.openai import (
 from ridgeline.serve.request import Invalid
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
+from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
 
 T = TypeVar("T")
@@ -88,8 +89,25 @@ async def answer(
         raise
 
 
+async def read(
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
+    write: Callable[[PreparedRequest, list[list[float]]], Any],
+) -> Response:  # fmt: skip
+    """Prepare off the event loop, pool all prompts, respond; aborted when the client disconnects."""
+
+    async def work() -> Response:
+        prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
+        found = await loop.vectors(prepared.jobs)
+        return Json(await asyncio.to_thread(write, prepared, found))
+
+    try:
+        return await unless_gone(request.receive, work())
+    except ClientDisconnected:
+        return Response(status_code=499)
+
+
 def generation_routes(app: FastAPI, service: Service) -> None:
-    """Completions, chat, embeddings and classification."""
+    """Completions and chat."""
 
     @app.post("/v1/completions", responses=_GENERATED)
     async def completions(body: Completion, request: Request) -> Response:
@@ -107,20 +125,40 @@ def generation_routes(app: FastAPI, service: Service) -> None:
             (lambda a, s: replies.chunks(a, s, body, chat=True)) if body.stream else None,
         )  # fmt: skip
 
+
+def pooling_routes(app: FastAPI, service: Service) -> None:
+    """Embeddings, classes, and how similar texts are."""
+    loop = service.loop
+
     @app.post("/v1/embeddings", responses=_REFUSALS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts."""
-        as_base64 = body.encoding_format == "base64"
-        return await answer(
-            service.loop, request, service.embedding, body, lambda a, s: replies.embeddings(a, s, as_base64)
-        )
+        return await read(loop, request, service.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
 
     @app.post("/classify", responses=_REFUSALS)
     async def classify(body: Classification, request: Request) -> Response:
         """Classes of texts, of a model for sequence classification."""
-        return await answer(
-            service.loop, request, service.classification, body, lambda a, s: replies.classes(a, s, service)
+        return await read(
+            loop, request, service.classification, body, lambda a, v: pooled_replies.classes(a, v, service)
         )
+
+    @app.post("/pooling", responses=_REFUSALS)
+    async def pooling(body: PoolingRequest, request: Request) -> Response:
+        """Embeddings, or probabilities of classes."""
+        return await read(loop, request, service.pooled, body, lambda a, v: pooled_replies.pooled(a, v, body, service))
+
+    @app.post("/score", responses=_REFUSALS)
+    @app.post("/v1/score", responses=_REFUSALS)
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        """Similarity of pairs of texts."""
+        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.scores(a, v, body))
+
+    @app.post("/rerank", responses=_REFUSALS)
+    @app.post("/v1/rerank", responses=_REFUSALS)
+    @app.post("/v2/rerank", responses=_REFUSALS)
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Documents by their similarity to a query."""
+        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.ranks(a, v, body))
 
 
 def response_routes(app: FastAPI, service: Service) -> None:

@@ -18,7 +18,8 @@ from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.fields import prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest, Sampled
-from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Sampling
+from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
+from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
 from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
 
@@ -89,6 +90,14 @@ class Service:
     """How the model writes calls of functions."""
     auto_calls: bool = False
     """Whether the model may call functions on its own."""
+    pooling: Pooling = "mean"
+    """What an embedding is made of."""
+    dimensions: frozenset[int] | None = frozenset()
+    """Lengths to which embeddings may be cut; None: any."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of requests that do not give them."""
+    most_tokens: int | None = None
+    """Most tokens of an output; None: as many as the context takes."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -193,7 +202,8 @@ class Service:
             **body.variables,
         )  # fmt: skip
         if wanted is None:
-            sampling = replace(sampling, max_tokens=max(1, self.max_model_len - len(prompt)))
+            room = max(1, self.max_model_len - len(prompt))
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
         prepared.reader = reader
         return prepared
@@ -220,7 +230,11 @@ class Service:
     ) -> Sampling:
         """Sampling parameters for this many prompts. Raises for invalid or excessive ones before any work is done."""
         self.adapter(body.model)
-        sampling = body.sampling(max_tokens, logprobs, self.vocab_size, bad_words=self._bad_words(body), **more)
+        if not body.use_beam_search:
+            unsaid = {name: value for name, value in self.defaults.items() if getattr(body, name) is None}
+            body = body.model_copy(update=unsaid)
+        longest = max_tokens if self.most_tokens is None else min(max_tokens, self.most_tokens)
+        sampling = body.sampling(longest, logprobs, self.vocab_size, bad_words=self._bad_words(body), **more)
         self.loop.bound(prompts * sampling.sequences)
         return replace(sampling, grammar=body.grammar(self.grammars))
 
@@ -231,20 +245,60 @@ class Service:
 
     def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
         """The jobs of embeddings. Raises :class:`Invalid`."""
-        return self._read("embd", body, _salt(key, body.cache_salt), False)
+        self._cuttable(body.dimensions)
+        return self._read("embd", body, self._inputs(body), _salt(key, body.cache_salt), False)
 
     def classification(self, body: Classification, key: bytes) -> PreparedRequest:
         """The jobs of classifications. Raises :class:`Invalid`."""
-        return self._read("classify", body, _salt(key, None), True)
+        return self._read("classify", body, self._inputs(body), _salt(key, None), True)
 
-    def _read(self, kind: str, body: EmbeddingRequest | Classification, salt: bytes, classify: bool) -> PreparedRequest:
+    def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
+        """The jobs of ``/pooling``. Raises :class:`Invalid`."""
+        classify = self.labels is not None if body.task is None else body.task == "classify"
+        for name in ("dimensions", "normalize"):
+            if classify and getattr(body, name) is not None:
+                raise Invalid(name, "has an effect on embeddings only", "leave it out")
+        self._cuttable(body.dimensions)
+        return self._read("pool", body, self._inputs(body), _salt(key, body.cache_salt), classify)
+
+    def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
+        """The jobs of the texts that are compared: the first ones of all pairs, then the second ones. Raises
+        :class:`Invalid`."""
+        if self.labels is not None:
+            what = "is a classifier, and would need the token types of pairs, which are not served"
+            raise Invalid("model", what, "serve a model that makes embeddings")
+        prompts = [
+            p
+            for name, texts in zip(body.names, body.texts(), strict=True)
+            for p in self._prompts(texts, name, True, body.truncate_prompt_tokens)
+        ]
+        return self._read("score", body, prompts, _salt(key, None), False)
+
+    def _inputs(self, body: EmbeddingRequest | Classification | PoolingRequest) -> list[list[int]]:
+        return self._prompts(prompts_of(body.input, "input"), "input", True, body.truncate_prompt_tokens)
+
+    def _cuttable(self, dimensions: int | None) -> None:
+        """Raise :class:`Invalid` where embeddings cannot be cut to ``dimensions``."""
+        if dimensions is None:
+            return
+        if self.dimensions is not None and dimensions not in self.dimensions:
+            what = f"is {dimensions}, and the model was not trained for embeddings of this length"
+            known = ", ".join(map(str, sorted(self.dimensions)))
+            raise Invalid("dimensions", what, f"give one of {known}" if known else "leave it out")
+        width = self.loop.engine.spec.hidden_size
+        if not 1 <= dimensions <= width:
+            raise Invalid("dimensions", f"is {dimensions}, outside 1 to {width}", "give a length inside")
+
+    def _read(
+        self, kind: str, body: EmbeddingRequest | Classification | PoolingRequest | ScoreRequest | RerankRequest,
+        prompts: Sequence[list[int]], salt: bytes, classify: bool,
+    ) -> PreparedRequest:  # fmt: skip
         """The jobs of prompts that are pooled, not continued."""
         adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
-        prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
         jobs = [
             ServeJob(
                 EngineRequest(f"{base}-{i}", prompt, adapter=adapter, salt=salt, priority=body.priority, embed=True,
-                        classify=classify),
+                              pooling=self.pooling, classify=classify),
                 self.vocabulary, i,
             )
             for i, prompt in enumerate(prompts)
@@ -309,7 +363,10 @@ class Service:
     def _short(self, text: str, param: str) -> None:
         """Raise :class:`Invalid` for a text that no tokens of one context can stand for, before it is tokenized."""
         most = self.max_model_len * self.vocabulary.longest
-        size = len(text) if len(text) > most else len(text.encode())
+        try:
+            size = len(text) if len(text) > most else len(text.encode())
+        except UnicodeEncodeError:
+            raise Invalid(param, "makes a text with half a surrogate pair in it", "send whole characters") from None
         if size > most:
             what = f"has {size} bytes of text, where the context of {self.max_model_len} tokens takes {most} at most"
             raise Invalid(param, what, "send less", TOO_LONG)
