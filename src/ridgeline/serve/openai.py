@@ -100,6 +100,12 @@ class Sampled(Body):
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: Number | None = None
+    """Report the log-probabilities of the prompt's tokens, and so many of the likeliest at each place."""
+    return_token_ids: bool | None = None
+    """Report the ids of the prompt's tokens and of the output's."""
+    return_tokens_as_token_ids: bool | None = None
+    """In log-probabilities, write a token as ``token_id:`` and its id."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Number = 0

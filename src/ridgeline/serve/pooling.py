@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,7 +46,10 @@ def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Samp
         end = min(stop, at + rows_at_once)
         logits = runner.logits(hidden[at - start : end - start])
         tokens = [int(t) for t in prompt[at + 1 : end + 1]]
-        group.prompt_logprobs += sampler.logprobs(logits, tokens, [tops] * len(tokens))
+        found = sampler.logprobs(logits, tokens, [tops] * len(tokens))
+        own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+        ranks = 1 + (logits > own).sum(1)
+        group.prompt_logprobs += [replace(f, rank=r) for f, r in zip(found, ranks.tolist(), strict=True)]
 
 
 def end_pooled(seq: Sequence, outputs: Outputs) -> None:

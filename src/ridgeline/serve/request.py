@@ -158,7 +158,7 @@ class Sampling:
             needs(self.min_p == 0, "min_p", no_effect, "leave it out")
             needs(self.seed is None, "seed", no_effect, "leave it out")
             for param in ("logprobs", "prompt_logprobs"):
-                needs(getattr(self, param) is None, "logprobs", "are not kept of beams", "leave it out, or sample")
+                needs(getattr(self, param) is None, param, "are not kept of beams", "leave it out, or sample")
         needs(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"is {self.min_tokens}", "give 0 to max_tokens")
         for param in ("logprobs", "prompt_logprobs"):
             count = getattr(self, param)
@@ -228,6 +228,8 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+    """How many tokens are at least as likely, 1 for the likeliest; 0: not counted (only the prompt's are)."""
 
 
 @dataclass(slots=True)

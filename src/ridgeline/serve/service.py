@@ -42,6 +42,12 @@ class PreparedRequest:
     """``max_tokens`` is 0: only the prompt's log-probabilities are requested."""
     reader: Callable[[], Reader] | None = None
     """Makes what finds the calls of functions in one output; None: it is text."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to report at each place of the prompt."""
+    token_ids: bool = False
+    """Whether tokens are reported by their ids."""
+    named_by_id: bool = False
+    """Whether log-probabilities are."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -174,8 +180,9 @@ class Service:
             1 if silent else 16 if body.max_tokens is None else body.max_tokens,
             body.logprobs,
             len(given),
-            prompt_logprobs=body.logprobs if body.echo else None,
-        )
+            prompt_logprobs=max((n for n in (body.logprobs if body.echo else None, body.prompt_logprobs)
+                                 if n is not None), default=None),
+        )  # fmt: skip
         prompts = self._prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens)
         prepared = self._prepared("cmpl", body, prompts, sampling, key)
         prepared.echo, prepared.silent = body.echo, silent
@@ -193,7 +200,7 @@ class Service:
         reader = self._reader(body)
         if body.choice == "auto" and self.calls is not None and self.calls.special:
             body = body.model_copy(update={"skip_special_tokens": False})
-        sampling = self._sampling(body, longest, body.logprob_count())
+        sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=body.prompt_logprobs)
         if body.continue_final_message and body.add_generation_prompt:
             what = "does not go with add_generation_prompt, which begins another message"
             raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
@@ -236,6 +243,9 @@ class Service:
         longest = max_tokens if self.most_tokens is None else min(max_tokens, self.most_tokens)
         sampling = body.sampling(longest, logprobs, self.vocab_size, bad_words=self._bad_words(body), **more)
         self.loop.bound(prompts * sampling.sequences)
+        if body.prompt_logprobs is not None and (body.stream or sampling.ranked):
+            what = f"does not go with {'stream' if body.stream else 'ranked outputs'}"
+            raise Invalid("prompt_logprobs", what, "leave it out, or ask for one output that is not streamed")
         return replace(sampling, grammar=body.grammar(self.grammars))
 
     def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:
@@ -393,7 +403,10 @@ class Service:
             )
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
         ]  # fmt: skip
-        return PreparedRequest(base, body.model or self.name, jobs)
+        return PreparedRequest(
+            base, body.model or self.name, jobs, prompt_logprobs=body.prompt_logprobs,
+            token_ids=bool(body.return_token_ids), named_by_id=bool(body.return_tokens_as_token_ids),
+        )  # fmt: skip
 
 
 def _until(text: str, last: str) -> str:
