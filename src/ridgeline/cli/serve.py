@@ -28,13 +28,15 @@ def serve(
     checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
+    root_path: Annotated[str, typer.Option(help="Prefix of all paths, as behind a proxy: /models/a.")] = "",
     with_: With = None,
     adapters: Annotated[Path | None, typer.Option(help="Directory of LoRA and other adapters to serve.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="RIDGELINE_API_KEY", help="API key that clients must send. Repeatable.")
     ] = None,
     admin_key: Annotated[
-        str | None, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for loading and unloading adapters.")
+        str | None,
+        typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for changing adapters and resetting the cache."),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow listening on other interfaces without an API key.")
@@ -103,7 +105,7 @@ def serve(
                            Options(tool_call_parser, enable_auto_tool_choice, pooling, generation_config))  # fmt: skip
     if adapters is not None:
         service.load_all(adapters)
-    asgi = create_app(service, keys, admin_keys, body or 0)
+    asgi = create_app(service, keys, admin_keys, body or 0, root_path)
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
     with spare_core():
         well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections)

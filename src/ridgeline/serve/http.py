@@ -196,11 +196,14 @@ class Gate:
     """Middleware: keys and body sizes, before anything is read. Ordinary keys open all but ``admin`` paths.
 
     A path may end with a slash, HEAD is a GET without its body, and every answer has an ``X-Request-Id``: the
-    request's own, or a new one.
+    request's own, or a new one. A path may begin with ``root_path``.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, admin: Keys, admin_paths: frozenset[str], max_body: int) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, admin: Keys, admin_paths: frozenset[str], max_body: int, root_path: str = ""
+    ) -> None:
         self.app, self.keys, self.admin, self.admin_paths, self.max_body = app, keys, admin, admin_paths, max_body
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or read the whole body and pass it on."""
@@ -208,7 +211,10 @@ class Gate:
             await self.app(scope, receive, send)
             return
         head, send = scope["method"] == "HEAD", _identified(scope, send)
-        scope = {**scope, "path": scope["path"].rstrip("/") or "/", "method": "GET" if head else scope["method"]}
+        path = scope["path"]
+        if self.root_path and f"{path}/".startswith(f"{self.root_path}/"):
+            path = path[len(self.root_path) :]
+        scope = {**scope, "path": path.rstrip("/") or "/", "method": "GET" if head else scope["method"]}
         refused = self._refused(scope)
         if refused is not None:
             await refused(scope, receive, send)
@@ -241,7 +247,7 @@ class Gate:
         path, key = scope["path"].rstrip("/") or "/", bearer(scope)
         if path in self.admin_paths:
             if not self.admin:
-                what = "the server was started without an admin key: adapters cannot be changed"
+                what = "the server was started without an admin key: adapters and cache cannot be changed"
                 return refusal(403, what, close=True)
             if not self.admin.fits(key):
                 what = "this needs the admin key, as `Authorization: Bearer KEY`"

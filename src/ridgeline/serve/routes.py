@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ridgeline.serve import pooled_replies, replies
 from ridgeline.serve.chat import ChatCompletion, Tokenize
+from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
 from ridgeline.serve.fields import Body
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, bearer, refusal, unless_gone
@@ -33,6 +34,7 @@ P = TypeVar("P", bound=PreparedRequest)
 Reply = Callable[[P, OutputStream], Any]
 """Builds the response from the engine's output: complete, or as a stream."""
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+RESET_CACHE = "/reset_prefix_cache"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
     "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -272,6 +274,11 @@ def state_routes(app: FastAPI, service: Service) -> None:
     async def load() -> Response:
         """Requests that are waiting or running."""
         return Json({"server_load": loop.open_streams})
+
+    @app.post(RESET_CACHE, responses=_REFUSALS)
+    async def reset() -> Response:
+        """Forget all cached prompts, as before a measurement."""
+        return Json({"freed_blocks": await loop.ask(Engine.reset_prefix_cache)})
 
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:
