@@ -17,6 +17,7 @@ from tests.compressing import LLAMA, checkpoint
 from ridgeline.nn.checkpoint.peft import save_lora, state_of
 from ridgeline.serve.app import create_app
 from ridgeline.serve.build_engine import DEFAULT_PLAN, load_engine
+from ridgeline.serve.checkpoint_settings import Options
 from ridgeline.serve.engine_loop import QueueLimits
 from ridgeline.serve.server import Server, make_service
 from ridgeline.spec.plan import Call
@@ -79,13 +80,15 @@ class Running:
     """A server and what it is made of."""
 
     def __init__(self, folder: Path, keys=(), admin=(), max_body=1 << 20, limits=None, plan=(),
-                 connections=None, **workload) -> None:  # fmt: skip
+                 connections=None, root_path="", options=None, **workload) -> None:  # fmt: skip
         self.engine = load_engine(
             folder, [*DEFAULT_PLAN, *plan], **{"kv_cache_bytes": 2 << 20, "max_num_batched_tokens": 64, **workload}
         )
-        self.service = make_service(self.engine, folder, limits or QueueLimits(), name="tiny")
+        self.service = make_service(
+            self.engine, folder, limits or QueueLimits(), name="tiny", options=options or Options()
+        )
         self.loop = self.service.loop
-        self.app = create_app(self.service, keys, admin, max_body)
+        self.app = create_app(self.service, keys, admin, max_body, root_path)
         self._said = threading.Event()
         self.server = Server(self.app, self.loop, "127.0.0.1", 0, 5.0, self._say, connections)
         self.url = ""

@@ -12,8 +12,9 @@ from tests.serve.test_reliability import Slow, call, error, opened
 
 from ridgeline.serve import detokenize as text
 from ridgeline.serve.bodies import WrongBody, parse
+from ridgeline.serve.chat import ChatCompletion
 from ridgeline.serve.engine_loop import QueueLimits
-from ridgeline.serve.openai import ChatCompletion, Completion, Detokenize, EmbeddingRequest
+from ridgeline.serve.openai import Completion, Detokenize, EmbeddingRequest
 
 JSON = "application/json"
 

@@ -41,7 +41,7 @@ def answer(server, path, **more):
 def prompt_of(server, **more):
     """The text that a chat's template gives."""
     service = server.service
-    from ridgeline.serve.openai import ChatCompletion
+    from ridgeline.serve.chat import ChatCompletion
 
     body = ChatCompletion.model_validate({**BASE[CONVERSATION], **more})
     return service.vocabulary.decode(service.chat(body, b"").jobs[0].request.prompt, False)
@@ -67,7 +67,8 @@ def test_without_effect(server, template, path, field):
 
 @pytest.mark.parametrize("path", BASE)
 def test_null_stands_for_what_is_left_out(server, template, path):
-    from ridgeline.serve.openai import ChatCompletion, Completion
+    from ridgeline.serve.chat import ChatCompletion
+    from ridgeline.serve.openai import Completion
 
     model = Completion if path == COMPLETION else ChatCompletion
     optional = [f.alias or n for n, f in model.model_fields.items() if not f.is_required() and n not in BASE[path]]

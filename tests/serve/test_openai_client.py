@@ -8,7 +8,7 @@ import openai
 import pytest
 from tests.serve.running import TEMPLATE
 
-from ridgeline.serve.openai import Message
+from ridgeline.serve.chat import Message
 
 
 @pytest.fixture(scope="module")

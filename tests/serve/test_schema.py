@@ -14,7 +14,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models/{name}")
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{name}", "/v1/embeddings", "/pooling",
+    "/v1/score", "/v1/rerank", "/tokenize", "/detokenize", "/v1/models/{name}",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)

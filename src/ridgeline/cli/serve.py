@@ -28,13 +28,15 @@ def serve(
     checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
+    root_path: Annotated[str, typer.Option(help="Prefix of all paths, as behind a proxy: /models/a.")] = "",
     with_: With = None,
     adapters: Annotated[Path | None, typer.Option(help="Directory of LoRA and other adapters to serve.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="RIDGELINE_API_KEY", help="API key that clients must send. Repeatable.")
     ] = None,
     admin_key: Annotated[
-        str | None, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for loading and unloading adapters.")
+        str | None,
+        typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for changing adapters and resetting the cache."),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow listening on other interfaces without an API key.")
@@ -42,6 +44,22 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="Model name in the API.")] = None,
     tokenizer: Tokenizer = None,
     chat_template: ChatTemplate = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Let the model call the functions in a chat's `tools`.")
+    ] = False,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes calls: hermes (also Qwen), llama3_json, mistral.")
+    ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Default sampling parameters: auto (the checkpoint's generation_config.json), vllm (none), or"
+            " a folder with that file."
+        ),
+    ] = "auto",
+    pooling: Annotated[
+        str | None, typer.Option(help="What embeddings are made of: mean, last or cls (the checkpoint's own, or mean).")
+    ] = None,
     max_model_len: Length = None,
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
@@ -68,6 +86,7 @@ def serve(
     require_package("fastapi")
     from ridgeline.measure.environment import spare_core
     from ridgeline.serve.app import create_app
+    from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.engine_loop import QueueLimits
     from ridgeline.serve.server import loopback, make_service
     from ridgeline.serve.server import serve as run
@@ -82,10 +101,11 @@ def serve(
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
                          (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
-    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template)
+    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template,
+                           Options(tool_call_parser, enable_auto_tool_choice, pooling, generation_config))  # fmt: skip
     if adapters is not None:
         service.load_all(adapters)
-    asgi = create_app(service, keys, admin_keys, body or 0)
+    asgi = create_app(service, keys, admin_keys, body or 0, root_path)
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
     with spare_core():
         well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections)

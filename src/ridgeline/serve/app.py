@@ -17,9 +17,12 @@ from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
 from ridgeline.serve.request import Busy, Invalid
 from ridgeline.serve.routes import (
     LOAD_ADAPTER,
+    RESET_CACHE,
     UNLOAD_ADAPTER,
     generation_routes,
     model_routes,
+    pooling_routes,
+    response_routes,
     state_routes,
     text_routes,
 )
@@ -31,8 +34,12 @@ MAX_BODY = 8 << 20
 
 
 def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
-               max_body: int = MAX_BODY) -> FastAPI:  # fmt: skip
-    """The server around ``service``, whose loop runs as long as the app does."""
+               max_body: int = MAX_BODY, root_path: str = "") -> FastAPI:  # fmt: skip
+    """The server around ``service``, whose loop runs as long as the app does. ``root_path``: a prefix of all paths,
+    which a proxy may have taken off. Raises :class:`UserError` for one that is none."""
+    root_path = root_path.rstrip("/")
+    if root_path and not root_path.startswith("/"):
+        raise UserError(f"--root-path {root_path!r} does not begin with a slash", f"give /{root_path}")
     loop = service.loop
 
     @contextlib.asynccontextmanager
@@ -42,15 +49,16 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
         loop.stop()
 
     app = FastAPI(title="Ridgeline", version=ridgeline.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-                  redirect_slashes=False)  # fmt: skip
+                  redirect_slashes=False, servers=[{"url": root_path}] if root_path else None)  # fmt: skip
     app.router.route_class = body_route(service.max_model_len)
     loop.metrics.model = service.name
     loop.metrics.watch(lambda: loop.stats, lambda: loop.queued)
-    for add in (generation_routes, model_routes, text_routes, state_routes):
+    for add in (generation_routes, response_routes, pooling_routes, model_routes, text_routes, state_routes):
         add(app, service)
     _errors(app)
-    admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER})
-    app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=admin_paths, max_body=max_body)
+    admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER, RESET_CACHE})
+    app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=admin_paths, max_body=max_body,
+                       root_path=root_path)  # fmt: skip
     return app
 
 

@@ -10,6 +10,7 @@ largest blank extent and lays claim to as much of it as it may grow to. Attentio
 from __future__ import annotations
 
 import hashlib
+import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -33,6 +34,8 @@ class Blocks:
         self.key: list[bytes | None] = [None] * count
         self.by_key: dict[bytes, int] = {}
         self.cached: OrderedDict[int, None] = OrderedDict()
+        self._epoch = b""
+        """Differs after :meth:`reset`, so that nothing from before is found."""
         self.blank = np.ones(count, dtype=bool)
         self.blanks = count
         self.borrowed = 0
@@ -111,7 +114,7 @@ class Blocks:
         size = self.size
         while len(seq.keys) < full:
             i = len(seq.keys)
-            link = hashlib.sha256(seq.keys[-1] if i else seq.group.scope)
+            link = hashlib.sha256(seq.keys[-1] if i else self._epoch + seq.group.scope)
             link.update(array("q", seq.tokens[i * size : (i + 1) * size]).tobytes())
             seq.keys.append(link.digest())
 
@@ -175,6 +178,16 @@ class Blocks:
                     self.cached[block] = None
         seq.blocks, seq.n_computed, seq.committed = [], 0, 0
         self.claim[self.claim == id(seq)] = -1
+
+    def reset(self) -> int:
+        """Forget all prefixes, also a store's; running sequences keep their blocks → how many are blank now."""
+        freed = len(self.cached)
+        while self.cached:
+            self._empty(self.cached.popitem(last=False)[0])
+        for block in list(self.by_key.values()):
+            self._forget(block)
+        self._epoch = secrets.token_bytes(16)
+        return freed
 
     def close(self) -> None:
         """Save the cached blocks to the store, and close it."""

@@ -13,7 +13,9 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from ridgeline.serve.openai import BODIES, UNKNOWN, Body
+from ridgeline.serve.chat import ChatCompletion
+from ridgeline.serve.fields import UNKNOWN, Body
+from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest
 from ridgeline.spec.errors import UserError
 
 B = TypeVar("B", bound=Body)
@@ -79,4 +81,5 @@ def _wrong_body(errors: Sequence[Any], body: dict[str, Any]) -> WrongBody:
     return WrongBody(f"{path[0]}: {'; or '.join(list(messages)[:4])}", path[0], (e.get("ctx") or {}).get("code"))
 
 
-_FIELDS = {name for model in BODIES for name in model.model_fields}
+_BODIES = (Completion, ChatCompletion, EmbeddingRequest, Classification)
+_FIELDS = {name for model in _BODIES for name in model.model_fields}

@@ -186,6 +186,8 @@ class Delta:
     finish: Finish | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it."""
+    tokens: list[int] = field(default_factory=list)
+    """New tokens, also those whose text is held back."""
     generated: int = 0
     """Tokens so far."""
     cached_tokens: int = 0
@@ -197,6 +199,7 @@ class Delta:
         """Append the delta that follows this one."""
         self.text += later.text
         self.entries += later.entries
+        self.tokens += later.tokens
         self.finish, self.stop_reason, self.error = later.finish, later.stop_reason, later.error
         self.generated, self.cached_tokens = later.generated, max(self.cached_tokens, later.cached_tokens)
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
@@ -241,6 +244,7 @@ class ServeJob:
         ended = event.finish == "stop" and event.stop_string is None  # by a token
         ends = len(event.tokens) - 1 if ended and not self.include_stop else -1
         for i, token in enumerate(event.tokens):
+            delta.tokens.append(token)
             if event.logprobs is not None:
                 entries.append(Entry(event.logprobs[i], text.length))
             if i == ends:

@@ -113,6 +113,10 @@ class Engine:
             raise Invalid("lora_name", "this engine serves the base model alone", "switch on multi_adapter")
         self.adapters.unload(name)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prompts → blocks that they took."""
+        return self.blocks.reset()
+
     def started(self, request_id: str) -> bool:
         """Whether a request that has not ended was scheduled already."""
         group = self.groups.get(request_id)

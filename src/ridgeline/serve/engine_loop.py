@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +174,48 @@ class EngineLoop:
             self.cancel(stream)
             raise
         return stream
+
+    async def vectors(self, jobs: Sequence[ServeJob]) -> list[list[float]]:
+        """What is pooled of each job's prompt. More than the queue takes at once go in pieces, of which all but the
+        first wait for room. Raises as :meth:`submit`, or :class:`Failed`."""
+        found: list[list[float]] = []
+        for piece in self._pieces(jobs):
+            stream = await self._when_room(piece) if found else await self.submit(piece)
+            by_job: dict[int, list[float]] = {}
+            try:
+                async for delta in stream:
+                    if delta.embedding is None:
+                        raise Failed(delta.error or "an input could not be read")
+                    by_job[delta.job] = delta.embedding
+            finally:
+                self.cancel(stream)
+            found += [by_job[job.ordinal] for job in piece]
+        return found
+
+    def _pieces(self, jobs: Sequence[ServeJob]) -> Iterator[list[ServeJob]]:
+        """Jobs in the fewest pieces within the queue's limits."""
+        most, most_tokens = (limit or sys.maxsize for limit in (self.limits.queued_requests, self.limits.queued_tokens))
+        piece: list[ServeJob] = []
+        tokens = 0
+        for job in jobs:
+            size = len(job.request.prompt)
+            if piece and (len(piece) >= most or tokens + size > most_tokens):
+                yield piece
+                piece, tokens = [], 0
+            piece.append(job)
+            tokens += size
+        yield piece
+
+    async def _when_room(self, jobs: Sequence[ServeJob]) -> OutputStream:
+        """:meth:`submit` as soon as the queue has room, for as long as a request may wait there."""
+        until = math.inf if self.limits.first_token is None else time.monotonic() + self.limits.first_token
+        while True:
+            try:
+                return await self.submit(jobs)
+            except Busy:
+                if self.draining or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(0.05)
 
     def cancel(self, stream: OutputStream) -> None:
         """Abort the unfinished outputs of ``stream``; their blocks are free before the next step."""

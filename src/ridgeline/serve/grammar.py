@@ -73,7 +73,7 @@ class Grammars:
             ) from None
         if not self._eos:
             raise Invalid(param, "the model has no end token, without which nothing can be complete", "leave it out")
-        if _depth(source) > MAX_DEPTH:
+        if depth(source) > MAX_DEPTH:
             raise Invalid(param, f"is nested more than {MAX_DEPTH} deep", "make it flatter")
         key = (kind, json.dumps(source, sort_keys=True))
         if len(key[1]) > MAX_SIZE:
@@ -132,7 +132,7 @@ def _written(matcher: Any, kind: Kind, source: Any, param: str) -> str:
         ) from e
 
 
-def _depth(value: Any) -> int:
+def depth(value: Any) -> int:
     """How deep a JSON value is nested, without recursion: it may be an attacker's."""
     depth, level = 0, [value]
     while level and depth <= MAX_DEPTH + 1:

@@ -93,14 +93,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of ``chunks``: one ``data:`` line each, a comment when nothing comes for a while."""
+    """Server-sent events of ``chunks``: one ``data:`` line each, a comment when nothing comes for a while.
+
+    ``typed``: chunks are events that have names, and a last one among them; otherwise ``[DONE]`` ends the stream.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, chunks: AsyncGenerator[Any, None], typed: bool = False) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.chunks = chunks
+        self.chunks, self.typed = chunks, typed
         self._writing: float | None = None
         """Time since which a write has been waiting for the client."""
 
@@ -136,8 +139,9 @@ class EventStream(Response):
                 except StopAsyncIteration:
                     break
                 following = asyncio.ensure_future(anext(self.chunks))
-                await put(b"data: " + json.dumps(chunk, separators=(",", ":")).encode("ascii") + b"\n\n")
-            await put(b"data: [DONE]\n\n", more=False)
+                name = f"event: {chunk['type']}\n" if self.typed else ""
+                await put(f"{name}data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode("ascii"))
+            await put(b"" if self.typed else b"data: [DONE]\n\n", more=False)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -192,11 +196,14 @@ class Gate:
     """Middleware: keys and body sizes, before anything is read. Ordinary keys open all but ``admin`` paths.
 
     A path may end with a slash, HEAD is a GET without its body, and every answer has an ``X-Request-Id``: the
-    request's own, or a new one.
+    request's own, or a new one. A path may begin with ``root_path``.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, admin: Keys, admin_paths: frozenset[str], max_body: int) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, admin: Keys, admin_paths: frozenset[str], max_body: int, root_path: str = ""
+    ) -> None:
         self.app, self.keys, self.admin, self.admin_paths, self.max_body = app, keys, admin, admin_paths, max_body
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or read the whole body and pass it on."""
@@ -204,7 +211,10 @@ class Gate:
             await self.app(scope, receive, send)
             return
         head, send = scope["method"] == "HEAD", _identified(scope, send)
-        scope = {**scope, "path": scope["path"].rstrip("/") or "/", "method": "GET" if head else scope["method"]}
+        path = scope["path"]
+        if self.root_path and f"{path}/".startswith(f"{self.root_path}/"):
+            path = path[len(self.root_path) :]
+        scope = {**scope, "path": path.rstrip("/") or "/", "method": "GET" if head else scope["method"]}
         refused = self._refused(scope)
         if refused is not None:
             await refused(scope, receive, send)
@@ -237,7 +247,7 @@ class Gate:
         path, key = scope["path"].rstrip("/") or "/", bearer(scope)
         if path in self.admin_paths:
             if not self.admin:
-                what = "the server was started without an admin key: adapters cannot be changed"
+                what = "the server was started without an admin key: adapters and cache cannot be changed"
                 return refusal(403, what, close=True)
             if not self.admin.fits(key):
                 what = "this needs the admin key, as `Authorization: Bearer KEY`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,13 +16,20 @@ from ridgeline.serve.sequence import Sequence
 
 
 def pool(seq: Sequence, hidden: Tensor, runner: Runner) -> None:
-    """Add the prompt tokens of this step, ``hidden`` [tokens, hidden], to an embedding's sum; a classifier reads the
-    first one."""
+    """Add the prompt tokens of this step, ``hidden`` [tokens, hidden], to an embedding's sum, or keep the one that it
+    is; a classifier reads the first one."""
     group = seq.group
+    if not group.request.embed:
+        return
     if group.request.classify:
         if seq.n_computed == 0:
             group.hidden = runner.logits(hidden[:1])[0].tolist()
-    elif group.request.embed:
+    elif group.request.pooling == "cls":
+        if seq.n_computed == 0:
+            group.hidden = hidden[0].tolist()
+    elif group.request.pooling == "last":
+        group.hidden = hidden[-1].tolist()
+    else:
         total = hidden.double().sum(0)
         group.hidden = (total if group.hidden is None else total + torch.tensor(group.hidden)).tolist()
 
@@ -38,14 +46,18 @@ def prompt_logprobs(seq: Sequence, hidden: Tensor, runner: Runner, sampler: Samp
         end = min(stop, at + rows_at_once)
         logits = runner.logits(hidden[at - start : end - start])
         tokens = [int(t) for t in prompt[at + 1 : end + 1]]
-        group.prompt_logprobs += sampler.logprobs(logits, tokens, [tops] * len(tokens))
+        found = sampler.logprobs(logits, tokens, [tops] * len(tokens))
+        own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+        ranks = 1 + (logits > own).sum(1)
+        group.prompt_logprobs += [replace(f, rank=r) for f, r in zip(found, ranks.tolist(), strict=True)]
 
 
 def end_pooled(seq: Sequence, outputs: Outputs) -> None:
-    """Return the embedding (the mean) or the class logits of a computed prompt, and end its request."""
+    """Return the embedding or the class logits of a computed prompt, and end its request."""
     group = seq.group
     assert group.hidden is not None
-    found = group.hidden if group.request.classify else [v / len(seq.tokens) for v in group.hidden]
+    summed = group.request.pooling == "mean" and not group.request.classify
+    found = [v / len(seq.tokens) for v in group.hidden] if summed else group.hidden
     if not all(map(math.isfinite, found)):
         outputs.fail(seq, "the model's hidden states are not finite")
         return

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import math
-import struct
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ridgeline.serve.detokenize import Delta, Detokenizer, Entry, Vocabulary
@@ -13,7 +12,8 @@ from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.http import error_body
 from ridgeline.serve.openai import Sampled
 from ridgeline.serve.request import Busy, TokenLogprob
-from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.service import PreparedRequest
+from ridgeline.serve.tool_calls import Reader, gather
 
 Choice = dict[str, Any]
 
@@ -43,7 +43,7 @@ async def whole(prepared: PreparedRequest, stream: OutputStream, chat: bool) -> 
     choices = [writer.choice(outputs[key]) for key in sorted(outputs)]
     return {
         "id": prepared.id, "object": "chat.completion" if chat else "text_completion", "created": prepared.created,
-        "model": prepared.model, "choices": choices, "usage": writer.usage(),
+        "model": prepared.model, "choices": choices, "usage": writer.usage(), **(writer.of_prompt(0) if chat else {}),
     }  # fmt: skip
 
 
@@ -57,6 +57,7 @@ async def chunks(
     running = with_usage and options is not None and bool(options.continuous_usage_stats)
     kind = "chat.completion.chunk" if chat else "text_completion"
     head = {"id": prepared.id, "object": kind, "created": prepared.created, "model": prepared.model}
+    of_prompt = writer.of_prompt(0) if chat else {}
     try:
         async for delta in stream:
             if delta.finish == "error":
@@ -64,7 +65,8 @@ async def chunks(
                 return
             for choice in writer.pieces(delta):
                 extra = {"usage": writer.usage() if running else None} if with_usage else {}
-                yield {**head, "choices": [choice], **extra}
+                yield {**head, "choices": [choice], **extra, **of_prompt}
+                of_prompt = {}
         if with_usage:
             yield {**head, "choices": [], "usage": writer.usage()}
     except (Failed, Busy) as e:
@@ -78,9 +80,15 @@ class Writer:
         self.prepared, self.chat = prepared, chat
         self._outputs = prepared.jobs[0].request.sampling.n
         self._vocabulary = prepared.jobs[0].vocabulary
+        self._name: Callable[[int], str] = _by_id if prepared.named_by_id else self._vocabulary.name
         self._generated: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._begun: set[int] = set()
+        self._readers: dict[int, Reader] = {}
+        self._called: set[int] = set()
+        """Outputs with calls of functions."""
+        self._late: dict[int, Delta] = {}
+        """Tokens whose text is still held back."""
         self._prompts: dict[int, Sequence[TokenLogprob]] = {}
         """Log-probabilities of prompts, which come with their first output."""
 
@@ -93,11 +101,43 @@ class Writer:
         """A complete output."""
         index = self._count(delta)
         if self.chat:
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            message: Choice = {"role": "assistant", "content": delta.text, "refusal": None}
+            if self.prepared.reader is not None:
+                reader = self.prepared.reader()
+                content, calls = gather(reader, delta.text)
+                if calls:
+                    message.update(content=content or reader.empty, tool_calls=calls)
+                    delta.finish = reader.ends if delta.finish == "stop" else delta.finish
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:
-            body = self._completion(delta, first=True)
-        return {"index": index, **body, **_end(delta, self.prepared.silent)}
+            body = {**self._completion(delta, first=True), **self.of_prompt(delta.job)}
+        return {"index": index, **body, **self._ids(delta), **_end(delta, self.prepared.silent)}
+
+    def of_prompt(self, job: int) -> Choice:
+        """What is reported of a prompt: ids, log-probabilities."""
+        prepared = self.prepared
+        found: Choice = {}
+        if prepared.token_ids:
+            found["prompt_token_ids"] = list(prepared.jobs[job].request.prompt)
+        if prepared.prompt_logprobs is not None and job in self._prompts:
+            rows = [self._places(e, prepared.prompt_logprobs) for e in self._prompts[job]]
+            found["prompt_logprobs"] = [None, *rows]
+        return found
+
+    def _places(self, entry: TokenLogprob, count: int) -> dict[str, Any]:
+        """A token of the prompt and the likeliest ones, by their ids, as vLLM has them."""
+        ranked = [(t, p, i + 1) for i, (t, p) in enumerate(entry.top[:count])]
+        own = [] if any(t == entry.token for t, _, _ in ranked) else [(entry.token, entry.logprob, entry.rank)]
+        return {
+            str(t): {"logprob": _finite(p), "rank": rank, "decoded_token": self._vocabulary.name(t)}
+            for t, p, rank in [*own, *ranked]
+        }
+
+    def _ids(self, delta: Delta) -> Choice:
+        if not self.prepared.token_ids:
+            return {}
+        tokens, delta.tokens = delta.tokens, []
+        return {"token_ids": [] if self.prepared.silent else tokens}
 
     def pieces(self, delta: Delta) -> Iterator[Choice]:
         """An output's news as the choices of as many chunks; at each, :meth:`usage` is that of the chunks so far."""
@@ -109,14 +149,41 @@ class Writer:
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, **open_end}
         self._count(delta)
         if not self.chat:
-            if delta.text or delta.entries or delta.finish or (first and self.prepared.echo):
-                yield {"index": index, **self._completion(delta, first), **_end(delta, self.prepared.silent)}
+            if delta.text or delta.entries or delta.finish or self._ids_of(delta) or (first and self.prepared.echo):
+                of_prompt = self.of_prompt(delta.job) if first else {}
+                yield {"index": index, **self._completion(delta, first), **of_prompt, **self._ids(delta),
+                       **_end(delta, self.prepared.silent)}  # fmt: skip
             return
-        if delta.text or delta.entries:
+        if self.prepared.reader is not None:
+            yield from self._called_pieces(index, delta, open_end)
+        elif delta.text or delta.entries or self._ids_of(delta):
             piece = {"index": index, "delta": {"content": delta.text}, **open_end}
-            yield {**piece, "logprobs": self._chat_logprobs(delta)}
+            yield {**piece, "logprobs": self._chat_logprobs(delta), **self._ids(delta)}
         if delta.finish:
             yield {"index": index, "delta": {}, "logprobs": None, **_end(delta)}
+
+    def _called_pieces(self, index: int, delta: Delta, open_end: Choice) -> Iterator[Choice]:
+        """The news of an output in which functions may be called."""
+        assert self.prepared.reader is not None
+        if index not in self._readers:
+            self._readers[index], self._late[index] = self.prepared.reader(), Delta(delta.job, delta.index)
+        reader, late = self._readers[index], self._late[index]
+        late.entries, late.tokens = late.entries + delta.entries, late.tokens + delta.tokens
+        pieces = [p.delta for p in reader.push(delta.text, last=bool(delta.finish))]
+        if any("tool_calls" in p for p in pieces):
+            self._called.add(index)
+        if delta.finish and (late.entries or self._ids_of(late)) and not pieces:
+            pieces = [{"content": ""}]
+        for piece in pieces:
+            choice = {"index": index, "delta": piece, **open_end, **self._ids(late)}
+            if late.entries:
+                choice["logprobs"], late.entries = self._chat_logprobs(late), []
+            yield choice
+        if delta.finish == "stop" and index in self._called:
+            delta.finish = reader.ends
+
+    def _ids_of(self, delta: Delta) -> bool:
+        return self.prepared.token_ids and bool(delta.tokens)
 
     def _count(self, delta: Delta) -> int:
         index = delta.job * self._outputs + delta.index
@@ -131,15 +198,7 @@ class Writer:
         if job.request.sampling.logprobs is None:
             return None
 
-        def one(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": self._vocabulary.name(token), "logprob": _finite(logprob),
-                    "bytes": list(self._vocabulary.bytes[token])}  # fmt: skip
-
-        content = [
-            {**one(e.logprob.token, e.logprob.logprob), "top_logprobs": [one(t, p) for t, p in e.logprob.top]}
-            for e in delta.entries
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": chat_logprobs(self._vocabulary, delta.entries, self._name), "refusal": None}
 
     def _completion(self, delta: Delta, first: bool) -> Choice:
         prepared, job = self.prepared, self.prepared.jobs[delta.job]
@@ -149,29 +208,53 @@ class Writer:
         if job.request.sampling.logprobs is not None:
             logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
             if first and prepared.echo:
-                self._prompt_logprobs(logprobs, job.request.prompt, self._prompts.get(delta.job, ()))
+                count = job.request.sampling.logprobs
+                self._prompt_logprobs(logprobs, job.request.prompt, self._prompts.get(delta.job, ()), count)
             for entry in [] if prepared.silent else delta.entries:
                 self._row(logprobs, entry, len(echoed))
         return {"text": text, "logprobs": logprobs}
 
     def _row(self, table: dict[str, Any], entry: Entry, shift: int = 0) -> None:
-        name, chosen = self._vocabulary.name, entry.logprob
+        name, chosen = self._name, entry.logprob
         table["tokens"].append(name(chosen.token))
         table["token_logprobs"].append(_finite(chosen.logprob))
         top = {name(t): _finite(p) for t, p in chosen.top}
         table["top_logprobs"].append({**top, name(chosen.token): _finite(chosen.logprob)})
         table["text_offset"].append(shift + entry.offset)
 
-    def _prompt_logprobs(self, table: dict[str, Any], prompt: Sequence[int], known: Sequence[TokenLogprob]) -> None:
-        """Rows of the prompt; its first token has no probability."""
+    def _prompt_logprobs(
+        self, table: dict[str, Any], prompt: Sequence[int], known: Sequence[TokenLogprob], count: int
+    ) -> None:
+        """Rows of the prompt, with ``count`` likeliest tokens; its first token has no probability."""
         for offset, i in zip(_offsets(prompt, self._vocabulary), range(len(prompt)), strict=True):
             if i == 0:
-                table["tokens"].append(self._vocabulary.name(prompt[0]))
+                table["tokens"].append(self._name(prompt[0]))
                 table["token_logprobs"].append(None)
                 table["top_logprobs"].append(None)
                 table["text_offset"].append(0)
             else:
-                self._row(table, Entry(known[i - 1], offset))
+                row = known[i - 1]
+                self._row(table, Entry(replace(row, top=row.top[:count]), offset))
+
+
+def chat_logprobs(
+    vocabulary: Vocabulary, entries: Sequence[Entry], name: Callable[[int], str] | None = None
+) -> list[dict[str, Any]]:
+    """Log-probabilities of tokens as chats have them. ``name``: how tokens are written."""
+    written = vocabulary.name if name is None else name
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = list(vocabulary.bytes[token])
+        return {"token": written(token), "logprob": _finite(logprob), "bytes": raw}
+
+    return [
+        {**one(e.logprob.token, e.logprob.logprob), "top_logprobs": [one(t, p) for t, p in e.logprob.top]}
+        for e in entries
+    ]
+
+
+def _by_id(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _offsets(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:
@@ -190,42 +273,3 @@ def _finite(logprob: float) -> float:
 
 def _end(delta: Delta, silent: bool = False) -> dict[str, Any]:
     return {"finish_reason": "length" if silent and delta.finish else delta.finish, "stop_reason": delta.stop_reason}
-
-
-async def embeddings(prepared: PreparedRequest, stream: OutputStream, as_base64: bool) -> dict[str, Any]:
-    """The answer of ``/v1/embeddings``: vectors of length 1, as floats or as the base64 of little-endian fp32."""
-
-    def written(vector: list[float]) -> Any:
-        norm = math.sqrt(sum(x * x for x in vector)) or 1.0
-        scaled = [x / norm for x in vector]
-        return base64.b64encode(struct.pack(f"<{len(scaled)}f", *scaled)).decode() if as_base64 else scaled
-
-    data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in await _vectors(stream)]
-    return {"object": "list", "model": prepared.model, "data": data, "usage": _read(prepared)}
-
-
-async def classes(prepared: PreparedRequest, stream: OutputStream, service: Service) -> dict[str, Any]:
-    """The answer of ``/classify``, as vLLM writes it: the likeliest label of each input, and all probabilities."""
-    data = []
-    for i, logits in await _vectors(stream):
-        assert service.labels is not None
-        probs = service.labels.probabilities(logits)
-        label = service.labels.names[probs.index(max(probs))]
-        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return {"id": prepared.id, "object": "list", "created": prepared.created, "model": prepared.model, "data": data,
-            "usage": _read(prepared)}  # fmt: skip
-
-
-async def _vectors(stream: OutputStream) -> list[tuple[int, list[float]]]:
-    """The vectors of all inputs, in order. Raises :class:`Failed`."""
-    found: dict[int, list[float]] = {}
-    async for delta in stream:
-        if delta.finish == "error" or (delta.finish and delta.embedding is None):
-            raise Failed(delta.error or "an input could not be read")
-        if delta.embedding is not None:
-            found[delta.job] = delta.embedding
-    return sorted(found.items())
-
-
-def _read(prepared: PreparedRequest) -> dict[str, int]:
-    return {"prompt_tokens": prepared.prompt_tokens, "total_tokens": prepared.prompt_tokens}

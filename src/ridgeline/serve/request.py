@@ -10,8 +10,13 @@ from typing import Literal, Protocol
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
-Finish = Literal["stop", "length", "abort", "error"]
-"""Why an output ended: an end token (or a stop string, which text finds), ``max_tokens``, a cancel, a failure."""
+Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
+"""Why an output ended: an end token (or a stop string, which text finds), ``max_tokens``, a cancel, a failure; calls of
+functions, which text finds too."""
+
+
+Pooling = Literal["mean", "last", "cls"]
+"""What an embedding is made of: the mean of all hidden states, the last token's, or the first one's."""
 
 
 class Invalid(UserError):
@@ -153,7 +158,7 @@ class Sampling:
             needs(self.min_p == 0, "min_p", no_effect, "leave it out")
             needs(self.seed is None, "seed", no_effect, "leave it out")
             for param in ("logprobs", "prompt_logprobs"):
-                needs(getattr(self, param) is None, "logprobs", "are not kept of beams", "leave it out, or sample")
+                needs(getattr(self, param) is None, param, "are not kept of beams", "leave it out, or sample")
         needs(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"is {self.min_tokens}", "give 0 to max_tokens")
         for param in ("logprobs", "prompt_logprobs"):
             count = getattr(self, param)
@@ -180,7 +185,8 @@ class EngineRequest:
     priority: int = 0
     """Of waiting requests, lower values go first."""
     embed: bool = False
-    """Return the prompt's mean hidden state instead of generating."""
+    """Return the prompt's hidden state, pooled, instead of generating."""
+    pooling: Pooling = "mean"
     classify: bool = False
     """With ``embed``: return the logits of the model's classes instead."""
     watch: Callable[[], Watch] | None = None
@@ -222,6 +228,8 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+    """How many tokens are at least as likely, 1 for the likeliest; 0: not counted (only the prompt's are)."""
 
 
 @dataclass(slots=True)
@@ -249,7 +257,7 @@ class OutputEvent:
     prompt_logprobs: list[TokenLogprob] | None = None
     """On the first event of output 0, where they were requested."""
     embedding: list[float] | None = None
-    """With ``embed``: the mean hidden state [H], or with ``classify`` the logits [labels]."""
+    """With ``embed``: the pooled hidden state [H], or with ``classify`` the logits [labels]."""
     score: float | None = None
     """Of a beam: its penalized log-probability."""
 

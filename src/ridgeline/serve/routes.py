@@ -9,27 +9,32 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from ridgeline.serve import replies
+from ridgeline.serve import pooled_replies, replies
+from ridgeline.serve.chat import ChatCompletion, Tokenize
+from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
+from ridgeline.serve.fields import Body
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, bearer, refusal, unless_gone
 from ridgeline.serve.openai import (
-    ChatCompletion,
     Classification,
     Completion,
     Detokenize,
     EmbeddingRequest,
     LoadAdapter,
-    Sampled,
-    Tokenize,
     UnloadAdapter,
 )
 from ridgeline.serve.request import Invalid
+from ridgeline.serve.response_bodies import ResponseRequest
+from ridgeline.serve.responses import Responses
+from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
 
 T = TypeVar("T")
-Reply = Callable[[PreparedRequest, OutputStream], Any]
+P = TypeVar("P", bound=PreparedRequest)
+Reply = Callable[[P, OutputStream], Any]
 """Builds the response from the engine's output: complete, or as a stream."""
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+RESET_CACHE = "/reset_prefix_cache"
 _ERROR = {"content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {
     "error": {"type": "object", "required": ["message", "type", "param", "code"]}}}}}}  # fmt: skip
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -50,12 +55,12 @@ _GENERATED: dict[int | str, dict[str, Any]] = {
 
 
 async def answer(
-    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
-    finish: Reply, stream: Reply | None = None,
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], P], body: T,
+    finish: Reply[P], stream: Reply[P] | None = None, typed: bool = False,
 ) -> Response:  # fmt: skip
     """Prepare off the event loop, submit, respond completely or as a stream; aborted when the client disconnects."""
 
-    async def work() -> tuple[PreparedRequest, OutputStream]:
+    async def work() -> tuple[P, OutputStream]:
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         return prepared, await loop.submit(prepared.jobs)
 
@@ -66,7 +71,7 @@ async def answer(
         finally:
             loop.cancel(found)
 
-    async def pieces(prepared: PreparedRequest, found: OutputStream, write: Any) -> Any:
+    async def pieces(prepared: P, found: OutputStream, write: Any) -> Any:
         try:
             async for piece in write(prepared, found):
                 yield piece
@@ -77,17 +82,34 @@ async def answer(
         if stream is None:
             return await unless_gone(request.receive, all_of_it())
         prepared, found = await unless_gone(request.receive, work())
-        return EventStream(pieces(prepared, found, stream))
+        return EventStream(pieces(prepared, found, stream), typed)
     except ClientDisconnected:
         return Response(status_code=499)
     except Invalid as e:
-        if isinstance(body, Sampled) and (param := body.renamed(e.param)) != e.param:
+        if isinstance(body, Body) and (param := body.renamed(e.param)) != e.param:
             raise Invalid(param, e.what.removeprefix(f"{e.param}: "), e.fix, e.code) from None
         raise
 
 
+async def read(
+    loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
+    write: Callable[[PreparedRequest, list[list[float]]], Any],
+) -> Response:  # fmt: skip
+    """Prepare off the event loop, pool all prompts, respond; aborted when the client disconnects."""
+
+    async def work() -> Response:
+        prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
+        found = await loop.vectors(prepared.jobs)
+        return Json(await asyncio.to_thread(write, prepared, found))
+
+    try:
+        return await unless_gone(request.receive, work())
+    except ClientDisconnected:
+        return Response(status_code=499)
+
+
 def generation_routes(app: FastAPI, service: Service) -> None:
-    """Completions, chat, embeddings and classification."""
+    """Completions and chat."""
 
     @app.post("/v1/completions", responses=_GENERATED)
     async def completions(body: Completion, request: Request) -> Response:
@@ -105,20 +127,68 @@ def generation_routes(app: FastAPI, service: Service) -> None:
             (lambda a, s: replies.chunks(a, s, body, chat=True)) if body.stream else None,
         )  # fmt: skip
 
+
+def pooling_routes(app: FastAPI, service: Service) -> None:
+    """Embeddings, classes, and how similar texts are."""
+    loop = service.loop
+
     @app.post("/v1/embeddings", responses=_REFUSALS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts."""
-        as_base64 = body.encoding_format == "base64"
-        return await answer(
-            service.loop, request, service.embedding, body, lambda a, s: replies.embeddings(a, s, as_base64)
-        )
+        return await read(loop, request, service.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
 
     @app.post("/classify", responses=_REFUSALS)
     async def classify(body: Classification, request: Request) -> Response:
         """Classes of texts, of a model for sequence classification."""
-        return await answer(
-            service.loop, request, service.classification, body, lambda a, s: replies.classes(a, s, service)
+        return await read(
+            loop, request, service.classification, body, lambda a, v: pooled_replies.classes(a, v, service)
         )
+
+    @app.post("/pooling", responses=_REFUSALS)
+    async def pooling(body: PoolingRequest, request: Request) -> Response:
+        """Embeddings, or probabilities of classes."""
+        return await read(loop, request, service.pooled, body, lambda a, v: pooled_replies.pooled(a, v, body, service))
+
+    @app.post("/score", responses=_REFUSALS)
+    @app.post("/v1/score", responses=_REFUSALS)
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        """Similarity of pairs of texts."""
+        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.scores(a, v, body))
+
+    @app.post("/rerank", responses=_REFUSALS)
+    @app.post("/v1/rerank", responses=_REFUSALS)
+    @app.post("/v2/rerank", responses=_REFUSALS)
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Documents by their similarity to a query."""
+        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.ranks(a, v, body))
+
+
+def response_routes(app: FastAPI, service: Service) -> None:
+    """Responses, which may be continued by their id."""
+    known = Responses(service)
+
+    @app.post("/v1/responses", responses=_GENERATED)
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation with a list of items."""
+        stream = known.events if body.stream else None
+        return await answer(service.loop, request, known.prepare, body, known.whole, stream, typed=True)
+
+    @app.get("/v1/responses/{name}", responses=_REFUSALS)
+    async def response(name: str, request: Request) -> Response:
+        """A stored response."""
+        found = known.get(name, bearer(request.scope))
+        return Json(found) if found is not None else _unknown(name)
+
+    @app.delete("/v1/responses/{name}", responses=_REFUSALS)
+    async def forget(name: str, request: Request) -> Response:
+        """Forget a stored response."""
+        if not known.delete(name, bearer(request.scope)):
+            return _unknown(name)
+        return Json({"id": name, "object": "response", "deleted": True})
+
+
+def _unknown(name: str) -> Response:
+    return refusal(404, f"no response {name[:100]!r} is stored here")
 
 
 def model_routes(app: FastAPI, service: Service) -> None:
@@ -204,6 +274,11 @@ def state_routes(app: FastAPI, service: Service) -> None:
     async def load() -> Response:
         """Requests that are waiting or running."""
         return Json({"server_load": loop.open_streams})
+
+    @app.post(RESET_CACHE, responses=_REFUSALS)
+    async def reset() -> Response:
+        """Forget all cached prompts, as before a measurement."""
+        return Json({"freed_blocks": await loop.ask(Engine.reset_prefix_cache)})
 
     @app.get("/metrics", responses=_REFUSALS, response_class=PlainTextResponse)
     async def prometheus() -> Response:

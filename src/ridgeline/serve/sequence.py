@@ -80,7 +80,8 @@ class SequenceGroup:
     """Prompt tokens found in the cache when it first started; -1: it has not."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     hidden: list[float] | None = None
-    """Sum of the prompt's hidden states, as far as they are computed, for an embedding; or its classes' logits."""
+    """What is pooled of the prompt's hidden states, as far as they are computed (their sum, or one of them), or its
+    classes' logits."""
 
     @property
     def ranked(self) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import ipaddress
-import json
 import os
 import signal
 import socket
@@ -19,11 +18,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from ridgeline.jobs.live import announced
+from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of, read_json, sampling_defaults
 from ridgeline.serve.connections import connection_class
 from ridgeline.serve.detokenize import Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop, QueueLimits
 from ridgeline.serve.metrics import Metrics
 from ridgeline.serve.service import Labels, Service
+from ridgeline.serve.tool_calls import FORMATS
 from ridgeline.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,19 +37,31 @@ _LAST_BYTES = 5
 
 def make_service(
     engine: Engine, checkpoint: Path, limits: QueueLimits | None = None, name: str | None = None,
-    tokenizer: str | None = None, template: str | None = None,
+    tokenizer: str | None = None, template: str | None = None, options: Options = Options(),
 ) -> Service:  # fmt: skip
     """The engine of ``checkpoint`` with its tokenizer and chat template. Raises :class:`UserError`."""
     from ridgeline.data.batches import load_tokenizer
     from ridgeline.data.examples import find_template, special_tokens
 
-    vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), engine.spec.vocab_size)
-    loop = EngineLoop(engine, limits or QueueLimits(), Metrics())
-    labels = None
-    if engine.spec.head == "classify":
-        labels = Labels.of(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")), engine.spec.num_labels)
-    return Service(loop, vocabulary, name or checkpoint.resolve().name, find_template(template, str(checkpoint)),
-                   special_tokens(str(checkpoint)), labels)  # fmt: skip
+    options.check()
+    spec = engine.spec
+    vocabulary = Vocabulary(load_tokenizer(tokenizer or str(checkpoint)), spec.vocab_size)
+    labels = Labels.of(read_json(checkpoint / "config.json"), spec.num_labels) if spec.head == "classify" else None
+    defaults, most = sampling_defaults(checkpoint, options.generation_config, spec.vocab_size)
+    return Service(
+        EngineLoop(engine, limits or QueueLimits(), Metrics()),
+        vocabulary,
+        name or checkpoint.resolve().name,
+        find_template(template, str(checkpoint)),
+        special_tokens(str(checkpoint)),
+        labels,
+        FORMATS[options.tool_parser] if options.tool_parser else None,
+        options.auto_tools,
+        pooling_of(checkpoint, options.pooling),
+        dimensions_of(checkpoint),
+        defaults,
+        most,
+    )
 
 
 class Server(uvicorn.Server):

@@ -6,26 +6,21 @@ import hashlib
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeline.data.examples import BadRecord, Template
+from ridgeline.serve.chat import ChatCompletion, Message, Tokenize
 from ridgeline.serve.detokenize import ServeJob, Vocabulary
 from ridgeline.serve.engine_loop import EngineLoop
+from ridgeline.serve.fields import prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
-from ridgeline.serve.openai import (
-    ChatCompletion,
-    Classification,
-    Completion,
-    EmbeddingRequest,
-    Message,
-    Sampled,
-    Tokenize,
-    prompts_of,
-)  # fmt: skip
-from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Sampling
+from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest, Sampled
+from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
+from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
+from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
 from ridgeline.spec.errors import UserError
 
 
@@ -45,6 +40,14 @@ class PreparedRequest:
     """The prompts as text, where they are echoed."""
     silent: bool = False
     """``max_tokens`` is 0: only the prompt's log-probabilities are requested."""
+    reader: Callable[[], Reader] | None = None
+    """Makes what finds the calls of functions in one output; None: it is text."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to report at each place of the prompt."""
+    token_ids: bool = False
+    """Whether tokens are reported by their ids."""
+    named_by_id: bool = False
+    """Whether log-probabilities are."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -89,6 +92,18 @@ class Service:
     """Texts of special tokens, as the checkpoint's ``tokenizer_config.json`` names them."""
     labels: Labels | None = None
     """Of a model for sequence classification."""
+    calls: Format | None = None
+    """How the model writes calls of functions."""
+    auto_calls: bool = False
+    """Whether the model may call functions on its own."""
+    pooling: Pooling = "mean"
+    """What an embedding is made of."""
+    dimensions: frozenset[int] | None = frozenset()
+    """Lengths to which embeddings may be cut; None: any."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of requests that do not give them."""
+    most_tokens: int | None = None
+    """Most tokens of an output; None: as many as the context takes."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -165,8 +180,9 @@ class Service:
             1 if silent else 16 if body.max_tokens is None else body.max_tokens,
             body.logprobs,
             len(given),
-            prompt_logprobs=body.logprobs if body.echo else None,
-        )
+            prompt_logprobs=max((n for n in (body.logprobs if body.echo else None, body.prompt_logprobs)
+                                 if n is not None), default=None),
+        )  # fmt: skip
         prompts = self._prompts(given, "prompt", body.add_special_tokens, body.truncate_prompt_tokens)
         prepared = self._prepared("cmpl", body, prompts, sampling, key)
         prepared.echo, prepared.silent = body.echo, silent
@@ -181,7 +197,10 @@ class Service:
         """The job of a chat completion. Raises :class:`Invalid`."""
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         longest = self.max_model_len if wanted is None else wanted
-        sampling = self._sampling(body, longest, body.logprob_count())
+        reader = self._reader(body)
+        if body.choice == "auto" and self.calls is not None and self.calls.special:
+            body = body.model_copy(update={"skip_special_tokens": False})
+        sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=body.prompt_logprobs)
         if body.continue_final_message and body.add_generation_prompt:
             what = "does not go with add_generation_prompt, which begins another message"
             raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
@@ -190,16 +209,43 @@ class Service:
             **body.variables,
         )  # fmt: skip
         if wanted is None:
-            sampling = replace(sampling, max_tokens=max(1, self.max_model_len - len(prompt)))
-        return self._prepared("chatcmpl", body, [prompt], sampling, key)
+            room = max(1, self.max_model_len - len(prompt))
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
+        prepared.reader = reader
+        return prepared
+
+    def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
+        """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
+        choice, make_id, parallel = body.choice, id_maker(self.calls), body.parallel_tool_calls is not False
+        if choice == "none":
+            return None
+        if choice.startswith(":"):
+            return lambda: Named(choice[1:], make_id)
+        if choice == "required":
+            return lambda: Calls(LIST, make_id, parallel)
+        form = self.calls
+        if form is None or not self.auto_calls:
+            what = "with tool_choice auto need a server with --enable-auto-tool-choice and --tool-call-parser"
+            raise Invalid("tools", what, 'start it so, or set tool_choice to "none", "required" or a function')
+        if self.template is not None and "tools" not in self.template.source:
+            raise Invalid("tools", "are not shown to the model by its chat template", "give another --chat-template")
+        return lambda: Calls(form, make_id, parallel)
 
     def _sampling(
         self, body: Sampled, max_tokens: int, logprobs: int | None, prompts: int = 1, **more: Any
     ) -> Sampling:
         """Sampling parameters for this many prompts. Raises for invalid or excessive ones before any work is done."""
         self.adapter(body.model)
-        sampling = body.sampling(max_tokens, logprobs, self.vocab_size, bad_words=self._bad_words(body), **more)
+        if not body.use_beam_search:
+            unsaid = {name: value for name, value in self.defaults.items() if getattr(body, name) is None}
+            body = body.model_copy(update=unsaid)
+        longest = max_tokens if self.most_tokens is None else min(max_tokens, self.most_tokens)
+        sampling = body.sampling(longest, logprobs, self.vocab_size, bad_words=self._bad_words(body), **more)
         self.loop.bound(prompts * sampling.sequences)
+        if body.prompt_logprobs is not None and (body.stream or sampling.ranked):
+            what = f"does not go with {'stream' if body.stream else 'ranked outputs'}"
+            raise Invalid("prompt_logprobs", what, "leave it out, or ask for one output that is not streamed")
         return replace(sampling, grammar=body.grammar(self.grammars))
 
     def _bad_words(self, body: Sampled) -> tuple[tuple[int, ...], ...]:
@@ -209,20 +255,60 @@ class Service:
 
     def embedding(self, body: EmbeddingRequest, key: bytes) -> PreparedRequest:
         """The jobs of embeddings. Raises :class:`Invalid`."""
-        return self._read("embd", body, _salt(key, body.cache_salt), False)
+        self._cuttable(body.dimensions)
+        return self._read("embd", body, self._inputs(body), _salt(key, body.cache_salt), False)
 
     def classification(self, body: Classification, key: bytes) -> PreparedRequest:
         """The jobs of classifications. Raises :class:`Invalid`."""
-        return self._read("classify", body, _salt(key, None), True)
+        return self._read("classify", body, self._inputs(body), _salt(key, None), True)
 
-    def _read(self, kind: str, body: EmbeddingRequest | Classification, salt: bytes, classify: bool) -> PreparedRequest:
+    def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
+        """The jobs of ``/pooling``. Raises :class:`Invalid`."""
+        classify = self.labels is not None if body.task is None else body.task == "classify"
+        for name in ("dimensions", "normalize"):
+            if classify and getattr(body, name) is not None:
+                raise Invalid(name, "has an effect on embeddings only", "leave it out")
+        self._cuttable(body.dimensions)
+        return self._read("pool", body, self._inputs(body), _salt(key, body.cache_salt), classify)
+
+    def scored(self, body: ScoreRequest | RerankRequest, key: bytes) -> PreparedRequest:
+        """The jobs of the texts that are compared: the first ones of all pairs, then the second ones. Raises
+        :class:`Invalid`."""
+        if self.labels is not None:
+            what = "is a classifier, and would need the token types of pairs, which are not served"
+            raise Invalid("model", what, "serve a model that makes embeddings")
+        prompts = [
+            p
+            for name, texts in zip(body.names, body.texts(), strict=True)
+            for p in self._prompts(texts, name, True, body.truncate_prompt_tokens)
+        ]
+        return self._read("score", body, prompts, _salt(key, None), False)
+
+    def _inputs(self, body: EmbeddingRequest | Classification | PoolingRequest) -> list[list[int]]:
+        return self._prompts(prompts_of(body.input, "input"), "input", True, body.truncate_prompt_tokens)
+
+    def _cuttable(self, dimensions: int | None) -> None:
+        """Raise :class:`Invalid` where embeddings cannot be cut to ``dimensions``."""
+        if dimensions is None:
+            return
+        if self.dimensions is not None and dimensions not in self.dimensions:
+            what = f"is {dimensions}, and the model was not trained for embeddings of this length"
+            known = ", ".join(map(str, sorted(self.dimensions)))
+            raise Invalid("dimensions", what, f"give one of {known}" if known else "leave it out")
+        width = self.loop.engine.spec.hidden_size
+        if not 1 <= dimensions <= width:
+            raise Invalid("dimensions", f"is {dimensions}, outside 1 to {width}", "give a length inside")
+
+    def _read(
+        self, kind: str, body: EmbeddingRequest | Classification | PoolingRequest | ScoreRequest | RerankRequest,
+        prompts: Sequence[list[int]], salt: bytes, classify: bool,
+    ) -> PreparedRequest:  # fmt: skip
         """The jobs of prompts that are pooled, not continued."""
         adapter, base = self.adapter(body.model), f"{kind}-{uuid.uuid4().hex}"
-        prompts = self._prompts(prompts_of(body.input, "input"), "input", True)
         jobs = [
             ServeJob(
                 EngineRequest(f"{base}-{i}", prompt, adapter=adapter, salt=salt, priority=body.priority, embed=True,
-                        classify=classify),
+                              pooling=self.pooling, classify=classify),
                 self.vocabulary, i,
             )
             for i, prompt in enumerate(prompts)
@@ -287,7 +373,10 @@ class Service:
     def _short(self, text: str, param: str) -> None:
         """Raise :class:`Invalid` for a text that no tokens of one context can stand for, before it is tokenized."""
         most = self.max_model_len * self.vocabulary.longest
-        size = len(text) if len(text) > most else len(text.encode())
+        try:
+            size = len(text) if len(text) > most else len(text.encode())
+        except UnicodeEncodeError:
+            raise Invalid(param, "makes a text with half a surrogate pair in it", "send whole characters") from None
         if size > most:
             what = f"has {size} bytes of text, where the context of {self.max_model_len} tokens takes {most} at most"
             raise Invalid(param, what, "send less", TOO_LONG)
@@ -314,7 +403,10 @@ class Service:
             )
             for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
         ]  # fmt: skip
-        return PreparedRequest(base, body.model or self.name, jobs)
+        return PreparedRequest(
+            base, body.model or self.name, jobs, prompt_logprobs=body.prompt_logprobs,
+            token_ids=bool(body.return_token_ids), named_by_id=bool(body.return_tokens_as_token_ids),
+        )  # fmt: skip
 
 
 def _until(text: str, last: str) -> str:

@@ -1,0 +1,260 @@
+"""Bodies that hold a conversation: chat completions, with functions that the model may call, and ``/tokenize``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from ridgeline.serve.fields import Body, Number, Text, few
+from ridgeline.serve.grammar import MAX_DEPTH, Kind, depth
+from ridgeline.serve.openai import Sampled
+from ridgeline.serve.request import Invalid
+
+MAX_TOOLS = 256
+"""Largest number of functions in one body."""
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+def is_object(text: str) -> bool:
+    """Whether ``text`` is a JSON object, or nothing at all."""
+    try:
+        return not text.strip() or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _object(value: str) -> str:
+    if not is_object(value):
+        raise PydanticCustomError("arguments", "must be a JSON object, as text")
+    return value
+
+
+Arguments = Annotated[Text, AfterValidator(_object)]
+
+
+def _flat(value: dict[str, Any]) -> dict[str, Any]:
+    if depth(value) > MAX_DEPTH:
+        what = "holds a schema that is nested more than {most} deep"
+        raise PydanticCustomError("deep", what, {"most": MAX_DEPTH})
+    return value
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = None
+    """A JSON schema; none: it takes no arguments."""
+    strict: bool | None = None
+    """Arguments of required and named calls always fit the schema; without effect on calls of the model's own."""
+
+
+class Tool(Body):
+    """A tool: functions are the only ones."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(Body):
+    """A function's name."""
+
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    """The function to call."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class CalledFunction(Body):
+    """A function and its arguments, as JSON."""
+
+    name: Text
+    arguments: Arguments
+
+
+class ToolCall(Body):
+    """A call in an assistant's message."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    index: Number | None = None
+    """Without effect: clients that put streams together leave it there."""
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it: the arguments as an object."""
+        arguments = json.loads(self.function.arguments.strip() or "{}")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+"""What replies may hold and nothing here reads, as long as there is nothing in it."""
+
+
+class Message(Body):
+    """One message of a conversation. What comes back in replies, by us or through LiteLLM, may be sent again."""
+
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(default=None, validate_default=True)
+    """Null in a reply without text."""
+    name: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: Text | None = None
+    """In a ``tool`` message: the call that it answers."""
+    annotations: Nothing = None
+    images: Nothing = None
+    thinking_blocks: Nothing = None
+    provider_specific_fields: dict[str, Any] | None = None
+    """Without effect: LiteLLM's own."""
+
+    @field_validator("content")
+    @classmethod
+    def _given(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "is needed in every message but the assistant's")
+        return value
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it."""
+        parts = self.content or []
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        more = {"name": self.name, "reasoning": self.reasoning, "reasoning_content": self.reasoning_content,
+                "tool_call_id": self.tool_call_id,
+                "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None}  # fmt: skip
+        return {"role": self.role, "content": content, **{k: v for k, v in more.items() if v is not None}}
+
+
+class ChatCompletion(Sampled):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Number | None = None
+    logprobs: bool | None = None
+    top_logprobs: Number | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """Let the output continue the last message instead of beginning another one."""
+    reasoning_effort: Annotated[str, StringConstraints(min_length=1, max_length=32)] | None = None
+    """A variable of the chat template: without effect where the template does not read it."""
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
+    """More variables of the chat template, such as ``enable_thinking``."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    """None: ``auto`` where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Without effect, like the next two."""
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    prediction: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | str:
+        """How functions are called: or the name of the one to call, after a colon. Raises :class:`Invalid`."""
+        if not self.tools:
+            if self.tool_choice not in (None, "none", "auto"):
+                raise Invalid("tool_choice", "asks for a call, and there are no tools", "give tools")
+            return "none"
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise Invalid("tools", "holds two functions of the same name", "rename one")
+        if isinstance(self.tool_choice, ToolChoice):
+            if (name := self.tool_choice.function.name) not in names:
+                raise Invalid("tool_choice", f"names {name!r}, which is not among the tools", "name one of them")
+            return f":{name}"
+        return self.tool_choice or "auto"
+
+    def structures(self) -> list[tuple[Kind, Any, str]]:
+        """With the structure of required and named calls."""
+        found, choice, tools = super().structures(), self.choice, self.tools or []
+        if choice == "auto" and found:
+            what = "does not go with tools that the model may call on its own"
+            raise Invalid(found[0][2], what, 'leave it out, or set tool_choice to "none" or "required"')
+        if choice in ("none", "auto"):
+            return found
+        schemas = {f"f{i}": _moved(_arguments(tool.function), f"#/$defs/f{i}") for i, tool in enumerate(tools)}
+        if choice.startswith(":"):
+            at = next(i for i, tool in enumerate(tools) if tool.function.name == choice[1:])
+            return [*found, ("json", _arguments(tools[at].function), "tool_choice")]
+        calls = [
+            {"type": "object", "required": ["name", "parameters"], "additionalProperties": False,
+             "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": f"#/$defs/f{i}"}}}
+            for i, tool in enumerate(tools)
+        ]  # fmt: skip
+        most = {"maxItems": 1} if self.parallel_tool_calls is False else {}
+        schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas}
+        return [*found, ("json", schema, "tool_choice")]
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template. Raises :class:`Invalid` for those that it has from elsewhere."""
+        given = dict(self.chat_template_kwargs or {})
+        if taken := sorted({"messages", "add_generation_prompt", "tools"} & set(given)):
+            raise Invalid("chat_template_kwargs", f"holds {taken[0]}, which is a field of its own", "leave it out")
+        if self.tools:
+            given["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return given if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort, **given}
+
+    def logprob_count(self) -> int | None:
+        """How many likeliest tokens to report, None: not even the chosen one's."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs is not None:
+            raise Invalid("top_logprobs", "has an effect with logprobs only", "leave it out, or set logprobs")
+        return None
+
+    def renamed(self, param: str) -> str:
+        """As :meth:`Body.renamed`."""
+        if param == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        if param == "logprobs" and self.top_logprobs is not None:
+            return "top_logprobs"
+        return super().renamed(param)
+
+
+class Tokenize(Body):
+    """``POST /tokenize``: of a text, or of a conversation."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments."""
+    if function.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return function.parameters
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema that is no longer at the root of its text: its references from there."""
+    if isinstance(schema, list):
+        return [_moved(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    ref = schema.get("$ref")
+    moved = {"$ref": root + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else {}
+    return {key: _moved(part, root) for key, part in schema.items()} | moved

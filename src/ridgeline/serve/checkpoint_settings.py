@@ -1,0 +1,100 @@
+"""What a checkpoint says of how it is served: default sampling parameters, and what its embeddings are made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from ridgeline.serve.request import Invalid, Pooling, Sampling
+from ridgeline.serve.tool_calls import FORMATS
+from ridgeline.spec.errors import UserError, unknown
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What vLLM takes from ``generation_config.json`` too, beside ``max_new_tokens``."""
+_MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}
+"""Of sentence-transformers' ``1_Pooling/config.json``."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is served, where its checkpoint does not say."""
+
+    tool_parser: str | None = None
+    """How the model writes calls of functions: a name of :data:`FORMATS`."""
+    auto_tools: bool = False
+    """Whether it may make calls on its own."""
+    pooling: str | None = None
+    """What embeddings are made of; None: as the checkpoint says."""
+    generation_config: str = "auto"
+    """Where default sampling parameters come from: ``auto``, the checkpoint; ``vllm``, nowhere; or a folder."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a name that is not known."""
+        if self.tool_parser is not None and self.tool_parser not in FORMATS:
+            raise unknown("tool parser", self.tool_parser, FORMATS, "--tool-call-parser")
+        if self.auto_tools and self.tool_parser is None:
+            raise UserError("--enable-auto-tool-choice needs to know how the model calls", "give --tool-call-parser")
+        if self.pooling is not None and self.pooling not in get_args(Pooling):
+            raise unknown("pooling", self.pooling, get_args(Pooling), "--pooling")
+
+
+def sampling_defaults(checkpoint: Path, where: str, vocab_size: int) -> tuple[dict[str, Any], int | None]:
+    """Sampling parameters that requests have unless they say otherwise, and the most tokens that an output may have.
+
+    Raises :class:`UserError` for a folder without the file, and for values that no request could have.
+    """
+    if where == "vllm":
+        return {}, None
+    file = (checkpoint if where == "auto" else Path(where)) / "generation_config.json"
+    if where != "auto" and not file.is_file():
+        raise UserError(
+            f"--generation-config {where}: there is no {file}", "give auto, vllm, or a folder with the file"
+        )
+    found = read_json(file)
+    given = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
+    if "top_k" in given:
+        given["top_k"] = max(0, given["top_k"])
+    most = found.get("max_new_tokens")
+    try:
+        Sampling(max_tokens=1 if most is None else most, **given).check(vocab_size)
+    except (Invalid, TypeError) as e:
+        why = e.what if isinstance(e, Invalid) else str(e)
+        raise UserError(f"{file}: {why}", "correct it, or serve with --generation-config vllm") from None
+    return given, most
+
+
+def pooling_of(checkpoint: Path, named: str | None) -> Pooling:
+    """What embeddings are made of: as named, as ``1_Pooling/config.json`` says, or the mean. Raises
+    :class:`UserError` for a kind that is not known."""
+    if named is not None:
+        return cast("Pooling", named)
+    file = checkpoint / "1_Pooling" / "config.json"
+    modes = [mode for mode, on in read_json(file).items() if mode.startswith("pooling_mode_") and on is True]
+    if not modes:
+        return "mean"
+    if len(modes) > 1 or modes[0] not in _MODES:
+        raise UserError(f"{file} asks for {' and '.join(modes)}", "give --pooling mean, last or cls")
+    return cast("Pooling", _MODES[modes[0]])
+
+
+def dimensions_of(checkpoint: Path) -> frozenset[int] | None:
+    """Lengths to which embeddings may be cut, as vLLM reads them of ``config.json``; None: any."""
+    config = read_json(checkpoint / "config.json")
+    if config.get("matryoshka_dimensions"):
+        return frozenset(config["matryoshka_dimensions"])
+    return None if config.get("is_matryoshka") else frozenset()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file; empty without one. Raises :class:`UserError` for anything else."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{file} is not JSON: {e}", "download the checkpoint again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is not a JSON object", "download the checkpoint again")
+    return found

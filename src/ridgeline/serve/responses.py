@@ -1,0 +1,248 @@
+"""``/v1/responses``: a chat completion whose answer is a list of items, and which may be continued by its id."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
+from ridgeline.serve.detokenize import Delta, Entry
+from ridgeline.serve.engine_loop import Failed, OutputStream
+from ridgeline.serve.replies import chat_logprobs
+from ridgeline.serve.request import Busy, Invalid
+from ridgeline.serve.response_bodies import ResponseRequest
+from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.tool_calls import Piece
+
+KEPT, KEPT_TEXT = 1024, 1 << 26
+"""Limits on the number of stored responses, and on the characters of their conversations; the oldest go first."""
+
+Item = dict[str, Any]
+Event = dict[str, Any]
+
+
+@dataclass
+class PreparedResponse(PreparedRequest):
+    """A prepared request, and what its answer says of it."""
+
+    body: ResponseRequest = field(kw_only=True)
+    talk: list[Message] = field(kw_only=True)
+    """The conversation so far, without instructions."""
+    owner: bytes = field(kw_only=True)
+    """Who may read it: the hash of an API key."""
+
+
+@dataclass
+class _Stored:
+    response: dict[str, Any]
+    talk: list[Message]
+    size: int
+
+
+class Responses:
+    """The responses of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._stored: OrderedDict[tuple[bytes, str], _Stored] = OrderedDict()
+        self._size = 0
+
+    def prepare(self, body: ResponseRequest, key: bytes) -> PreparedResponse:
+        """The job of a response. Raises :class:`Invalid`."""
+        owner, before = hashlib.sha256(key).digest(), []
+        if body.previous_response_id is not None:
+            stored = self._stored.get((owner, body.previous_response_id))
+            if stored is None:
+                what = f"{body.previous_response_id[:100]!r} is not stored here (any more)"
+                fix = "send the whole conversation as input"
+                raise Invalid("previous_response_id", what, fix, "previous_response_not_found")
+            before = stored.talk
+        talk = [*before, *body.messages()]
+        made = self.service.chat(body.chat(talk), key)
+        name = f"resp_{secrets.token_hex(24)}"
+        return PreparedResponse(name, made.model, made.jobs, reader=made.reader, body=body, talk=talk, owner=owner)
+
+    def get(self, name: str, key: bytes) -> dict[str, Any] | None:
+        """A stored response of this key."""
+        stored = self._stored.get((hashlib.sha256(key).digest(), name))
+        return None if stored is None else stored.response
+
+    def delete(self, name: str, key: bytes) -> bool:
+        """Forget a stored response of this key → whether there was one."""
+        stored = self._stored.pop((hashlib.sha256(key).digest(), name), None)
+        self._size -= stored.size if stored is not None else 0
+        return stored is not None
+
+    async def whole(self, prepared: PreparedResponse, stream: OutputStream) -> dict[str, Any]:
+        """The answer to a request that does not stream. Raises :class:`Failed` if the output failed."""
+        writer = Writer(prepared)
+        async for _ in self._written(writer, stream):
+            pass
+        if writer.error:
+            raise Failed(writer.error)
+        return writer.response()
+
+    async def events(self, prepared: PreparedResponse, stream: OutputStream) -> AsyncGenerator[Event, None]:
+        """The events of a request that streams; an error in midstream is a ``response.failed``."""
+        writer, number = Writer(prepared), 0
+        try:
+            async for event in self._written(writer, stream):
+                yield {**event, "sequence_number": number}
+                number += 1
+        except (Failed, Busy) as e:
+            writer.status, writer.error = "failed", str(e)
+            yield {"type": "response.failed", "response": writer.response(), "sequence_number": number}
+
+    async def _written(self, writer: Writer, stream: OutputStream) -> AsyncIterator[Event]:
+        for kind in ("created", "in_progress"):
+            yield {"type": f"response.{kind}", "response": writer.response()}
+        async for delta in stream:
+            for event in writer.read(delta):
+                yield event
+        self._keep(writer)
+        yield {"type": f"response.{writer.status}", "response": writer.response()}
+
+    def _keep(self, writer: Writer) -> None:
+        prepared = writer.prepared
+        if prepared.body.store is False or writer.status == "failed":
+            return
+        talk = [*prepared.talk, writer.message()]
+        size = sum(len(str(m.content)) + sum(len(c.function.arguments) for c in m.tool_calls or ()) for m in talk)
+        self._stored[prepared.owner, prepared.id] = _Stored(writer.response(), talk, size)
+        self._size += size
+        while len(self._stored) > KEPT or self._size > KEPT_TEXT:
+            self._size -= self._stored.popitem(last=False)[1].size
+
+
+class Writer:
+    """The items of one response, and the events by which they come to be."""
+
+    def __init__(self, prepared: PreparedResponse) -> None:
+        self.prepared = prepared
+        self.status, self.error = "in_progress", ""
+        self._reader = prepared.reader() if prepared.reader is not None else None
+        self._items: list[Item] = []
+        self._open = False
+        """Whether the last item may still grow."""
+        self._usage: tuple[int, int] | None = None
+        self._late: list[Entry] = []
+
+    def read(self, delta: Delta) -> Iterator[Event]:
+        """The events that follow from ``delta``."""
+        if delta.finish in ("error", "abort"):
+            self.status, self.error = "failed", delta.error or "the server ended before the output did"
+        self._usage = (delta.generated, delta.cached_tokens)
+        self._late += delta.entries
+        last = bool(delta.finish)
+        pieces = self._reader.push(delta.text, last) if self._reader is not None else []
+        if self._reader is None and (delta.text or (last and (self._late or not self._items))):
+            pieces = [Piece(delta.text)]
+        for piece in pieces:
+            yield from self._text(piece.text) if piece.call is None else self._call(piece)
+        if not last:
+            return
+        if not self._items:
+            yield from self._text("")
+        yield from self._close("incomplete" if delta.finish == "length" else "completed")
+        if not self.error:
+            self.status = "incomplete" if delta.finish == "length" else "completed"
+
+    def message(self) -> Message:
+        """The answer as a message of the conversation, without a call that was cut off."""
+        text = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "message")
+        calls = [
+            ToolCall(id=item["call_id"], function=CalledFunction(name=item["name"], arguments=item["arguments"]))
+            for item in self._items
+            if item["type"] == "function_call" and is_object(item["arguments"])
+        ]
+        return Message(role="assistant", content=text, tool_calls=calls or None)
+
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        p, body = self.prepared, self.prepared.body
+        sampling = p.jobs[0].request.sampling
+        shown = {"reasoning", "text", "tool_choice", "tools"}
+        given = body.model_dump(by_alias=True, exclude_none=True, include=shown)
+        cut = self.status == "incomplete"
+        return {
+            "id": p.id, "object": "response", "created_at": p.created, "status": self.status, "background": False,
+            "error": {"code": "server_error", "message": self.error} if self.error else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls, "metadata": body.metadata or {}, "model": p.model,
+            "output": [dict(item) for item in self._items],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
+            "service_tier": "default", "store": body.store is not False, "temperature": sampling.temperature,
+            "text": {"format": {"type": "text"}, **given.get("text", {})},
+            "tool_choice": given.get("tool_choice", "auto"), "tools": given.get("tools", []),
+            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
+            "usage": self._used(), "user": body.user,
+        }  # fmt: skip
+
+    def _used(self) -> dict[str, Any] | None:
+        if self._usage is None or self.status == "in_progress":
+            return None
+        (generated, cached), prompt = self._usage, self.prepared.prompt_tokens
+        return {
+            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + generated,
+        }  # fmt: skip
+
+    def _at(self, part: bool = False) -> dict[str, Any]:
+        at = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return {**at, "content_index": 0} if part else at
+
+    def _added(self, item: Item) -> Event:
+        self._items.append(item)
+        self._open = True
+        return {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
+
+    def _text(self, text: str) -> Iterator[Event]:
+        if not self._open or self._items[-1]["type"] != "message":
+            yield from self._close()
+            name = f"msg_{secrets.token_hex(24)}"
+            yield self._added({"id": name, "type": "message", "status": "in_progress", "role": "assistant",
+                               "content": []})  # fmt: skip
+            part: Item = {"type": "output_text", "annotations": [], "text": "", "logprobs": []}
+            self._items[-1]["content"] = [part]
+            yield {"type": "response.content_part.added", **self._at(True), "part": dict(part)}
+        part = self._items[-1]["content"][0]
+        new: list[Any] = []
+        if self.prepared.body.wants_logprobs:
+            new = chat_logprobs(self.prepared.jobs[0].vocabulary, self._late)
+        self._late = []
+        self._items[-1]["content"] = [{**part, "text": part["text"] + text, "logprobs": [*part["logprobs"], *new]}]
+        if text:
+            yield {"type": "response.output_text.delta", **self._at(True), "delta": text, "logprobs": new}
+
+    def _call(self, piece: Piece) -> Iterator[Event]:
+        self._late = []  # log-probabilities are those of texts
+        if piece.name:
+            yield from self._close()
+            yield self._added({"id": f"fc_{secrets.token_hex(24)}", "type": "function_call", "status": "in_progress",
+                               "call_id": piece.id, "name": piece.name, "arguments": ""})  # fmt: skip
+        if piece.arguments:
+            self._items[-1]["arguments"] += piece.arguments
+            yield {"type": "response.function_call_arguments.delta", **self._at(), "delta": piece.arguments}
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        """End the open item."""
+        if not self._open:
+            return
+        item, self._open = self._items[-1], False
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield {"type": "response.output_text.done", **self._at(True), "text": part["text"],
+                   "logprobs": part["logprobs"]}  # fmt: skip
+            yield {"type": "response.content_part.done", **self._at(True), "part": part}
+        else:
+            yield {"type": "response.function_call_arguments.done", **self._at(), "name": item["name"],
+                   "arguments": item["arguments"]}  # fmt: skip
+        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": dict(item)}

@@ -1,0 +1,165 @@
+"""Embeddings, their kinds and lengths, and how similar texts are."""
+
+import base64
+import json
+import struct
+
+import openai
+import pytest
+import torch
+from tests.serve.running import running
+from tests.serve.test_classify import classifier, theirs  # noqa: F401 (a fixture)
+from tests.serve.test_reliability import call, error
+
+from ridgeline.serve.checkpoint_settings import Options, dimensions_of, pooling_of
+from ridgeline.serve.engine_loop import QueueLimits
+from ridgeline.serve.fields import MAX_INPUTS
+from ridgeline.spec.errors import UserError
+
+TEXTS = ["one text", "another one", "x"]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as c:
+        yield c
+
+
+def asked(server, path, **body):
+    status, _, text = call(server, path, body)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def hidden(server, text):
+    """Hidden states of a text [tokens, hidden], by a whole pass without a cache."""
+    kept = []
+    model = server.engine.model
+    hook = model.head.register_forward_pre_hook(lambda module, args: kept.append(args[0][0].clone()))
+    with torch.inference_mode():
+        model(torch.tensor([server.service.vocabulary.encode(text)]))
+    hook.remove()
+    return kept[0]
+
+
+@pytest.mark.parametrize("kind", ["mean", "last", "cls"])
+def test_kinds_of_pooling(server, monkeypatch, kind):
+    monkeypatch.setattr(server.service, "pooling", kind)
+    text = "a text of more tokens than one step takes" * 3  # 64 tokens a step
+    for path, field in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+        found = asked(server, path, input=[text, "x"], normalize=False)["data"]
+        states = hidden(server, text)
+        expected = {"mean": states.mean(0), "last": states[-1], "cls": states[0]}[kind]
+        torch.testing.assert_close(torch.tensor(found[0][field]), expected, rtol=1e-3, atol=1e-4)
+        assert len(found) == 2
+
+
+def test_shorter_embeddings(server, client, monkeypatch):
+    with pytest.raises(openai.BadRequestError) as e:
+        client.embeddings.create(model="tiny", input="a", dimensions=4)
+    assert e.value.param == "dimensions"
+    long = client.embeddings.create(model="tiny", input="a").data[0].embedding
+    for allowed in (frozenset({4, 8}), None):
+        monkeypatch.setattr(server.service, "dimensions", allowed)
+        short = client.embeddings.create(model="tiny", input="a", dimensions=4).data[0].embedding
+        norm = sum(x * x for x in long[:4]) ** 0.5
+        assert short == pytest.approx([x / norm for x in long[:4]], abs=1e-5)
+    for wrong in (0, 10**6):
+        with pytest.raises(openai.BadRequestError, match="outside"):
+            client.embeddings.create(model="tiny", input="a", dimensions=wrong)
+
+
+def test_more_inputs_than_the_queue_takes(folder):
+    inputs = [[1 + i % 250, 2, 3] for i in range(40)]
+    with running(folder, limits=QueueLimits(queued_requests=7, queued_tokens=15)) as server:
+        many = asked(server, "/v1/embeddings", input=inputs)
+        assert [d["index"] for d in many["data"]] == list(range(40))
+        for i in (0, 6, 39):
+            alone = asked(server, "/v1/embeddings", input=inputs[i])["data"][0]["embedding"]
+            assert many["data"][i]["embedding"] == pytest.approx(alone, abs=1e-5)
+        assert many["usage"]["prompt_tokens"] == 120
+        server.assert_idle()
+
+
+def test_as_many_inputs_as_the_api_takes(server, client):
+    made = client.embeddings.create(model="tiny", input=[[1 + i % 250] for i in range(MAX_INPUTS)])
+    assert len(made.data) == MAX_INPUTS
+    assert made.data[0].embedding == pytest.approx(made.data[250].embedding, abs=1e-5)
+    with pytest.raises(openai.BadRequestError, match="2048"):
+        client.embeddings.create(model="tiny", input=[[1]] * (MAX_INPUTS + 1))
+
+
+def test_scores_are_cosines(server, client):
+    units = [torch.tensor(d.embedding) for d in client.embeddings.create(model="tiny", input=TEXTS).data]
+    one = asked(server, "/score", text_1=TEXTS[0], text_2=TEXTS)
+    assert [d["score"] for d in one["data"]] == pytest.approx([float(units[0] @ u) for u in units], abs=1e-5)
+    assert [d["object"] for d in one["data"]] == ["score"] * 3
+    pairs = asked(server, "/v1/score", queries=TEXTS, documents=TEXTS[1:] + TEXTS[:1])
+    expected = [float(a @ b) for a, b in zip(units, units[1:] + units[:1], strict=True)]
+    assert [d["score"] for d in pairs["data"]] == pytest.approx(expected, abs=1e-5)
+    ranked = {}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        ranked = asked(server, path, query=TEXTS[0], documents=[TEXTS[1], {"text": TEXTS[0]}, TEXTS[2]], top_n=2)
+        assert len(ranked["results"]) == 2
+    best = ranked["results"][0]
+    assert (best["index"], best["document"]["text"]) == (1, TEXTS[0])
+    assert best["relevance_score"] == pytest.approx(1, abs=1e-5)
+    assert ranked["results"][1]["relevance_score"] <= 1
+    assert "document" not in asked(server, "/rerank", query="a", documents=["b"], return_documents=False)["results"][0]
+
+
+def test_pooling_of_a_classifier(classifier):  # noqa: F811
+    with running(classifier, kv_cache_bytes=None) as server:
+        prompt = [1, 2, 3, 4]
+        expected = theirs(classifier, prompt).softmax(0).tolist()
+        for more in ({}, {"task": "classify"}):
+            found = asked(server, "/pooling", input=prompt, **more)["data"][0]
+            assert found["data"] == pytest.approx(expected, abs=1e-5)
+        coded = asked(server, "/pooling", input=prompt, encoding_format="base64")["data"][0]["data"]
+        assert struct.unpack("<3f", base64.b64decode(coded)) == pytest.approx(expected, abs=1e-5)
+        assert len(asked(server, "/pooling", input=prompt, task="embed")["data"][0]["data"]) == 32
+        refused(server, "/score", {"text_1": "a", "text_2": "b"}, "model")
+        refused(server, "/pooling", {"input": prompt, "normalize": True}, "normalize")
+
+
+def refused(server, path, body, param):
+    status, _, text = call(server, path, body)
+    assert (status, error(text)["param"]) == (400, param), text
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/score", {"text_1": "a"}, "text_1"), ("/score", {"text_1": "a", "documents": "b"}, "text_1"),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
+    ("/score", {"text_1": "x" * 9999, "text_2": "a"}, "text_1"),
+    ("/rerank", {"query": "a", "documents": []}, "documents"),
+    ("/rerank", {"query": "", "documents": ["a"]}, "query"),
+    ("/rerank", {"query": "a", "documents": [""]}, "documents"),
+    ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+    ("/pooling", {"input": "a", "task": "x"}, "task"),
+    ("/pooling", {"input": "a", "task": "classify"}, "model"),
+    ("/pooling", {"input": "a", "dimensions": 4}, "dimensions"),
+    ("/rerank", {"query": "a", "documents": ["a"], "max_chunks_per_doc": 1}, "max_chunks_per_doc"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(server, path, body, param):
+    refused(server, path, body, param)
+
+
+def test_a_checkpoint_says_how_it_is_pooled(tmp_path):
+    assert (pooling_of(tmp_path, None), pooling_of(tmp_path, "last")) == ("mean", "last")
+    (tmp_path / "1_Pooling").mkdir()
+    file = tmp_path / "1_Pooling" / "config.json"
+    for mode, kind in (("cls_token", "cls"), ("mean_tokens", "mean"), ("lasttoken", "last")):
+        modes = {
+            f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+        }
+        file.write_text(json.dumps({"word_embedding_dimension": 32, **modes}))
+        assert pooling_of(tmp_path, None) == kind
+    file.write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    with pytest.raises(UserError, match="--pooling mean"):
+        pooling_of(tmp_path, None)
+    with pytest.raises(UserError, match="mean"):
+        Options(pooling="men").check()
+    assert dimensions_of(tmp_path) == frozenset()
+    for config, lengths in (({"matryoshka_dimensions": [4, 8]}, frozenset({4, 8})), ({"is_matryoshka": True}, None)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert dimensions_of(tmp_path) == lengths

@@ -1,0 +1,179 @@
+"""Responses, by the official client: whole, streamed, continued."""
+
+import json
+
+import openai
+import pytest
+from tests.serve.running import running
+from tests.serve.test_reliability import call, error
+from tests.serve.test_tools import CALLED, ROME, SOURCE, TOOLS, fits, forced, tools  # noqa: F401 (a fixture)
+
+from ridgeline.data.examples import Template
+from ridgeline.serve import responses
+from ridgeline.serve.response_bodies import ResponseRequest
+from ridgeline.serve.responses import Responses
+
+OPTIONS = {"model": "tiny", "temperature": 0, "max_output_tokens": 12, "extra_body": {"logit_bias": {"0": -100}}}
+FLAT = [{"type": "function", **t["function"]} for t in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as c:
+        yield c
+
+
+def same(response):
+    """A response without what differs from one request to the next."""
+    plain = response.model_dump(exclude={"id", "created_at", "output", "previous_response_id", "usage"})
+    drop = ("id", "call_id", "parsed", "parsed_arguments")
+    items = [{k: v for k, v in item.model_dump().items() if k not in drop} for item in response.output]
+    for part in (part for item in items for part in item.get("content") or []):
+        part.pop("parsed", None)
+    return plain, items
+
+
+def both(client, **more):
+    """A response, and its stream put together by the client."""
+    options = {**OPTIONS, **more}
+    whole = client.responses.create(**options)
+    events = list(client.responses.create(stream=True, **options))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert [e.type for e in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1].response
+    assert events[-1].type == f"response.{last.status}"
+    deltas = [e for e in events if e.type in ("response.output_text.delta", "response.function_call_arguments.delta")]
+    for at, item in enumerate(last.output):
+        text = "".join(e.delta for e in deltas if e.output_index == at)
+        assert text == (item.content[0].text if item.type == "message" else item.arguments)
+        assert {e.item_id for e in deltas if e.output_index == at} <= {item.id}
+        done = next(e for e in events if e.type == "response.output_item.done" and e.output_index == at)
+        assert done.item == item
+    assert same(whole) == same(last)
+    return whole, last
+
+
+def test_a_text_is_that_of_the_chat(client, server):
+    whole, _ = both(client, input="Hi", instructions="Be")
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": "Be"}, {"role": "user", "content": "Hi"}],
+        temperature=0, max_tokens=12, logit_bias={"0": -100},
+    )  # fmt: skip
+    assert whole.output_text == chat.choices[0].message.content
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
+    assert whole.instructions == "Be"
+    server.assert_idle()
+
+
+def test_what_the_model_ends_is_complete(client, server, monkeypatch):
+    monkeypatch.setattr(type(server.service), "_sampling", forced(type(server.service)._sampling, "Hello."))
+    whole, last = both(client, input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}])
+    assert (whole.output_text, whole.status, last.status) == ("Hello.", "completed", "completed")
+
+
+def test_log_probabilities(client):
+    for more in ({"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}):
+        whole, last = both(client, input="Hi", **more)
+        tokens = whole.output[0].content[0].logprobs
+        assert len(tokens) == 12
+        assert [t.token for t in tokens] == [t.token for t in last.output[0].content[0].logprobs]
+        assert all(len(t.top_logprobs) == more.get("top_logprobs", 0) for t in tokens)
+
+
+def test_a_structure(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    whole, _ = both(client, input="Hi", text=form, max_output_tokens=60, extra_body={})
+    assert json.loads(whole.output_text)["a"] in (1, 2)
+    assert whole.text.format.schema_ == schema
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_items(client, tools):  # noqa: F811
+    tools(text=f"Well <tool_call>{ROME}</tool_call>")
+    whole, _ = both(client, input="Hi", tools=FLAT, max_output_tokens=100)
+    message, made = whole.output
+    assert (message.content[0].text, made.type, made.status) == ("Well", "function_call", "completed")
+    assert (made.name, json.loads(made.arguments)) == CALLED[0]
+    assert made.call_id != made.id
+
+
+def test_a_named_call_and_what_comes_of_it(client, server, tools):  # noqa: F811
+    tools()
+    choice = {"type": "function", "name": "weather"}
+    more = {"tools": FLAT, "tool_choice": choice, "max_output_tokens": 60, "extra_body": {}}
+    whole, _ = both(client, input="Hi", temperature=1, **{**more, "extra_body": {"seed": 2}})
+    (made,) = whole.output
+    fits(made.name, json.loads(made.arguments))
+    result = {"type": "function_call_output", "call_id": made.call_id, "output": "22"}
+    sent = [{"role": "user", "content": "Hi"}, made.model_dump(exclude_none=True), result]
+    body = ResponseRequest.model_validate({"input": sent, "max_output_tokens": 1})
+    prompt = Responses(server.service).prepare(body, b"").jobs[0].request.prompt
+    arguments = json.dumps(json.loads(made.arguments))
+    expected = f"<user>Hi<assistant>weather={arguments}<tool>22{made.call_id}<assistant>"
+    assert server.service.vocabulary.decode(prompt) == expected
+    again = client.responses.create(input=[result], previous_response_id=whole.id, **OPTIONS)
+    assert again.usage.input_tokens == len(prompt)
+
+
+# ---- responses that are stored ---------------------------------------------------------------------------------------
+
+
+def test_a_response_is_continued(client, server, monkeypatch):
+    monkeypatch.setattr(server.service, "template", Template(SOURCE, "t"))
+    first = client.responses.create(input="Hi", instructions="Be", **OPTIONS)
+    second = client.responses.create(input="And?", previous_response_id=first.id, **OPTIONS)
+    assert second.previous_response_id == first.id
+    prompt = f"<user>Hi<assistant>{first.output_text}<user>And?<assistant>"  # without the first's instructions
+    assert second.usage.input_tokens == len(server.service.vocabulary.encode(prompt))
+    assert client.responses.retrieve(first.id) == first
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as e:
+        client.responses.create(input="And?", previous_response_id=first.id, **OPTIONS)
+    assert (e.value.param, e.value.code) == ("previous_response_id", "previous_response_not_found")
+    unkept = client.responses.create(input="Hi", store=False, **OPTIONS)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def test_responses_belong_to_their_key_and_the_oldest_go(folder, monkeypatch):
+    monkeypatch.setattr(responses, "KEPT", 2)
+    with running(folder, keys=["a", "b"]) as server:
+        names = []
+        for _ in range(3):
+            status, _, text = call(server, "/v1/responses", {"input": "Hi", "max_output_tokens": 2}, key="a")
+            assert status == 200, text
+            names.append(json.loads(text)["id"])
+        found = [call(server, f"/v1/responses/{name}", key=key)[0] for name in names for key in "ab"]
+        assert found == [404, 404, 200, 404, 200, 404]
+        assert call(server, f"/v1/responses/{names[2]}", method="DELETE", key="b")[0] == 404
+
+
+@pytest.mark.parametrize(("more", "param"), [
+    ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
+    ({"conversation": "c"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"), ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": "x" * 10**5}, "input"), ({"top_logprobs": 21}, "top_logprobs"), ({"tools": FLAT}, "tools"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"), ({"include": ["file_search"]}, "include"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(server, more, param):
+    status, _, text = call(server, "/v1/responses", {"input": "Hi", "max_output_tokens": 5, **more})
+    assert (status, error(text)["param"]) == (400, param), text
+
+
+def test_without_effect(client):
+    plain = client.responses.create(input="Hi", **OPTIONS)
+    more = {
+        "service_tier": "auto", "user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "p",
+        "truncation": "disabled", "background": False, "max_tool_calls": 3, "parallel_tool_calls": True, "tools": [],
+        "tool_choice": "auto", "reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"},
+        "include": ["reasoning.encrypted_content"],
+    }  # fmt: skip
+    assert client.responses.create(input="Hi", **more, **OPTIONS).output_text == plain.output_text

@@ -1,0 +1,278 @@
+"""Calls of functions, by the official client: found in what the model writes, or kept by a grammar."""
+
+import json
+
+import openai
+import pytest
+from tests.serve.test_reliability import call, error
+
+from ridgeline.data.examples import Template
+from ridgeline.serve.tool_calls import FORMATS, LIST, Calls, gather, id_maker
+from ridgeline.spec.errors import UserError
+
+SOURCE = (
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }} {% endfor %}]{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ m.tool_call_id or '' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ASK = [{"role": "user", "content": "Hi"}]
+WEATHER = {
+    "name": "weather", "description": "Of a city",
+    "parameters": {
+        "type": "object", "required": ["city", "days"], "additionalProperties": False,
+        "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "$defs": {"City": {"enum": ["Bonn", "Rome"]}},
+    },
+}  # fmt: skip
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+ROME = '{"name": "weather", "arguments": {"city": "Rome \\"{}\\"", "days": 2}}'
+NOW = '{"name": "now", "parameters": {}}'
+CALLED = [("weather", {"city": 'Rome "{}"', "days": 2}), ("now", {})]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as c:
+        yield c
+
+
+@pytest.fixture
+def tools(server, monkeypatch):
+    """Makes the model write calls in a format, and this very text if one is given, by a grammar."""
+
+    def use(parser="hermes", text=None, source=SOURCE, auto=True):
+        service = server.service
+        monkeypatch.setattr(service, "template", Template(source, "t"))
+        monkeypatch.setattr(service, "calls", FORMATS[parser])
+        monkeypatch.setattr(service, "auto_calls", auto)
+        if text is not None:
+            monkeypatch.setattr(type(service), "_sampling", forced(type(service)._sampling, text))
+
+    return use
+
+
+def forced(plain, text):
+    def sampling(service, *args, **more):
+        from dataclasses import replace
+
+        return replace(plain(service, *args, **more), grammar=service.grammars.compile("choice", [text], "x"))
+
+    return sampling
+
+
+def both(client, **more):
+    """(message, finish reason) of a chat, and of its stream put together."""
+    options = {"model": "tiny", "messages": ASK, "tools": TOOLS, "max_tokens": 200, "temperature": 0, **more}
+    whole = client.chat.completions.create(**options).choices[0]
+    with client.chat.completions.stream(**options) as events:
+        for _ in events:
+            pass
+        streamed = events.get_final_completion().choices[0]
+    return whole, streamed
+
+
+def said(choice):
+    calls = choice.message.tool_calls or []
+    return (
+        choice.message.content or "",
+        [(c.function.name, json.loads(c.function.arguments)) for c in calls],
+        choice.finish_reason,
+    )
+
+
+# ---- calls of the model's own ----------------------------------------------------------------------------------------
+
+WRITTEN = [
+    ("hermes", f"<tool_call>\n{ROME}\n</tool_call>", "", 1),
+    ("hermes", f"I see. \n<tool_call>{ROME}</tool_call>\n<tool_call>\n{NOW}</tool_call>\n", "I see.", 2),
+    ("llama3_json", ROME, "", 1),
+    ("llama3_json", f"<|python_tag|>{ROME}; {NOW}", "", 2),
+    ("mistral", f"[TOOL_CALLS] [{ROME}, {NOW}]", "", 2),
+    ("mistral", 'Well[TOOL_CALLS]weather[ARGS]{"city": "Rome \\"{}\\"", "days": 2}[TOOL_CALLS]now{}', "Well", 2),
+]
+PLAIN = [
+    ("hermes", "No <tool> here <tool_cal"),
+    ("hermes", "<tool_call>{'name'}</tool_call>"),
+    ("hermes", '<tool_call>{"nom": "weather"}</tool_call> yes'),
+    ("llama3_json", '{"name": "Rome", "sights": 3}'),
+    ("llama3_json", "[1, 2]"),
+    ("mistral", "none [TOOL_CALLS]"),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "before", "count"), WRITTEN)
+def test_calls_are_found(client, server, tools, parser, text, before, count):
+    tools(parser, text)
+    whole, streamed = both(client)
+    assert said(whole) == said(streamed) == (before, CALLED[:count], "tool_calls")
+    assert len({c.id for c in whole.message.tool_calls}) == count
+    assert whole.message.content == (before or None)
+    server.assert_idle()
+
+
+@pytest.mark.parametrize(("parser", "text"), PLAIN)
+def test_what_is_no_call_is_text(client, tools, parser, text):
+    tools(parser, text)
+    whole, streamed = both(client)
+    for choice in (whole, streamed):
+        assert (choice.message.content.strip(), choice.message.tool_calls or [], choice.finish_reason) == (
+            text,
+            [],
+            "stop",
+        )
+
+
+@pytest.mark.parametrize(("parser", "text", "before", "count"), WRITTEN)
+def test_how_the_text_is_cut_makes_no_difference(parser, text, before, count):
+    for step in (1, 2, 3, 7, 1000):
+        reader, pieces = Calls(FORMATS[parser], id_maker(None)), []
+        for at in range(0, len(text), step):
+            pieces += reader.push(text[at : at + step])
+        pieces += reader.push("", last=True)
+        assert "".join(p.text for p in pieces) == before
+        found = [
+            (
+                next(p.name for p in pieces if p.call == i and p.name),
+                json.loads("".join(p.arguments for p in pieces if p.call == i)),
+            )
+            for i in range(count)
+        ]
+        assert found == CALLED[:count]
+        if step == 1:
+            arguments = [p for p in pieces if p.call == 0 and p.arguments]
+            assert len(arguments) > 20  # as they come
+
+
+def test_arguments_as_text_and_calls_that_break():
+    text = json.dumps({"name": "f", "arguments": '{"a": 1}'})
+    assert gather(Calls(FORMATS["llama3_json"], id_maker(None)), text)[1][0]["function"]["arguments"] == '{"a": 1}'
+    broken = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>'
+    assert gather(Calls(FORMATS["hermes"], id_maker(None)), broken) == (broken, [])
+    cut = gather(Calls(FORMATS["hermes"], id_maker(None)), broken[:-20])
+    assert cut[1][0]["function"] == {"name": "f", "arguments": '{"a'}  # as far as it came
+    two = gather(Calls(LIST, id_maker(FORMATS["mistral"])), f"[{ROME},{NOW}]")[1]
+    assert all(c["id"].isalnum() and len(c["id"]) == 9 for c in two)
+
+
+def test_one_call_at_most(client, tools):
+    tools("mistral", f"[TOOL_CALLS] [{ROME}, {NOW}]")
+    whole, streamed = both(client, parallel_tool_calls=False)
+    assert said(whole) == said(streamed) == ("", CALLED[:1], "tool_calls")
+
+
+def test_log_probabilities_of_all_tokens_come(client, server, tools):
+    text = WRITTEN[1][1]
+    tools("hermes", text)
+    options = {"model": "tiny", "messages": ASK, "tools": TOOLS, "max_tokens": 200, "logprobs": True}
+    whole = client.chat.completions.create(**options).choices[0].logprobs.content
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(stream=True, **options)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [e.token for e in streamed] == [e.token for e in whole]
+    assert "".join(e.token for e in whole).startswith(text)
+
+
+def test_the_model_calls_only_where_it_may(client, tools):
+    tools(text=f"<tool_call>{ROME}</tool_call>")
+    whole, streamed = both(client, tool_choice="none")
+    assert said(whole) == said(streamed) == (f"<tool_call>{ROME}</tool_call>", [], "stop")
+    tools(auto=False)
+    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
+        both(client)
+    tools(source="{{ messages[0].content }}")
+    with pytest.raises(openai.BadRequestError, match="not shown"):
+        both(client)
+
+
+# ---- calls that are asked for ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_fit_their_schemas(client, tools, parallel):
+    tools()
+    bias = {str(ord("]") + 1): -8} if parallel else {}
+    whole, streamed = both(client, tool_choice="required", parallel_tool_calls=parallel, temperature=1, seed=5,
+                           logit_bias=bias)  # fmt: skip
+    assert said(whole) == said(streamed)
+    _, calls, finish = said(whole)
+    assert (whole.message.content, finish) == ("", "tool_calls")
+    assert 1 <= len(calls) <= (50 if parallel else 1)
+    for name, arguments in calls:
+        fits(name, arguments)
+
+
+def fits(name, arguments):
+    if name == "now":
+        assert arguments == {}
+    else:
+        assert name == "weather"
+        assert arguments["city"] in ("Bonn", "Rome")
+        assert 1 <= arguments["days"] <= 9
+
+
+def test_a_named_call_fits_its_schema(client, tools):
+    tools()
+    choice = {"type": "function", "function": {"name": "weather"}}
+    whole, streamed = both(client, tool_choice=choice, n=1, temperature=1, seed=2)
+    assert said(whole) == said(streamed)
+    assert (whole.message.content, said(whole)[2]) == ("", "stop")
+    ((name, arguments),) = said(whole)[1]
+    fits(name, arguments)
+
+
+def test_outputs_are_read_apart(client, tools):
+    tools("mistral")
+    made = client.chat.completions.create(
+        model="tiny", messages=ASK, tools=TOOLS, tool_choice="required", n=3, seed=1, max_tokens=200
+    )
+    for choice in made.choices:
+        for name, arguments in said(choice)[1]:
+            fits(name, arguments)
+
+
+@pytest.mark.parametrize(("more", "param"), [
+    ({"tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": TOOLS[:1] * 2}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}],
+      "tool_choice": "required"}, "tool_choice"),
+    ({"functions": []}, "functions"),
+    ({"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+     "messages"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(server, tools, more, param):
+    tools()
+    status, _, text = call(server, "/v1/chat/completions", {"messages": ASK, "tools": TOOLS, "max_tokens": 5, **more})
+    assert (status, error(text)["param"]) == (400, param), text
+
+
+def test_calls_and_their_results_go_back(server, client, tools):
+    tools(text=f"<tool_call>{ROME}</tool_call>")
+    reply = both(client)[0].message
+    answer = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "22"}
+    talk = [*ASK, reply.model_dump(exclude_none=True), answer]
+    from ridgeline.serve.chat import ChatCompletion
+
+    body = ChatCompletion.model_validate({"messages": talk, "tools": TOOLS, "max_tokens": 1})
+    text = server.service.vocabulary.decode(server.service.chat(body, b"").jobs[0].request.prompt)
+    rome = '{"city": "Rome \\"{}\\"", "days": 2}'
+    assert text == f"[weather now ]<user>Hi<assistant>weather={rome}<tool>22{answer['tool_call_id']}<assistant>"
+    assert client.chat.completions.create(model="tiny", messages=talk, tools=TOOLS, max_tokens=5).choices
+
+
+def test_options(folder, server):
+    from ridgeline.serve.checkpoint_settings import Options
+    from ridgeline.serve.server import make_service
+
+    with pytest.raises(UserError, match="hermes"):
+        make_service(server.engine, folder, options=Options(tool_parser="herms"))
+    with pytest.raises(UserError, match="--enable-auto-tool-choice"):
+        make_service(server.engine, folder, options=Options(auto_tools=True))
