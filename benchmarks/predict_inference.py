@@ -4,6 +4,8 @@
 
 DATA_DIR holds generation.csv, generation_engines.csv and serving.csv (the schemas of `ridgeline validate`). Errors of
 serving are with what is inferred of the load generators, and in lines that end in "fields only" with the file alone.
+Engines left out: the rows of an engine predicted with its mechanisms and another engine's seconds, as for an engine
+that nobody has measured.
 """
 
 import argparse
@@ -12,10 +14,12 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from ridgeline import experiments
 from ridgeline.predict import predict
+from ridgeline.predict.serving.engine_costs import ENGINES
 from ridgeline.spec.errors import UserError
 from ridgeline.validate import generation_rows as generation
 from ridgeline.validate import serving_rows as serving
@@ -65,6 +69,22 @@ def table(title, errors, skipped):
     return rows
 
 
+SECONDS = ("dispatch_s", "iteration_s", "schedule_s", "sequence_s", "layer_s", "prefill_share", "request_s")
+"""Constants of an engine that were fitted; the others say what it does."""
+OTHERS = {"vllm": "trtllm", "trtllm": "vllm"}
+
+
+def left_out(path):
+    """As :func:`judge`, with the seconds of each engine from the other one."""
+    own = dict(ENGINES)
+    for name, other in OTHERS.items():
+        ENGINES[name] = replace(own[name], **{field: getattr(own[other], field) for field in SECONDS})
+    try:
+        return judge(path, serving)
+    finally:
+        ENGINES.update(own)
+
+
 def clock(ask, repeats=5):
     """The least of a few processor times, after one warm-up."""
     ask()
@@ -109,6 +129,7 @@ def main():
         if not path.is_file():
             sys.exit(f"no {path.name} in {args.data}")
         report[name] = table(path.name, *judge(path, schema))
+    report["serving, engines left out"] = table("serving.csv, engines left out", *left_out(args.data / "serving.csv"))
     report["speed"] = speed()
     print(f"\nGPT-3 175B on 4 A100, prefill and 1000 tokens: {report['speed']['gpt3_1000_tokens_s'] * 1e3:.1f} ms")
     print(f"simulated requests per minute: {report['speed']['requests_per_minute']:,.0f}")

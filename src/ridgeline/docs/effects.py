@@ -201,5 +201,5 @@ def _pointed(m: dict[str, Any], data: dict[str, Any]) -> str:
 
 def _at(data: Any, path: str) -> float:
     for key in path.split("/"):
-        data = data[key]
+        data = data[int(key)] if isinstance(data, list) else data[key]
     return float(data)
