@@ -184,11 +184,11 @@ def ctrl_c_between_steps() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def require_package(package: str) -> None:
-    """Raises :class:`UserError` where a package of the ``serve`` extra is missing."""
+def require_package(package: str, extra: str = "serve") -> None:
+    """Raises :class:`UserError` where a package of an extra is missing."""
     import importlib.util
 
     from ridgeline.spec.errors import UserError
 
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"serving needs the `{package}` package", "pip install 'ridgeline[serve]'")
+        raise UserError(f"this needs the `{package}` package", f"pip install 'ridgeline[{extra}]'")

@@ -15,7 +15,7 @@ FLOORS = [
     ("runtime",),
     ("techniques",),
     ("predict", "train", "compress", "serve"),
-    ("search", "measure", "validate"),
+    ("search", "measure", "validate", "fleet"),
     ("study",),
     ("cli", "web", "docs"),
 ]

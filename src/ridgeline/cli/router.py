@@ -1,0 +1,71 @@
+"""`ridgeline router`: one endpoint before several servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ridgeline.cli.base import app, require_package, say
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+
+@app.command()
+def router(
+    servers: Annotated[list[str], typer.Argument(metavar="URL...", help="Addresses of the servers.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8080,
+    policy: Annotated[str, typer.Option(help="Routing policy: prefix, least-loaded or random.")] = "prefix",
+    tenants: Annotated[Path | None, typer.Option(help="TOML file of tenants: keys and limits.")] = None,
+    member_key: Annotated[str, typer.Option(envvar="RIDGELINE_API_KEY", help="API key that the servers ask for.")] = "",
+    admin_key: Annotated[
+        str, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for draining and resuming members.")
+    ] = "",
+    wait: Annotated[float, typer.Option(min=0, help="Seconds that a request waits for a server to come up.")] = 30.0,
+) -> None:
+    """Route OpenAI requests to servers by their load, their cached prefixes and their adapters. Ctrl-C stops it."""
+    require_package("aiohttp", "fleet")
+    import asyncio
+    import contextlib
+
+    from aiohttp import web
+
+    from ridgeline.fleet.members import Members
+    from ridgeline.fleet.policies import POLICIES
+    from ridgeline.fleet.router import Limits, Router
+    from ridgeline.fleet.tenants import Tenants, load_tenants
+    from ridgeline.spec.errors import UserError, unknown
+
+    if policy not in POLICIES:
+        raise unknown("policy", policy, POLICIES)
+    for url in servers:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"{url!r} is not an address", "write http://127.0.0.1:8000")
+    members = Members(servers, say, member_key)
+    known = Tenants(load_tenants(tenants) if tenants else ())
+    routing = Router(members, POLICIES[policy](), known, Limits(wait_s=wait), admin_key)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(web.AppRunner(routing.app(), handler_cancellation=True, access_log=None), host, port))
+
+
+async def _serve(runner: web.AppRunner, host: str, port: int) -> None:
+    import asyncio
+
+    from aiohttp import web
+
+    from ridgeline.spec.errors import UserError
+
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as e:
+        raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port") from None
+    try:
+        say(f"routing on http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}")
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

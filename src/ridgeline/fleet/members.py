@@ -1,0 +1,93 @@
+"""The servers of a fleet: what is known of each, and how that is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import aiohttp
+
+EVERY = 1.0
+"""Seconds between two looks at a member's health."""
+PATIENCE = 5.0
+"""Seconds after which a health check without an answer has failed."""
+FAILURES = 2
+"""Failed health checks in a row after which a member is down; a refused connection is enough."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server."""
+
+    url: str
+    state: Literal["unknown", "up", "draining", "down"] = "unknown"
+    models: frozenset[str] = frozenset()
+    """Models and adapters that it lists."""
+    running: int = 0
+    """Requests of this router that it is answering."""
+    sent: int = 0
+    """Requests that were forwarded to it, repeated ones too."""
+    failed: int = 0
+    """Those of them that it did not answer."""
+    missed: int = 0
+    """Failed health checks in a row."""
+    changed: float = field(default_factory=time.monotonic)
+    """When ``state`` changed last (:func:`time.monotonic`)."""
+
+    def become(self, state: Literal["up", "draining", "down"]) -> bool:
+        """Change the state; returns whether it was another."""
+        if self.state == state:
+            return False
+        self.state, self.changed = state, time.monotonic()
+        return True
+
+
+class Members:
+    """All servers of a fleet, and the task that watches them. ``say`` gets a line per change; ``key`` is the API key
+    that the members themselves ask for, instead of the clients'."""
+
+    def __init__(self, urls: Iterable[str], say: Callable[[str], None] = lambda _: None, key: str = "") -> None:
+        self.all = [Member(url.rstrip("/")) for url in dict.fromkeys(urls)]
+        self.say = say
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def find(self, url: str) -> Member | None:
+        """The member at an address."""
+        return next((m for m in self.all if m.url == url.rstrip("/")), None)
+
+    def able(self, model: str | None) -> list[Member]:
+        """Members that take new requests for a model or adapter; None: for any."""
+        up = [m for m in self.all if m.state == "up"]
+        return [m for m in up if model is None or model in m.models]
+
+    def lost(self, member: Member, why: str) -> None:
+        """A member refused a connection or broke one: it gets nothing more until it is healthy again."""
+        if member.state != "draining" and member.become("down"):
+            self.say(f"{member.url} is down: {why}")
+
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Look at every member again and again, until cancelled."""
+        while True:
+            await asyncio.gather(*(self.look(session, m) for m in self.all))
+            await asyncio.sleep(EVERY)
+
+    async def look(self, session: aiohttp.ClientSession, member: Member) -> None:
+        """Whether a member is healthy, and what it serves."""
+        limit, headers = aiohttp.ClientTimeout(total=PATIENCE), self.headers
+        try:
+            async with session.get(f"{member.url}/health", headers=headers, timeout=limit) as answer:
+                answer.raise_for_status()
+            async with session.get(f"{member.url}/v1/models", headers=headers, timeout=limit) as answer:
+                answer.raise_for_status()
+                member.models = frozenset(str(m["id"]) for m in (await answer.json())["data"])
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as e:
+            member.missed += 1
+            if member.missed >= FAILURES or isinstance(e, aiohttp.ClientConnectorError):
+                self.lost(member, str(e) or type(e).__name__)
+            return
+        member.missed = 0
+        if member.state != "draining" and member.become("up"):
+            self.say(f"{member.url} is up: {', '.join(sorted(member.models))}")

@@ -1,0 +1,299 @@
+"""One OpenAI endpoint before several servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from ridgeline.fleet.exposition import merged
+from ridgeline.fleet.members import PATIENCE, Member, Members
+from ridgeline.fleet.policies import Policy
+from ridgeline.fleet.tenants import Tenant, Tenants
+
+LARGEST = 64 << 20
+"""Bytes of a request's body at most."""
+AGAIN = frozenset({429, 502, 503, 504})
+"""Answers after which another member is asked: this one is full, or not there."""
+HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers",
+                 "transfer-encoding", "upgrade", "host", "content-length", "content-encoding"})  # fmt: skip
+"""Headers of one connection (RFC 9110, section 7.6.1), and those that are made anew."""
+
+
+@dataclass
+class Limits:
+    """Limits of a router."""
+
+    wait_s: float = 30.0
+    """Seconds that a request waits for a member to come up."""
+    connect_s: float = 5.0
+    """Seconds for a connection to a member."""
+
+
+class Router:
+    """Forwards requests. ``admin_key``: what drains members; empty: only requests of this machine do."""
+
+    def __init__(
+        self, members: Members, policy: Policy, tenants: Tenants | None = None, limits: Limits | None = None,
+        admin_key: str = "",
+    ) -> None:  # fmt: skip
+        self.members, self.policy = members, policy
+        self.tenants, self.limits, self.admin_key = tenants or Tenants(), limits or Limits(), admin_key
+        self.retries = self.broken = 0
+
+    def app(self) -> web.Application:
+        """The application, which watches the members while it runs."""
+        app = web.Application(client_max_size=LARGEST)
+        app.cleanup_ctx.append(self._session)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/fleet", self.status)
+        app.router.add_post("/fleet/{action:drain|resume}", self.manage)
+        app.router.add_route("*", "/{path:.*}", self.forward)
+        return app
+
+    async def _session(self, app: web.Application) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self.session:
+            watch = asyncio.create_task(self.members.watch(self.session))
+            yield
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    # ---- what it says of itself --------------------------------------------------------------------------------------
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 while any member is up."""
+        return web.Response(status=200 if self.members.able(None) else 503)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Models and adapters of all members that are up."""
+        if (refused := self._unknown(request)) is not None:
+            return refused
+        names = sorted({name for m in self.members.able(None) for name in m.models})
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "ridgeline"} for name in names]
+        return web.json_response({"object": "list", "data": data})
+
+    async def status(self, _: web.Request) -> web.Response:
+        """Members with their states and counts."""
+        members = [
+            {"url": m.url, "state": m.state, "models": sorted(m.models), "running": m.running, "sent": m.sent,
+             "failed": m.failed} for m in self.members.all
+        ]  # fmt: skip
+        return web.json_response({"members": members, "retries": self.retries, "broken": self.broken})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """The router's counts and every member's metrics, with the label ``member``."""
+        asked = [m for m in self.members.all if m.state in ("up", "draining")]
+        texts = await asyncio.gather(*(self._scraped(m) for m in asked))
+        text = merged([(m.url, text) for m, text in zip(asked, texts, strict=True)], self.members.all, self.retries,
+                      self.broken)  # fmt: skip
+        return web.Response(text=text, content_type="text/plain")
+
+    async def _scraped(self, member: Member) -> str:
+        try:
+            timeout = aiohttp.ClientTimeout(total=PATIENCE)
+            url, headers = f"{member.url}/metrics", self.members.headers
+            async with self.session.get(url, headers=headers, timeout=timeout) as answer:
+                return await answer.text()
+        except (aiohttp.ClientError, asyncio.TimeoutError, UnicodeDecodeError):
+            return ""
+
+    async def manage(self, request: web.Request) -> web.Response:
+        """Drain a member (it finishes what it has) or let it have requests again."""
+        if not self._may_manage(request):
+            return _error(403, "drain and resume need the admin key", "permission_error")
+        try:
+            url = str((await request.json())["url"])
+        except (ValueError, KeyError, TypeError):
+            return _error(400, 'give {"url": "http://…"} of a member', "invalid_request_error")
+        member = self.members.find(url)
+        if member is None:
+            known = ", ".join(m.url for m in self.members.all)
+            return _error(404, f"{url} is no member of this fleet: {known}", "invalid_request_error")
+        if request.match_info["action"] == "drain":
+            member.become("draining")
+        elif member.become("down"):  # until the next look at its health
+            self.policy.forget(member)
+        return web.json_response({"url": member.url, "state": member.state, "running": member.running})
+
+    def _may_manage(self, request: web.Request) -> bool:
+        if self.admin_key:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            return hmac.compare_digest(given.encode(), self.admin_key.encode())
+        try:
+            return ipaddress.ip_address(request.remote or "").is_loopback
+        except ValueError:
+            return False
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _unknown(self, request: web.Request) -> web.Response | None:
+        """The refusal of a request without a tenant's key."""
+        if self.tenants.all and self.tenants.find(request.headers.get("Authorization", "")) is None:
+            return _error(401, "the API key is not that of a tenant", "authentication_error")
+        return None
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Send a request to a member, and to another one as long as nothing of an answer was passed on."""
+        if (refused := self._unknown(request)) is not None:
+            return refused
+        tenant = self.tenants.find(request.headers.get("Authorization", ""))
+        if tenant is not None and (wait := self.tenants.refusal(tenant)) is not None:
+            headers = {"Retry-After": str(max(1, round(wait[1])))}
+            return _error(429, wait[0], "rate_limit_error", headers)
+        try:
+            return await self._forwarded(request, await request.read())
+        finally:
+            _left(tenant)
+
+    async def _forwarded(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        model, prompt = described(body)
+        tried: set[Member] = set()
+        last: web.Response | None = None
+        while (member := await self._next(model, prompt, tried)) is not None:
+            self.retries += bool(tried)
+            tried.add(member)
+            member.running += 1
+            member.sent += 1
+            reply = Reply(request)
+            try:
+                last = await self._ask(member, request, body, reply)
+                if last is None or last.status not in AGAIN:
+                    return last or reply.response
+                member.failed += 1
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as e:
+                if request.transport is None or request.transport.is_closing():
+                    raise  # the client has left
+                member.failed += 1
+                self.members.lost(member, str(e) or type(e).__name__)
+                if reply.begun:
+                    self.broken += 1
+                    return await reply.cut_short(member.url)
+            finally:
+                member.running -= 1
+        return last or _error(503, "no server of this fleet is up", "service_unavailable")
+
+    async def _next(self, model: str | None, prompt: str, tried: set[Member]) -> Member | None:
+        """The member to ask; waits where none is up. None: all were tried."""
+        deadline = asyncio.get_running_loop().time() + self.limits.wait_s
+        while True:
+            up = self.members.able(None)
+            left = [m for m in self.members.able(model) or up if m not in tried]
+            if left:
+                return self.policy.choose(left, prompt)
+            if up or asyncio.get_running_loop().time() > deadline:
+                return None
+            await asyncio.sleep(0.05)
+            tried.clear()  # who was down may be up again
+
+    async def _ask(self, member: Member, request: web.Request, body: bytes, reply: Reply) -> web.Response | None:
+        """A member's answer; None where it was streamed. Raises what a connection raises."""
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP} | self.members.headers
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_s)
+        async with self.session.request(
+            request.method, member.url + request.path_qs, data=body or None, headers=headers, timeout=timeout,
+            allow_redirects=False,
+        ) as answer:  # fmt: skip
+            kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP}
+            if answer.content_type != "text/event-stream":
+                return web.Response(status=answer.status, headers=kept, body=await answer.read())
+            await reply.stream(answer, kept)
+            return None
+
+
+class Reply:
+    """A streamed answer on its way to a client: held back until it has a token."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.request = request
+        self.response = web.StreamResponse()
+        self.begun = False
+
+    async def stream(self, answer: aiohttp.ClientResponse, headers: dict[str, str]) -> None:
+        """Pass events on. Raises what the connection raises; ``begun``: whether the client has got anything."""
+        held = b""
+        async for data in answer.content.iter_any():
+            held += data
+            if not self.begun:
+                if not has_token(held):
+                    continue
+                self.response = web.StreamResponse(status=answer.status, headers=headers)
+                await self.response.prepare(self.request)
+                self.begun = True
+            await self.response.write(held)
+            held = b""
+        if not self.begun:  # an end without any token
+            self.response = web.StreamResponse(status=answer.status, headers=headers)
+            await self.response.prepare(self.request)
+            self.begun = True
+            await self.response.write(held)
+        await self.response.write_eof()
+
+    async def cut_short(self, url: str) -> web.StreamResponse:
+        """Tell the client that the answer broke off: what it has cannot be taken back."""
+        message = f"the server at {url} was lost in the middle of the answer"
+        event = {"error": {"message": message, "type": "server_error", "code": 502}}
+        with contextlib.suppress(ConnectionError):
+            await self.response.write(f"data: {json.dumps(event)}\n\n".encode())
+            await self.response.write_eof()
+        return self.response
+
+
+def has_token(events: bytes) -> bool:
+    """Whether server-sent events hold more than the roles with which chats begin."""
+    for line in events.splitlines():
+        if not line.startswith(b"data:"):
+            continue
+        try:
+            chunk = json.loads(line[5:])
+        except ValueError:
+            if line[5:].strip() == b"[DONE]":
+                return True
+            continue  # the rest of it is still to come
+        choices = chunk.get("choices") if isinstance(chunk, dict) else None
+        if choices is None or any(_says(c) for c in choices):
+            return True
+    return False
+
+
+def _says(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    said = [v for k, v in delta.items() if k != "role"]
+    return any(said) or bool(choice.get("text")) or choice.get("finish_reason") is not None
+
+
+def described(body: bytes) -> tuple[str | None, str]:
+    """Model and text of a request, as far as it has them: what requests with the same beginning share."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return None, ""
+    if not isinstance(asked, dict):
+        return None, ""
+    model = asked.get("model")
+    for name in ("messages", "prompt", "input"):
+        if (given := asked.get(name)) is not None:
+            text = given if isinstance(given, str) else json.dumps(given)[:-1]  # what follows may be more of a list
+            return model if isinstance(model, str) else None, f"{model}\n{text}"
+    return model if isinstance(model, str) else None, ""
+
+
+def _left(tenant: Tenant | None) -> None:
+    if tenant is not None:
+        tenant.running -= 1
+
+
+def _error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> web.Response:
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return web.json_response(body, status=status, headers=headers)
