@@ -186,7 +186,7 @@ class Simulation:
 
     def _batch_costs(self, longest: int) -> CostTable:
         """Seconds of padded batches, as the engine measures them at its start."""
-        limits, most = self.limits, min(longest, self.limits.max_num_batched_tokens)
+        limits, most = self.limits, max(1, min(longest, self.limits.max_num_batched_tokens))
         return CostTable({
             (length, batch): self.costs.mixed([(length, 0)] * batch, 0, 0)
             for length in [*grid(most), most] for batch in grid(limits.max_num_seqs)
