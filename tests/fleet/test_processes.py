@@ -1,5 +1,7 @@
 """The router as a process, before real servers, one of which is killed."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -45,3 +47,82 @@ def test_a_killed_server_loses_nothing_that_has_no_token(checkpoint):
         finally:
             router.terminate()
             router.wait()
+
+
+def test_a_fleet_of_processes(checkpoint, tmp_path):
+    """Servers that are killed come back at their address, a rolling restart loses no request, and all of them end."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'[fleet]\nport = 0\n[[servers]]\ncheckpoint = "{checkpoint}"\nreplicas = 2\n')
+    command = [sys.executable, "-m", "ridgeline", "fleet"]
+    fleet = subprocess.Popen([*command, "up", str(file)], stderr=subprocess.PIPE, text=True)
+    lines, more = [], threading.Condition()
+
+    def read():
+        for line in fleet.stderr:
+            with more:
+                lines.append(line)
+                more.notify_all()
+
+    threading.Thread(target=read, daemon=True).start()
+
+    def wait(times, what):
+        with more:
+            assert more.wait_for(lambda: sum(what in x for x in lines) >= times, 120), lines
+
+    def manage(*words):
+        done = subprocess.run([*command, *words, "--at", url], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        wait(1, "routing on")
+        url = next(x for x in lines if "routing on" in x).split()[-1]
+        wait(2, " is up: ")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        model = client.models.list().data[0].id
+
+        def text(i):
+            return client.completions.create(model=model, prompt=f"{i}", max_tokens=8, temperature=0).choices[0].text
+
+        expected = [text(i) for i in range(4)]
+        children = subprocess.run(["pgrep", "-P", str(fleet.pid)], capture_output=True, text=True).stdout.split()
+        assert len(children) == 2
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert [text(i) for i in range(4)] == expected
+        wait(3, " is up: ")
+        assert "restarted one after another" in manage("restart")
+        count = 0
+        while sum("was restarted" in x for x in lines) < 2:
+            assert text(count % 4) == expected[count % 4]
+            count += 1
+        assert count > 3
+        assert manage("status").count(" up ") == 2
+        assert "2 servers end" in manage("down")
+        assert fleet.wait(60) == 0
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+    finally:
+        fleet.terminate()
+        fleet.wait(60)
+
+
+def test_no_fleet_there():
+    done = subprocess.run([sys.executable, "-m", "ridgeline", "fleet", "status", "--at", "http://127.0.0.1:9"],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 2
+    assert "no fleet at" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "servers"), ("[[servers]]\ncheckpoint = 'nowhere'\n", "no checkpoint"), ("x =", "TOML"),
+    ("[[servers]]\ncheckpoint = '.'\noptions = ['--port=1']\n", "--port"),
+    ("[fleet]\npolicy = 'best'\n[[servers]]\ncheckpoint = '.'\n", "policy"),
+])  # fmt: skip
+def test_bad_fleet_files(tmp_path, text, says):
+    from ridgeline.fleet.processes import load_fleet
+    from ridgeline.spec.errors import UserError
+
+    path = tmp_path / "fleet.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says):
+        load_fleet(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,9 @@ import typer
 from ridgeline.cli.base import app, require_package, say
 
 if TYPE_CHECKING:
-    from aiohttp import web
+    from collections.abc import AsyncIterator
+
+    from ridgeline.fleet.router import Router
 
 
 @app.command()
@@ -31,8 +34,6 @@ def router(
     import asyncio
     import contextlib
 
-    from aiohttp import web
-
     from ridgeline.fleet.members import Members
     from ridgeline.fleet.policies import POLICIES
     from ridgeline.fleet.router import Limits, Router
@@ -48,24 +49,29 @@ def router(
     known = Tenants(load_tenants(tenants) if tenants else ())
     routing = Router(members, POLICIES[policy](), known, Limits(wait_s=wait), admin_key)
 
+    async def run() -> None:
+        async with listening(routing, host, port):
+            await asyncio.Event().wait()
+
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(web.AppRunner(routing.app(), handler_cancellation=True, access_log=None), host, port))
+        asyncio.run(run())
 
 
-async def _serve(runner: web.AppRunner, host: str, port: int) -> None:
-    import asyncio
-
+@asynccontextmanager
+async def listening(routing: Router, host: str, port: int) -> AsyncIterator[None]:
+    """The router behind its socket. Raises :class:`UserError` where it cannot listen."""
     from aiohttp import web
 
     from ridgeline.spec.errors import UserError
 
+    runner = web.AppRunner(routing.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as e:
-        raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another --port") from None
-    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as e:
+            raise UserError(f"cannot listen on {host}:{port}: {e.strerror}", "choose another port") from None
         say(f"routing on http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}")
-        await asyncio.Event().wait()
+        yield
     finally:
         await runner.cleanup()

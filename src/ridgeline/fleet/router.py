@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class Router:
         self.members, self.policy = members, policy
         self.tenants, self.limits, self.admin_key = tenants or Tenants(), limits or Limits(), admin_key
         self.retries = self.broken = 0
+        self.restart: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Restarts the members one after another, where this process has started them."""
+        self.down: Callable[[], None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def app(self) -> web.Application:
         """The application, which watches the members while it runs."""
@@ -58,6 +62,7 @@ class Router:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/fleet", self.status)
         app.router.add_post("/fleet/{action:drain|resume}", self.manage)
+        app.router.add_post("/fleet/{action:restart|down}", self.control)
         app.router.add_route("*", "/{path:.*}", self.forward)
         return app
 
@@ -126,6 +131,20 @@ class Router:
         elif member.become("down"):  # until the next look at its health
             self.policy.forget(member)
         return web.json_response({"url": member.url, "state": member.state, "running": member.running})
+
+    async def control(self, request: web.Request) -> web.Response:
+        """Restart all members one after another, or end the fleet."""
+        if not self._may_manage(request):
+            return _error(403, "restart and down need the admin key", "permission_error")
+        if self.restart is None or self.down is None:
+            return _error(409, "these servers were not started by the router", "invalid_request_error")
+        if request.match_info["action"] == "down":
+            self.down()
+        else:
+            task = asyncio.create_task(self.restart())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return web.json_response({"members": [m.url for m in self.members.all]}, status=202)
 
     def _may_manage(self, request: web.Request) -> bool:
         if self.admin_key:

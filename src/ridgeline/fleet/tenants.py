@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,21 +39,29 @@ class Tenant:
 
 
 def load_tenants(path: Path) -> list[Tenant]:
-    """The tenants of a TOML file: a table ``[tenants.NAME]`` each, with ``key``, ``requests_per_minute`` and
-    ``concurrency``. Raises :class:`UserError` naming what is wrong."""
+    """The tenants of a TOML file. Raises :class:`UserError` naming what is wrong."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))["tenants"]
-        found = [TypeAdapter(Tenant).validate_python({"name": name, **table}) for name, table in tables.items()]
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}", "give a TOML file of tenants") from None
+    except ValueError as e:
+        raise UserError(f"{path} is not valid TOML: {e}") from None
+    if "tenants" not in tables:
+        raise UserError(f"{path} has no tenants", "write [tenants.NAME]; see docs/fleet.md")
+    return tenants_of(tables["tenants"], path)
+
+
+def tenants_of(tables: Any, path: Path) -> list[Tenant]:
+    """The tenants of tables ``[tenants.NAME]`` with ``key``, ``requests_per_minute`` and ``concurrency``. Raises
+    :class:`UserError` naming what is wrong."""
+    try:
+        found = [TypeAdapter(Tenant).validate_python({"name": name, **table}) for name, table in tables.items()]
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(str(x) for x in first["loc"])
         raise UserError(f"{path}: {where}: {first['msg']}", "see docs/fleet.md") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as e:
-        raise UserError(
-            f"{path} is no file of tenants: {e}", "write [tenants.NAME] tables; see docs/fleet.md"
-        ) from None
+    except (AttributeError, TypeError):
+        raise UserError(f"{path}: tenants are tables", "write [tenants.NAME]; see docs/fleet.md") from None
     if any(not t.key for t in found) or len({t.key for t in found}) < len(found):
         raise UserError(f"{path}: keys must be there and differ", "give every tenant a key of its own")
     return found

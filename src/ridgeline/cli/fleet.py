@@ -1,0 +1,125 @@
+"""`ridgeline fleet`: servers as processes behind one endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ridgeline.cli.base import Json, app, require_package, say
+
+if TYPE_CHECKING:
+    from ridgeline.fleet.processes import Fleet
+
+fleet = typer.Typer(no_args_is_help=True, help="Run several servers behind one endpoint, and manage them.")
+app.add_typer(fleet, name="fleet")
+At = Annotated[str, typer.Option("--at", help="Address of the fleet's router.")]
+AdminKey = Annotated[str, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for managing the fleet.")]
+URL = "http://127.0.0.1:8080"
+
+
+@fleet.command()
+def up(
+    file: Annotated[Path, typer.Argument(metavar="FLEET", help="Fleet file (TOML).")],
+    admin_key: AdminKey = "",
+    member_key: Annotated[str, typer.Option(envvar="RIDGELINE_API_KEY", help="API key that the servers ask for.")] = "",
+) -> None:
+    """Start a fleet's servers and its router; restart servers that end. Ctrl-C ends all of them."""
+    for package in ("fastapi", "uvicorn"):
+        require_package(package)
+    require_package("aiohttp", "fleet")
+    import asyncio
+    import contextlib
+
+    from ridgeline.fleet.processes import Fleet, load_fleet
+
+    table, tenants = load_fleet(file)
+
+    async def run() -> None:
+        await _serve(Fleet(table, tenants, say, admin_key, member_key))
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(run())
+
+
+async def _serve(running: Fleet) -> None:
+    import asyncio
+    import signal
+
+    from ridgeline.cli.router import listening
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.down)
+
+    table = running.file.fleet
+    async with listening(running.router, table.host, table.port):
+        await running.run()
+
+
+@fleet.command()
+def status(at: At = URL, json: Json = False) -> None:
+    """Show a fleet's servers: states, requests, models."""
+    import json as js
+
+    found = _call(at, "fleet")
+    if json:
+        print(js.dumps(found))
+        return
+    for m in found["members"]:
+        print(f"{m['url']}  {m['state']}  {m['running']} running, {m['sent']} sent, {m['failed']} failed  "
+              f"{', '.join(m['models'])}")  # fmt: skip
+    print(f"{found['retries']} requests asked of another server, {found['broken']} answers cut short")
+
+
+@fleet.command()
+def drain(
+    server: Annotated[str, typer.Argument(help="Address of the server.")], at: At = URL, admin_key: AdminKey = ""
+) -> None:
+    """Let a server finish its requests, and send it no more."""
+    found = _call(at, "fleet/drain", {"url": server}, admin_key)
+    print(f"{found['url']} is draining: {found['running']} running")
+
+
+@fleet.command()
+def resume(
+    server: Annotated[str, typer.Argument(help="Address of the server.")], at: At = URL, admin_key: AdminKey = ""
+) -> None:
+    """Send requests to a drained server again, once it is healthy."""
+    print(f"{_call(at, 'fleet/resume', {'url': server}, admin_key)['url']} takes requests when it is healthy")
+
+
+@fleet.command()
+def restart(at: At = URL, admin_key: AdminKey = "") -> None:
+    """Restart all servers, one after another, without losing a request."""
+    print(f"{len(_call(at, 'fleet/restart', {}, admin_key)['members'])} servers are restarted one after another")
+
+
+@fleet.command()
+def down(at: At = URL, admin_key: AdminKey = "") -> None:
+    """End a fleet."""
+    print(f"{len(_call(at, 'fleet/down', {}, admin_key)['members'])} servers end")
+
+
+def _call(at: str, path: str, body: dict[str, Any] | None = None, key: str = "") -> Any:
+    """The router's answer. Raises :class:`UserError` for a refusal, or where there is no router."""
+    import json
+    import urllib.error
+    import urllib.request
+
+    from ridgeline.spec.errors import UserError
+
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    try:
+        request = urllib.request.Request(f"{at.rstrip('/')}/{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as e:
+        text = e.read(2000).decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            text = f"the answer was {e.code}"
+        raise UserError(f"{at}: {text}", "is it the address of a fleet's router?") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"no fleet at {at}: {e}", "start one with `ridgeline fleet up FILE`, or give --at") from None

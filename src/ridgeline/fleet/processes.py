@@ -1,0 +1,196 @@
+"""A fleet on one machine: servers as processes of their own, started again when they end, behind one router."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ridgeline.fleet.members import Member, Members
+from ridgeline.fleet.policies import POLICIES
+from ridgeline.fleet.router import Limits, Router
+from ridgeline.fleet.tenants import Tenant, Tenants, tenants_of
+from ridgeline.jobs.launch import free_port
+from ridgeline.spec.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LONGEST_PAUSE = 30.0
+"""Seconds at most before a server that keeps ending is started again."""
+GRACE = 20.0
+"""Seconds that a server gets to end by itself."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerTable(_Table):
+    """One ``[[servers]]`` of a file."""
+
+    checkpoint: str
+    replicas: int = Field(default=1, ge=1)
+    options: list[str] = []
+    """Options of ``ridgeline serve``."""
+
+
+class FleetTable(_Table):
+    """``[fleet]``."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8080, ge=0, le=65535)
+    policy: Literal["prefix", "least-loaded", "random"] = "prefix"
+    wait_s: float = Field(default=30.0, ge=0)
+    """Seconds that a request waits for a server to come up."""
+    drain_s: float = Field(default=300.0, ge=0)
+    """Seconds that a server gets to finish its requests before it is restarted."""
+
+
+class FleetFile(_Table):
+    """A fleet as written in its file, but for the tenants."""
+
+    fleet: FleetTable = FleetTable()
+    servers: list[ServerTable] = Field(min_length=1)
+
+
+def load_fleet(path: Path) -> tuple[FleetFile, list[Tenant]]:
+    """The fleet of a TOML file, and its tenants. Raises :class:`UserError` naming what is wrong."""
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}", "give a TOML file with [[servers]]") from None
+    except ValueError as e:
+        raise UserError(f"{path} is not valid TOML: {e}") from None
+    tenants = tenants_of(tables.pop("tenants", {}), path)
+    try:
+        file = FleetFile.model_validate(tables)
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(str(x) for x in first["loc"])
+        raise UserError(f"{path}: {where}: {first['msg']}", "see docs/fleet.md") from None
+    for s in file.servers:
+        if not Path(s.checkpoint).is_dir():
+            raise UserError(f"{path}: no checkpoint at {s.checkpoint}", "give the directory of a checkpoint")
+        if taken := {"--port", "--host"} & {o.partition("=")[0] for o in s.options}:
+            raise UserError(f"{path}: {min(taken)} is the fleet's own", "leave it out")
+    return file, tenants
+
+
+class ServerProcess:
+    """One server, whose address stays when it is started again. ``say`` gets its lines."""
+
+    def __init__(self, table: ServerTable, say: Callable[[str], None]) -> None:
+        self.table, self.say = table, say
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: asyncio.subprocess.Process | None = None
+        self.stopping = self.asked = False
+
+    async def run(self) -> None:
+        """Start it, and again whenever it ends, until :meth:`stop`."""
+        pause = 1.0
+        while not self.stopping:
+            began = asyncio.get_running_loop().time()
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "ridgeline", "serve", self.table.checkpoint, "--host", "127.0.0.1",
+                "--port", str(self.port), *self.table.options, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            assert self.process.stderr is not None
+            async for line in self.process.stderr:
+                self.say(f"{self.url}: {line.decode(errors='replace').rstrip()}")
+            code = await self.process.wait()
+            if self.stopping:
+                return
+            if self.asked:
+                self.asked = False
+                continue
+            pause = 1.0 if asyncio.get_running_loop().time() - began > 60 else min(2 * pause, LONGEST_PAUSE)
+            self.say(f"{self.url} ended with code {code}; it is started again in {pause:g} s")
+            await asyncio.sleep(pause)
+
+    async def end(self) -> None:
+        """Ask the process to end, and kill it if it does not; :meth:`run` starts it again unless it is stopping."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.asked = True
+        self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), GRACE)
+        except asyncio.TimeoutError:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End it for good."""
+        self.stopping = True
+        await self.end()
+
+
+class Fleet:
+    """The servers of a file, and the router before them."""
+
+    def __init__(
+        self, file: FleetFile, tenants: list[Tenant], say: Callable[[str], None], admin_key: str = "",
+        member_key: str = "",
+    ) -> None:  # fmt: skip
+        self.file, self.say = file, say
+        self.servers = [ServerProcess(table, say) for table in file.servers for _ in range(table.replicas)]
+        members = Members([s.url for s in self.servers], say, member_key)
+        limits = Limits(wait_s=file.fleet.wait_s)
+        self.router = Router(members, POLICIES[file.fleet.policy](), Tenants(tenants), limits, admin_key)
+        self.router.restart, self.router.down = self.restart, self.down
+        self.ended = asyncio.Event()
+        self.restarting = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Keep the servers running until :meth:`down`; then end them."""
+        tasks = [asyncio.create_task(s.run()) for s in self.servers]
+        try:
+            await self.ended.wait()
+        finally:
+            await asyncio.gather(*(s.stop() for s in self.servers))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def down(self) -> None:
+        """End the fleet."""
+        self.ended.set()
+
+    async def restart(self) -> None:
+        """Restart the servers one after another: each finishes its requests first, and the next one waits until it is
+        healthy again."""
+        async with self.restarting:
+            for s in self.servers:
+                member = self.router.members.find(s.url)
+                assert member is not None
+                member.become("draining")
+                await self._until(partial(_idle, member), self.file.fleet.drain_s)
+                await s.end()
+                member.become("down")
+                self.router.policy.forget(member)
+                await self._until(partial(_up, member), math.inf)
+                self.say(f"{s.url} was restarted")
+
+    async def _until(self, holds: Callable[[], bool], seconds: float) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not holds() and asyncio.get_running_loop().time() < deadline and not self.ended.is_set():
+            await asyncio.sleep(0.05)
+
+
+def _idle(member: Member) -> bool:
+    return not member.running
+
+
+def _up(member: Member) -> bool:
+    return member.state == "up"
