@@ -133,9 +133,11 @@ def test_a_response_is_continued(client, server, monkeypatch):
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    with pytest.raises(openai.BadRequestError) as e:
+    with pytest.raises(openai.NotFoundError, match="not found") as e:
         client.responses.create(input="And?", previous_response_id=first.id, **OPTIONS)
     assert (e.value.param, e.value.code) == ("previous_response_id", "previous_response_not_found")
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        client.responses.cancel(second.id)
     unkept = client.responses.create(input="Hi", store=False, **OPTIONS)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unkept.id)
@@ -154,8 +156,14 @@ def test_responses_belong_to_their_key_and_the_oldest_go(folder, monkeypatch):
         assert call(server, f"/v1/responses/{names[2]}", method="DELETE", key="b")[0] == 404
 
 
+def test_a_conversation_is_cut_to_its_end(client, server):
+    long = client.responses.create(input="x" * 2 * server.service.max_model_len, truncation="auto", **OPTIONS)
+    assert (long.truncation, long.usage.input_tokens) == ("auto", server.service.max_model_len - 12)
+    assert long.usage.output_tokens == 12
+
+
 @pytest.mark.parametrize(("more", "param"), [
-    ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"), ({"truncation": "always"}, "truncation"),
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input"), ({"tools": [{"type": "web_search"}]}, "tools"),

@@ -14,7 +14,7 @@ import ridgeline
 from ridgeline.serve.bodies import WrongBody, body_route
 from ridgeline.serve.engine_loop import Failed
 from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
-from ridgeline.serve.request import Busy, Invalid
+from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.routes import (
     LOAD_ADAPTER,
     RESET_CACHE,
@@ -37,9 +37,7 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
                max_body: int = MAX_BODY, root_path: str = "") -> FastAPI:  # fmt: skip
     """The server around ``service``, whose loop runs as long as the app does. ``root_path``: a prefix of all paths,
     which a proxy may have taken off. Raises :class:`UserError` for one that is none."""
-    root_path = root_path.rstrip("/")
-    if root_path and not root_path.startswith("/"):
-        raise UserError(f"--root-path {root_path!r} does not begin with a slash", f"give /{root_path}")
+    root_path = path_prefix(root_path)
     loop = service.loop
 
     @contextlib.asynccontextmanager
@@ -62,6 +60,14 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
     return app
 
 
+def path_prefix(root_path: str) -> str:
+    """A prefix of paths without a slash at its end. Raises :class:`UserError` for one without one at its beginning."""
+    root_path = root_path.rstrip("/")
+    if root_path and not root_path.startswith("/"):
+        raise UserError(f"--root-path {root_path!r} does not begin with a slash", f"give /{root_path}")
+    return root_path
+
+
 def _errors(app: FastAPI) -> None:
     """Every error in the OpenAI API's format."""
 
@@ -72,7 +78,7 @@ def _errors(app: FastAPI) -> None:
         if isinstance(e, NoModel):
             return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found")
         about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else ()
-        return refusal(400, f"{e.what}: {e.fix}" if e.fix else e.what, *about)
+        return refusal(404 if isinstance(e, NotFound) else 400, f"{e.what}: {e.fix}" if e.fix else e.what, *about)
 
     @app.exception_handler(Failed)
     async def failed(request: Request, e: Failed) -> Response:

@@ -164,7 +164,8 @@ class ResponseRequest(Body):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    """``auto``: of what does not fit the context with the output only the end is read."""
     background: Literal[False] | None = None
     top_k: Number | None = None
     min_p: float | None = None
@@ -208,8 +209,8 @@ class ResponseRequest(Body):
                 found.append(Message(role=item.role, content=_text(item.content)))
         return found
 
-    def chat(self, before: list[Message]) -> ChatCompletion:
-        """The chat completion, whose conversation begins with ``before``. Raises :class:`Invalid`."""
+    def chat(self, talk: list[Message], context: int) -> ChatCompletion:
+        """The chat completion of the conversation ``talk`` in a context of so many tokens. Raises :class:`Invalid`."""
         system = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         given: dict[str, Any] = {name: value for name in PASSED if (value := getattr(self, name)) is not None}
         if self.wants_logprobs:
@@ -227,10 +228,12 @@ class ResponseRequest(Body):
             )
         if self.text is not None and self.text.format is not None:
             given["response_format"] = _format(self.text.format)
+        if self.truncation == "auto" and self.truncate_prompt_tokens is None:
+            given["truncate_prompt_tokens"] = max(1, context - (self.max_output_tokens or 1))
         if self.reasoning is not None:
             given["reasoning_effort"] = self.reasoning.effort
         return ChatCompletion(
-            messages=[*system, *before], max_completion_tokens=self.max_output_tokens, stream=self.stream, **given
+            messages=[*system, *talk], max_completion_tokens=self.max_output_tokens, stream=self.stream, **given
         )
 
     @property

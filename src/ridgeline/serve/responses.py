@@ -13,7 +13,7 @@ from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
 from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.replies import chat_logprobs
-from ridgeline.serve.request import Busy, Invalid
+from ridgeline.serve.request import Busy, NotFound
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.service import PreparedRequest, Service
 from ridgeline.serve.tool_calls import Piece
@@ -57,12 +57,12 @@ class Responses:
         if body.previous_response_id is not None:
             stored = self._stored.get((owner, body.previous_response_id))
             if stored is None:
-                what = f"{body.previous_response_id[:100]!r} is not stored here (any more)"
+                what = f"response {body.previous_response_id[:100]!r} not found: it is not stored here (any more)"
                 fix = "send the whole conversation as input"
-                raise Invalid("previous_response_id", what, fix, "previous_response_not_found")
+                raise NotFound("previous_response_id", what, fix, "previous_response_not_found")
             before = stored.talk
         talk = [*before, *body.messages()]
-        made = self.service.chat(body.chat(talk), key)
+        made = self.service.chat(body.chat(talk, self.service.max_model_len), key)
         name = f"resp_{secrets.token_hex(24)}"
         return PreparedResponse(name, made.model, made.jobs, reader=made.reader, body=body, talk=talk, owner=owner)
 
@@ -181,8 +181,8 @@ class Writer:
             "service_tier": "default", "store": body.store is not False, "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, **given.get("text", {})},
             "tool_choice": given.get("tool_choice", "auto"), "tools": given.get("tools", []),
-            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
-            "usage": self._used(), "user": body.user,
+            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p,
+            "truncation": body.truncation or "disabled", "usage": self._used(), "user": body.user,
         }  # fmt: skip
 
     def _used(self) -> dict[str, Any] | None:

@@ -265,9 +265,10 @@ class Service:
     def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
         """The jobs of ``/pooling``. Raises :class:`Invalid`."""
         classify = self.labels is not None if body.task is None else body.task == "classify"
-        for name in ("dimensions", "normalize"):
-            if classify and getattr(body, name) is not None:
-                raise Invalid(name, "has an effect on embeddings only", "leave it out")
+        for name in ("dimensions", "normalize") if classify else ("use_activation",):
+            if getattr(body, name) is not None:
+                what = f"has an effect on {'embeddings' if classify else 'classes'} only"
+                raise Invalid(name, what, "leave it out")
         self._cuttable(body.dimensions)
         return self._read("pool", body, self._inputs(body), _salt(key, body.cache_salt), classify)
 
@@ -348,6 +349,9 @@ class Service:
         """The last ``most`` tokens (-1: as many as the context takes with one to generate); None: all."""
         if most is None:
             return tokens
+        if most > self.max_model_len:
+            what = f"is {most}, and the context is {self.max_model_len}"
+            raise Invalid("truncate_prompt_tokens", what, "give less, or -1 for as many as it takes")
         return tokens[max(0, len(tokens) - (self.max_model_len - 1 if most == -1 else most)) :]
 
     def _prompts(
