@@ -42,10 +42,10 @@ def both(client, **more):
     assert [e.type for e in events[:2]] == ["response.created", "response.in_progress"]
     last = events[-1].response
     assert events[-1].type == f"response.{last.status}"
-    deltas = [e for e in events if e.type in ("response.output_text.delta", "response.function_call_arguments.delta")]
+    deltas = [e for e in events if e.type.endswith(".delta")]
     for at, item in enumerate(last.output):
         text = "".join(e.delta for e in deltas if e.output_index == at)
-        assert text == (item.content[0].text if item.type == "message" else item.arguments)
+        assert text == (item.arguments if item.type == "function_call" else item.content[0].text)
         assert {e.item_id for e in deltas if e.output_index == at} <= {item.id}
         done = next(e for e in events if e.type == "response.output_item.done" and e.output_index == at)
         assert done.item == item

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import ridgeline
@@ -34,9 +35,10 @@ MAX_BODY = 8 << 20
 
 
 def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
-               max_body: int = MAX_BODY, root_path: str = "") -> FastAPI:  # fmt: skip
+               max_body: int = MAX_BODY, root_path: str = "", origins: Sequence[str] = ()) -> FastAPI:  # fmt: skip
     """The server around ``service``, whose loop runs as long as the app does. ``root_path``: a prefix of all paths,
-    which a proxy may have taken off. Raises :class:`UserError` for one that is none."""
+    which a proxy may have taken off; ``origins``: whose pages a browser lets ask. Raises :class:`UserError` for a path
+    that is none."""
     root_path = path_prefix(root_path)
     loop = service.loop
 
@@ -57,6 +59,9 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
     admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER, RESET_CACHE})
     app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=admin_paths, max_body=max_body,
                        root_path=root_path)  # fmt: skip
+    if origins:  # outside the gate: a browser asks without a key whether it may ask
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"],
+                           expose_headers=["x-request-id", "retry-after"])  # fmt: skip
     return app
 
 

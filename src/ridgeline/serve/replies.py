@@ -104,9 +104,12 @@ class Writer:
             message: Choice = {"role": "assistant", "content": delta.text, "refusal": None}
             if self.prepared.reader is not None:
                 reader = self.prepared.reader()
-                content, calls = gather(reader, delta.text)
-                if calls:
-                    message.update(content=content or reader.empty, tool_calls=calls)
+                parts = gather(reader, delta.text)
+                if parts.reasoning:
+                    message.update(content=parts.content or None)
+                    message.update(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
+                if parts.calls:
+                    message.update(content=parts.content or reader.empty, tool_calls=parts.calls)
                     delta.finish = reader.ends if delta.finish == "stop" else delta.finish
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:

@@ -21,6 +21,8 @@ from ridgeline.serve.tool_calls import Piece
 KEPT, KEPT_TEXT = 1024, 1 << 26
 """Limits on the number of stored responses, and on the characters of their conversations; the oldest go first."""
 
+_EVENTS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Items of text, and how their parts and events are named."""
 Item = dict[str, Any]
 Event = dict[str, Any]
 
@@ -142,10 +144,13 @@ class Writer:
         if self._reader is None and (delta.text or (last and (self._late or not self._items))):
             pieces = [Piece(delta.text)]
         for piece in pieces:
-            yield from self._text(piece.text) if piece.call is None else self._call(piece)
+            if piece.reasoning:
+                yield from self._text(piece.reasoning, "reasoning")
+            else:
+                yield from self._text(piece.text) if piece.call is None else self._call(piece)
         if not last:
             return
-        if not self._items:
+        if not any(item["type"] != "reasoning" for item in self._items):
             yield from self._text("")
         yield from self._close("incomplete" if delta.finish == "length" else "completed")
         if not self.error:
@@ -153,13 +158,17 @@ class Writer:
 
     def message(self) -> Message:
         """The answer as a message of the conversation, without a call that was cut off."""
-        text = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "message")
+        said = {"message": "", "reasoning": ""}
+        for item in self._items:
+            if item["type"] in said:
+                said[item["type"]] += item["content"][0]["text"]
         calls = [
             ToolCall(id=item["call_id"], function=CalledFunction(name=item["name"], arguments=item["arguments"]))
             for item in self._items
             if item["type"] == "function_call" and is_object(item["arguments"])
         ]
-        return Message(role="assistant", content=text, tool_calls=calls or None)
+        return Message(role="assistant", content=said["message"], reasoning_content=said["reasoning"] or None,
+                       tool_calls=calls or None)  # fmt: skip
 
     def response(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -203,23 +212,30 @@ class Writer:
         self._open = True
         return {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
 
-    def _text(self, text: str) -> Iterator[Event]:
-        if not self._open or self._items[-1]["type"] != "message":
+    def _text(self, text: str, kind: str = "message") -> Iterator[Event]:
+        """More of a message, or of the reasoning before it."""
+        name = _EVENTS[kind]
+        if not self._open or self._items[-1]["type"] != kind:
             yield from self._close()
-            name = f"msg_{secrets.token_hex(24)}"
-            yield self._added({"id": name, "type": "message", "status": "in_progress", "role": "assistant",
+            more: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+            prefix = "msg" if kind == "message" else "rs"
+            yield self._added({"id": f"{prefix}_{secrets.token_hex(24)}", "type": kind, "status": "in_progress", **more,
                                "content": []})  # fmt: skip
-            part: Item = {"type": "output_text", "annotations": [], "text": "", "logprobs": []}
+            part: Item = {"type": name, "text": ""}
+            if kind == "message":
+                part.update(annotations=[], logprobs=[])
             self._items[-1]["content"] = [part]
             yield {"type": "response.content_part.added", **self._at(True), "part": dict(part)}
         part = self._items[-1]["content"][0]
         new: list[Any] = []
-        if self.prepared.body.wants_logprobs:
+        if self.prepared.body.wants_logprobs and kind == "message":
             new = chat_logprobs(self.prepared.jobs[0].vocabulary, self._late)
         self._late = []
-        self._items[-1]["content"] = [{**part, "text": part["text"] + text, "logprobs": [*part["logprobs"], *new]}]
+        more = {"logprobs": [*part["logprobs"], *new]} if kind == "message" else {}
+        self._items[-1]["content"] = [{**part, "text": part["text"] + text, **more}]
         if text:
-            yield {"type": "response.output_text.delta", **self._at(True), "delta": text, "logprobs": new}
+            more = {"logprobs": new} if kind == "message" else {}
+            yield {"type": f"response.{name}.delta", **self._at(True), "delta": text, **more}
 
     def _call(self, piece: Piece) -> Iterator[Event]:
         self._late = []  # log-probabilities are those of texts
@@ -237,10 +253,10 @@ class Writer:
             return
         item, self._open = self._items[-1], False
         item["status"] = status
-        if item["type"] == "message":
+        if item["type"] in _EVENTS:
             part = item["content"][0]
-            yield {"type": "response.output_text.done", **self._at(True), "text": part["text"],
-                   "logprobs": part["logprobs"]}  # fmt: skip
+            more: Item = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            yield {"type": f"response.{part['type']}.done", **self._at(True), "text": part["text"], **more}
             yield {"type": "response.content_part.done", **self._at(True), "part": part}
         else:
             yield {"type": "response.function_call_arguments.done", **self._at(), "name": item["name"],

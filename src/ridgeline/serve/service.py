@@ -18,6 +18,7 @@ from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.fields import prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest, Sampled
+from ridgeline.serve.reasoning import BEGIN, Reasoned
 from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
 from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
 from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
@@ -96,6 +97,8 @@ class Service:
     """How the model writes calls of functions."""
     auto_calls: bool = False
     """Whether the model may call functions on its own."""
+    reasons: bool = False
+    """Whether what the model writes between ``<think>`` and ``</think>`` is told apart from its answer."""
     pooling: Pooling = "mean"
     """What an embedding is made of."""
     dimensions: frozenset[int] | None = frozenset()
@@ -212,8 +215,17 @@ class Service:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
-        prepared.reader = reader
+        prepared.reader = self._reasoned(reader, prompt, sampling.grammar is not None)
         return prepared
+
+    def _reasoned(
+        self, reader: Callable[[], Reader] | None, prompt: Sequence[int], structure: bool
+    ) -> Callable[[], Reader] | None:
+        """``reader`` behind what finds reasoning, for which a ``structure`` leaves no room."""
+        if structure or not self.reasons:
+            return reader
+        begun = self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
+        return lambda: Reasoned(begun, reader() if reader is not None else None)
 
     def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
         """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
