@@ -268,6 +268,20 @@ def test_calls_and_their_results_go_back(server, client, tools):
     assert client.chat.completions.create(model="tiny", messages=talk, tools=TOOLS, max_tokens=5).choices
 
 
+def test_a_conversation_is_tokenized_with_its_tools(server, tools):
+    tools()
+    deep = {"type": "object", "properties": {"a": {"default": None}}}
+    more = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": TOOLS + more, "return_token_strs": True})
+    assert status == 200, text
+    found = json.loads(text)
+    assert "".join(found["token_strs"]) == "[weather now f ]<user>Hi<assistant>"
+    assert server.service.vocabulary.decode(found["tokens"]) == "".join(found["token_strs"])
+    tools(source="{{ tools | tojson }}")
+    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": more, "return_token_strs": True})
+    assert json.loads("".join(json.loads(text)["token_strs"])) == more
+
+
 def test_options(folder, server):
     from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.server import make_service

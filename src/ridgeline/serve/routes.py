@@ -233,7 +233,9 @@ def text_routes(app: FastAPI, service: Service) -> None:
         """Token ids of a text or a conversation."""
         service.adapter(body.model)
         tokens = await asyncio.to_thread(service.tokens, body)
-        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
+        texts = [service.vocabulary.name(t) for t in tokens] if body.return_token_strs else None
+        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len,
+                     "token_strs": texts})  # fmt: skip
 
     @app.post("/detokenize", responses=_REFUSALS)
     async def detokenize(body: Detokenize, request: Request) -> Response:

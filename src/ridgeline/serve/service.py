@@ -204,13 +204,7 @@ class Service:
         if body.choice == "auto" and self.calls is not None and self.calls.special:
             body = body.model_copy(update={"skip_special_tokens": False})
         sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=body.prompt_logprobs)
-        if body.continue_final_message and body.add_generation_prompt:
-            what = "does not go with add_generation_prompt, which begins another message"
-            raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
-        prompt = self.conversation(
-            body.messages, body.add_generation_prompt, body.continue_final_message, body.truncate_prompt_tokens,
-            **body.variables,
-        )  # fmt: skip
+        prompt = self._chat_prompt(body, body.messages, body.truncate_prompt_tokens)
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -333,8 +327,19 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise Invalid("prompt", "give a prompt, or messages, and not both", "leave one out")
         if body.messages is not None:
-            return self.conversation(body.messages, body.add_generation_prompt)
+            return self._chat_prompt(body, body.messages)
         return self._encode(body.prompt or "", "prompt", body.add_special_tokens)
+
+    def _chat_prompt(
+        self, body: ChatCompletion | Tokenize, messages: Sequence[Message], most: int | None = None
+    ) -> list[int]:
+        """The prompt of a chat. Raises :class:`Invalid`."""
+        if body.continue_final_message and body.add_generation_prompt:
+            what = "does not go with add_generation_prompt, which begins another message"
+            raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
+        return self.conversation(
+            messages, body.add_generation_prompt, body.continue_final_message, most, **body.variables
+        )
 
     def conversation(
         self, messages: Sequence[Message], prompt: bool, open_end: bool = False, most: int | None = None,
