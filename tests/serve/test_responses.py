@@ -185,3 +185,19 @@ def test_without_effect(client):
         "include": ["reasoning.encrypted_content"],
     }  # fmt: skip
     assert client.responses.create(input="Hi", **more, **OPTIONS).output_text == plain.output_text
+
+
+def test_the_store_is_bounded_by_what_it_holds(client, monkeypatch):
+    def kept(response):
+        try:
+            return client.responses.retrieve(response.id).id == response.id
+        except openai.NotFoundError:
+            return False
+
+    monkeypatch.setattr(responses, "KEPT_TEXT", 6000)
+    first, second = (client.responses.create(input="x", **OPTIONS) for _ in range(2))
+    assert kept(first)
+    assert kept(second)
+    large = client.responses.create(input="x", top_logprobs=2, **OPTIONS)
+    assert kept(large)
+    assert not kept(first)

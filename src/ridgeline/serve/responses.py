@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -19,7 +20,7 @@ from ridgeline.serve.service import PreparedRequest, Service
 from ridgeline.serve.tool_calls import Piece
 
 KEPT, KEPT_TEXT = 1024, 1 << 26
-"""Limits on the number of stored responses, and on the characters of their conversations; the oldest go first."""
+"""Limits on the number of stored responses, and on the characters of these and their talks; the oldest go first."""
 
 _EVENTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Items of text, and how their parts and events are named."""
@@ -113,8 +114,9 @@ class Responses:
         if prepared.body.store is False or writer.status == "failed":
             return
         talk = [*prepared.talk, writer.message()]
-        size = sum(len(str(m.content)) + sum(len(c.function.arguments) for c in m.tool_calls or ()) for m in talk)
-        self._stored[prepared.owner, prepared.id] = _Stored(writer.response(), talk, size)
+        response = writer.response()
+        size = len(json.dumps(response)) + sum(len(str(message.plain())) for message in talk)
+        self._stored[prepared.owner, prepared.id] = _Stored(response, talk, size)
         self._size += size
         while len(self._stored) > KEPT or self._size > KEPT_TEXT:
             self._size -= self._stored.popitem(last=False)[1].size
