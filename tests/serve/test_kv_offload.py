@@ -64,6 +64,17 @@ def test_a_prompt_of_before_comes_back(source, want, tmp_path, store):
     assert sum(found for _, found in served(plain, FIRST, OTHER, FIRST)) <= 8  # what of the head was not evicted
 
 
+def test_a_reset_forgets_what_is_stored_too(source, want, tmp_path):
+    e = engine(source, f"kv_offload:host=1MB,path={tmp_path / 'kv'}")
+    served(e, FIRST, OTHER)
+    assert e.reset_prefix_cache() > 0
+    e.check()
+    assert e.stats().blocks_cached == 0
+    answers = served(e, FIRST, OTHER, FIRST)
+    assert [tokens for tokens, _ in answers] == [want[len(p)] for p in (FIRST, OTHER, FIRST)]
+    assert [found for _, found in answers] == [0, 0, 40]
+
+
 @pytest.mark.parametrize(("dtype", "blocks"), [("int8", 5), ("int4", 4), ("fp8", 4)])
 def test_quantized_blocks(source, tmp_path, dtype, blocks):
     want = [t for t, _ in served(engine(source, f"kv_quant:dtype={dtype}", blocks=64), FIRST, OTHER)]

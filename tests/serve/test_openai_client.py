@@ -178,7 +178,12 @@ def test_json_of_a_schema(client):
 
 @pytest.mark.parametrize(
     ("structure", "fits"),
-    [({"regex": "[0-9]{3}-[a-f]+x"}, r"[0-9]{3}-[a-f]+x"), ({"choice": ["yes", "no"]}, "yes|no")],
+    [
+        ({"json": '{"const": 7}'}, "7"),
+        ({"json_object": True}, r"(?s)\{.*"),
+        ({"regex": "[0-9]{3}-[a-f]+x"}, r"[0-9]{3}-[a-f]+x"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+    ],
 )
 def test_other_structures(client, structure, fits):
     import re

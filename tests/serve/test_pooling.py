@@ -115,6 +115,9 @@ def test_pooling_of_a_classifier(classifier):  # noqa: F811
         for more in ({}, {"task": "classify"}):
             found = asked(server, "/pooling", input=prompt, **more)["data"][0]
             assert found["data"] == pytest.approx(expected, abs=1e-5)
+        raw = pytest.approx(theirs(classifier, prompt).tolist(), abs=1e-5)
+        assert asked(server, "/pooling", input=prompt, use_activation=False)["data"][0]["data"] == raw
+        assert asked(server, "/classify", input=prompt, use_activation=False)["data"][0]["probs"] == raw
         coded = asked(server, "/pooling", input=prompt, encoding_format="base64")["data"][0]["data"]
         assert struct.unpack("<3f", base64.b64decode(coded)) == pytest.approx(expected, abs=1e-5)
         assert len(asked(server, "/pooling", input=prompt, task="embed")["data"][0]["data"]) == 32
@@ -138,6 +141,8 @@ def refused(server, path, body, param):
     ("/pooling", {"input": "a", "task": "x"}, "task"),
     ("/pooling", {"input": "a", "task": "classify"}, "model"),
     ("/pooling", {"input": "a", "dimensions": 4}, "dimensions"),
+    ("/pooling", {"input": "a", "use_activation": False}, "use_activation"),
+    ("/pooling", {"input": "a", "truncate_prompt_tokens": 9999}, "truncate_prompt_tokens"),
     ("/rerank", {"query": "a", "documents": ["a"], "max_chunks_per_doc": 1}, "max_chunks_per_doc"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(server, path, body, param):

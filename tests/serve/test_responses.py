@@ -42,10 +42,10 @@ def both(client, **more):
     assert [e.type for e in events[:2]] == ["response.created", "response.in_progress"]
     last = events[-1].response
     assert events[-1].type == f"response.{last.status}"
-    deltas = [e for e in events if e.type in ("response.output_text.delta", "response.function_call_arguments.delta")]
+    deltas = [e for e in events if e.type.endswith(".delta")]
     for at, item in enumerate(last.output):
         text = "".join(e.delta for e in deltas if e.output_index == at)
-        assert text == (item.content[0].text if item.type == "message" else item.arguments)
+        assert text == (item.arguments if item.type == "function_call" else item.content[0].text)
         assert {e.item_id for e in deltas if e.output_index == at} <= {item.id}
         done = next(e for e in events if e.type == "response.output_item.done" and e.output_index == at)
         assert done.item == item
@@ -133,9 +133,11 @@ def test_a_response_is_continued(client, server, monkeypatch):
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    with pytest.raises(openai.BadRequestError) as e:
+    with pytest.raises(openai.NotFoundError, match="not found") as e:
         client.responses.create(input="And?", previous_response_id=first.id, **OPTIONS)
     assert (e.value.param, e.value.code) == ("previous_response_id", "previous_response_not_found")
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        client.responses.cancel(second.id)
     unkept = client.responses.create(input="Hi", store=False, **OPTIONS)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unkept.id)
@@ -154,8 +156,14 @@ def test_responses_belong_to_their_key_and_the_oldest_go(folder, monkeypatch):
         assert call(server, f"/v1/responses/{names[2]}", method="DELETE", key="b")[0] == 404
 
 
+def test_a_conversation_is_cut_to_its_end(client, server):
+    long = client.responses.create(input="x" * 2 * server.service.max_model_len, truncation="auto", **OPTIONS)
+    assert (long.truncation, long.usage.input_tokens) == ("auto", server.service.max_model_len - 12)
+    assert long.usage.output_tokens == 12
+
+
 @pytest.mark.parametrize(("more", "param"), [
-    ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"), ({"truncation": "always"}, "truncation"),
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"), ({"input": []}, "input"), ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input"), ({"tools": [{"type": "web_search"}]}, "tools"),
@@ -177,3 +185,19 @@ def test_without_effect(client):
         "include": ["reasoning.encrypted_content"],
     }  # fmt: skip
     assert client.responses.create(input="Hi", **more, **OPTIONS).output_text == plain.output_text
+
+
+def test_the_store_is_bounded_by_what_it_holds(client, monkeypatch):
+    def kept(response):
+        try:
+            return client.responses.retrieve(response.id).id == response.id
+        except openai.NotFoundError:
+            return False
+
+    monkeypatch.setattr(responses, "KEPT_TEXT", 6000)
+    first, second = (client.responses.create(input="x", **OPTIONS) for _ in range(2))
+    assert kept(first)
+    assert kept(second)
+    large = client.responses.create(input="x", top_logprobs=2, **OPTIONS)
+    assert kept(large)
+    assert not kept(first)

@@ -25,7 +25,7 @@ def customized(folder, tmp_path_factory):
     """The same model with a ``generation_config.json``, behind a proxy, with keys."""
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("defaults") / "tiny")
     (copy / "generation_config.json").write_text(json.dumps({**GENERATION, "eos_token_id": 0}))
-    with running(copy, keys=["key"], admin=["admin"], root_path="/models/a/") as s:
+    with running(copy, keys=["key"], admin=["admin"], root_path="/models/a/", origins=["https://a.example"]) as s:
         yield s
 
 
@@ -93,6 +93,21 @@ def test_a_prefix_begins_with_a_slash(server):
 
     with pytest.raises(UserError, match="slash"):
         create_app(server.service, root_path="models")
+
+
+def test_browsers_may_ask_for_pages_of_named_origins(customized, server):
+    def asked(where, origin, method="OPTIONS", **more):
+        headers = {"origin": origin, "access-control-request-method": "POST",
+                   "access-control-request-headers": "authorization,content-type", **more}  # fmt: skip
+        status, found, _ = call(where, "/v1/completions" if method == "OPTIONS" else "/v1/models", method=method,
+                                headers=headers)  # fmt: skip
+        return status, found.get("access-control-allow-origin")
+
+    assert asked(customized, "https://a.example") == (200, "https://a.example")
+    assert asked(customized, "https://b.example") == (400, None)
+    assert asked(customized, "https://a.example", "GET", authorization="Bearer key") == (200, "https://a.example")
+    assert asked(customized, "https://a.example", "GET") == (401, "https://a.example")
+    assert asked(server, "https://a.example")[1] is None
 
 
 # ---- the cache of prompts --------------------------------------------------------------------------------------------

@@ -36,7 +36,10 @@ def test_tokens_by_their_ids(server, path):
     assert [t for c in chunks for t in c["choices"][0].get("token_ids", [])] == choice["token_ids"]
     firsts = [c if chat else c["choices"][0] for c in chunks]
     assert [f["prompt_token_ids"] for f in firsts if "prompt_token_ids" in f] == [prompt]
-    assert "token_ids" not in answer(server, path)["choices"][0]
+    without = answer(server, path)
+    holder = without if chat else without["choices"][0]
+    assert without["choices"][0]["token_ids"] is None
+    assert holder["prompt_token_ids"] is holder["prompt_logprobs"] is None
 
 
 def test_the_token_that_ends_an_output_is_one(server):

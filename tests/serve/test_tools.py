@@ -7,7 +7,7 @@ import pytest
 from tests.serve.test_reliability import call, error
 
 from ridgeline.data.examples import Template
-from ridgeline.serve.tool_calls import FORMATS, LIST, Calls, gather, id_maker
+from ridgeline.serve.tool_calls import FORMATS, LIST, Calls, Parts, gather, id_maker
 from ridgeline.spec.errors import UserError
 
 SOURCE = (
@@ -146,12 +146,12 @@ def test_how_the_text_is_cut_makes_no_difference(parser, text, before, count):
 
 def test_arguments_as_text_and_calls_that_break():
     text = json.dumps({"name": "f", "arguments": '{"a": 1}'})
-    assert gather(Calls(FORMATS["llama3_json"], id_maker(None)), text)[1][0]["function"]["arguments"] == '{"a": 1}'
+    assert gather(Calls(FORMATS["llama3_json"], id_maker(None)), text).calls[0]["function"]["arguments"] == '{"a": 1}'
     broken = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>'
-    assert gather(Calls(FORMATS["hermes"], id_maker(None)), broken) == (broken, [])
+    assert gather(Calls(FORMATS["hermes"], id_maker(None)), broken) == Parts(broken, "", [])
     cut = gather(Calls(FORMATS["hermes"], id_maker(None)), broken[:-20])
-    assert cut[1][0]["function"] == {"name": "f", "arguments": '{"a'}  # as far as it came
-    two = gather(Calls(LIST, id_maker(FORMATS["mistral"])), f"[{ROME},{NOW}]")[1]
+    assert cut.calls[0]["function"] == {"name": "f", "arguments": '{"a'}  # as far as it came
+    two = gather(Calls(LIST, id_maker(FORMATS["mistral"])), f"[{ROME},{NOW}]").calls
     assert all(c["id"].isalnum() and len(c["id"]) == 9 for c in two)
 
 
@@ -266,6 +266,20 @@ def test_calls_and_their_results_go_back(server, client, tools):
     rome = '{"city": "Rome \\"{}\\"", "days": 2}'
     assert text == f"[weather now ]<user>Hi<assistant>weather={rome}<tool>22{answer['tool_call_id']}<assistant>"
     assert client.chat.completions.create(model="tiny", messages=talk, tools=TOOLS, max_tokens=5).choices
+
+
+def test_a_conversation_is_tokenized_with_its_tools(server, tools):
+    tools()
+    deep = {"type": "object", "properties": {"a": {"default": None}}}
+    more = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": TOOLS + more, "return_token_strs": True})
+    assert status == 200, text
+    found = json.loads(text)
+    assert "".join(found["token_strs"]) == "[weather now f ]<user>Hi<assistant>"
+    assert server.service.vocabulary.decode(found["tokens"]) == "".join(found["token_strs"])
+    tools(source="{{ tools | tojson }}")
+    status, _, text = call(server, "/tokenize", {"messages": ASK, "tools": more, "return_token_strs": True})
+    assert json.loads("".join(json.loads(text)["token_strs"])) == more
 
 
 def test_options(folder, server):

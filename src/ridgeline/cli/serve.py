@@ -29,6 +29,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
     root_path: Annotated[str, typer.Option(help="Prefix of all paths, as behind a proxy: /models/a.")] = "",
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may ask from a browser: https://a.example, or *. Repeatable."),
+    ] = None,
     with_: With = None,
     adapters: Annotated[Path | None, typer.Option(help="Directory of LoRA and other adapters to serve.")] = None,
     api_key: Annotated[
@@ -49,6 +53,9 @@ def serve(
     ] = False,
     tool_call_parser: Annotated[
         str | None, typer.Option(help="How the model writes calls: hermes (also Qwen), llama3_json, mistral.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Tell reasoning apart from answers: deepseek_r1, qwen3 (<think> and </think>).")
     ] = None,
     generation_config: Annotated[
         str,
@@ -85,7 +92,7 @@ def serve(
     """Serve a checkpoint over an OpenAI-compatible API."""
     require_package("fastapi")
     from ridgeline.measure.environment import spare_core
-    from ridgeline.serve.app import create_app
+    from ridgeline.serve.app import create_app, path_prefix
     from ridgeline.serve.checkpoint_settings import Options
     from ridgeline.serve.engine_loop import QueueLimits
     from ridgeline.serve.server import loopback, make_service
@@ -96,16 +103,17 @@ def serve(
     keys, admin_keys = _keys("API", api_key), _keys("ADMIN", [admin_key] if admin_key is not None else None)
     if not (keys or insecure or loopback(host)):
         raise UserError(f"--host {host} lets other machines in, and there is no key", "give --api-key, or --insecure")
-    body = number_of_bytes("--max-body", max_body)
+    body, prefix = number_of_bytes("--max-body", max_body), path_prefix(root_path)
+    options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config)
+    options.check()
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
                          (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
-    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template,
-                           Options(tool_call_parser, enable_auto_tool_choice, pooling, generation_config))  # fmt: skip
+    service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
     if adapters is not None:
         service.load_all(adapters)
-    asgi = create_app(service, keys, admin_keys, body or 0, root_path)
+    asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
     with spare_core():
         well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections)

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import ridgeline
 from ridgeline.serve.bodies import WrongBody, body_route
 from ridgeline.serve.engine_loop import Failed
 from ridgeline.serve.http import Gate, Json, Keys, error_body, refusal
-from ridgeline.serve.request import Busy, Invalid
+from ridgeline.serve.request import Busy, Invalid, NotFound
 from ridgeline.serve.routes import (
     LOAD_ADAPTER,
     RESET_CACHE,
@@ -34,12 +35,11 @@ MAX_BODY = 8 << 20
 
 
 def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[str] = (),
-               max_body: int = MAX_BODY, root_path: str = "") -> FastAPI:  # fmt: skip
+               max_body: int = MAX_BODY, root_path: str = "", origins: Sequence[str] = ()) -> FastAPI:  # fmt: skip
     """The server around ``service``, whose loop runs as long as the app does. ``root_path``: a prefix of all paths,
-    which a proxy may have taken off. Raises :class:`UserError` for one that is none."""
-    root_path = root_path.rstrip("/")
-    if root_path and not root_path.startswith("/"):
-        raise UserError(f"--root-path {root_path!r} does not begin with a slash", f"give /{root_path}")
+    which a proxy may have taken off; ``origins``: whose pages a browser lets ask. Raises :class:`UserError` for a path
+    that is none."""
+    root_path = path_prefix(root_path)
     loop = service.loop
 
     @contextlib.asynccontextmanager
@@ -59,7 +59,18 @@ def create_app(service: Service, keys: Sequence[str] = (), admin_keys: Sequence[
     admin_paths = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER, RESET_CACHE})
     app.add_middleware(Gate, keys=Keys(keys), admin=Keys(admin_keys), admin_paths=admin_paths, max_body=max_body,
                        root_path=root_path)  # fmt: skip
+    if origins:  # outside the gate: a browser asks without a key whether it may ask
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"],
+                           expose_headers=["x-request-id", "retry-after"])  # fmt: skip
     return app
+
+
+def path_prefix(root_path: str) -> str:
+    """A prefix of paths without a slash at its end. Raises :class:`UserError` for one without one at its beginning."""
+    root_path = root_path.rstrip("/")
+    if root_path and not root_path.startswith("/"):
+        raise UserError(f"--root-path {root_path!r} does not begin with a slash", f"give /{root_path}")
+    return root_path
 
 
 def _errors(app: FastAPI) -> None:
@@ -72,7 +83,7 @@ def _errors(app: FastAPI) -> None:
         if isinstance(e, NoModel):
             return refusal(404, f"{e.what}: {e.fix}", "model", "model_not_found")
         about = (e.param, e.code) if isinstance(e, (Invalid, WrongBody)) else ()
-        return refusal(400, f"{e.what}: {e.fix}" if e.fix else e.what, *about)
+        return refusal(404 if isinstance(e, NotFound) else 400, f"{e.what}: {e.fix}" if e.fix else e.what, *about)
 
     @app.exception_handler(Failed)
     async def failed(request: Request, e: Failed) -> Response:

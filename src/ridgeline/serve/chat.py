@@ -208,11 +208,7 @@ class ChatCompletion(Sampled):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template. Raises :class:`Invalid` for those that it has from elsewhere."""
-        given = dict(self.chat_template_kwargs or {})
-        if taken := sorted({"messages", "add_generation_prompt", "tools"} & set(given)):
-            raise Invalid("chat_template_kwargs", f"holds {taken[0]}, which is a field of its own", "leave it out")
-        if self.tools:
-            given["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        given = _variables(self.chat_template_kwargs, self.tools)
         return given if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort, **given}
 
     def logprob_count(self) -> int | None:
@@ -240,6 +236,27 @@ class Tokenize(Body):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    return_token_strs: bool | None = None
+    """Also the text of each token."""
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """As :attr:`ChatCompletion.variables`."""
+        return _variables(self.chat_template_kwargs, self.tools)
+
+
+def _variables(given: dict[str, Any] | None, tools: list[Tool] | None) -> dict[str, Any]:
+    """Variables of the chat template, the functions among them."""
+    given = dict(given or {})
+    if taken := sorted({"messages", "add_generation_prompt", "tools"} & set(given)):
+        raise Invalid("chat_template_kwargs", f"holds {taken[0]}, which is a field of its own", "leave it out")
+    if tools:
+        plain = ({name: value for name, value in tool.function if value is not None} for tool in tools)
+        given["tools"] = [{"type": "function", "function": function} for function in plain]
+    return given
 
 
 def _arguments(function: Function) -> dict[str, Any]:

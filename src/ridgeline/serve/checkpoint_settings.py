@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from ridgeline.serve.reasoning import PARSERS
 from ridgeline.serve.request import Invalid, Pooling, Sampling
 from ridgeline.serve.tool_calls import FORMATS
 from ridgeline.spec.errors import UserError, unknown
@@ -27,6 +28,8 @@ class Options:
     """Whether it may make calls on its own."""
     pooling: str | None = None
     """What embeddings are made of; None: as the checkpoint says."""
+    reasoning_parser: str | None = None
+    """How the model writes its reasoning: a name of :data:`PARSERS`; None: it is part of the answer."""
     generation_config: str = "auto"
     """Where default sampling parameters come from: ``auto``, the checkpoint; ``vllm``, nowhere; or a folder."""
 
@@ -36,6 +39,8 @@ class Options:
             raise unknown("tool parser", self.tool_parser, FORMATS, "--tool-call-parser")
         if self.auto_tools and self.tool_parser is None:
             raise UserError("--enable-auto-tool-choice needs to know how the model calls", "give --tool-call-parser")
+        if self.reasoning_parser is not None and self.reasoning_parser not in PARSERS:
+            raise unknown("reasoning parser", self.reasoning_parser, PARSERS, "--reasoning-parser")
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise unknown("pooling", self.pooling, get_args(Pooling), "--pooling")
 

@@ -5,6 +5,7 @@ A field that is not known is refused by name, and null stands for one that is le
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -104,6 +105,16 @@ def biases(value: Any) -> Any:
 def no_stop(value: Any) -> Any:
     """An empty stop string stops nothing, as in vLLM."""
     return None if value == "" else value
+
+
+def parsed(value: Any) -> Any:
+    """What a text is as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("json", "is a text that is not JSON") from None
 
 
 def few(value: Any) -> Any:

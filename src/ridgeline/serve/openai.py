@@ -25,6 +25,7 @@ from ridgeline.serve.fields import (
     biases,
     few,
     no_stop,
+    parsed,
     whole,
 )
 from ridgeline.serve.grammar import Grammars, Kind
@@ -57,9 +58,11 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of: a JSON schema, a regular expression, a list of choices, a Lark grammar."""
+    """One of: a JSON schema (also as text), any JSON object, a regular expression, a list of choices, a Lark
+    grammar."""
 
-    json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    json_: Annotated[dict[str, Any] | bool | None, BeforeValidator(parsed)] = Field(default=None, alias="json")
     regex: Text | None = None
     choice: Annotated[list[StopText], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: Text | None = None
@@ -180,12 +183,15 @@ class Sampled(Body):
             structures.append(("json", schema, "response_format"))
         if (outputs := self.structured_outputs) is not None:
             fields: tuple[tuple[Kind, Any], ...] = (
-                ("json", outputs.json_), ("regex", outputs.regex), ("choice", outputs.choice),
+                ("json", outputs.json_), ("json", {"type": "object"} if outputs.json_object else None),
+                ("regex", outputs.regex), ("choice", outputs.choice),
                 ("grammar", outputs.grammar),
             )  # fmt: skip
             structures += [(kind, value, "structured_outputs") for kind, value in fields if value is not None]
             if not structures:
-                raise Invalid("structured_outputs", "asks for nothing", "give json, regex, choice or grammar")
+                raise Invalid(
+                    "structured_outputs", "asks for nothing", "give json, json_object, regex, choice or grammar"
+                )
         return structures
 
     def grammar(self, grammars: Grammars) -> Grammar | None:
@@ -230,6 +236,8 @@ class Classification(Body):
 
     model: Text | None = None
     input: Inputs
+    use_activation: bool | None = None
+    """False: logits instead of probabilities."""
     truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
     user: Text | None = None
     priority: Number = 0

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from ridgeline.serve.openai import EmbeddingRequest
+from ridgeline.serve.openai import Classification, EmbeddingRequest
 from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
 
@@ -24,12 +24,12 @@ def embeddings(prepared: PreparedRequest, found: Vectors, body: EmbeddingRequest
     return {"object": "list", "model": prepared.model, "data": data, "usage": _read(prepared)}
 
 
-def classes(prepared: PreparedRequest, found: Vectors, service: Service) -> dict[str, Any]:
+def classes(prepared: PreparedRequest, found: Vectors, body: Classification, service: Service) -> dict[str, Any]:
     """The answer of ``/classify``, as vLLM writes it: the likeliest label of each input, and all probabilities."""
     assert service.labels is not None
     data = []
     for i, logits in enumerate(found):
-        probs = service.labels.probabilities(logits)
+        probs = _activated(logits, body, service)
         label = service.labels.names[probs.index(max(probs))]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
     return _listed(prepared, data)
@@ -38,8 +38,7 @@ def classes(prepared: PreparedRequest, found: Vectors, service: Service) -> dict
 def pooled(prepared: PreparedRequest, found: Vectors, body: PoolingRequest, service: Service) -> dict[str, Any]:
     """The answer of ``/pooling``: an embedding, or probabilities of classes, of each input."""
     if prepared.jobs[0].request.classify:
-        assert service.labels is not None
-        made = [service.labels.probabilities(logits) for logits in found]
+        made = [_activated(logits, body, service) for logits in found]
     else:
         made = [_cut(v, body) for v in found]
     return _listed(prepared, [{"index": i, "object": "pooling", "data": _written(v, body)} for i, v in enumerate(made)])
@@ -60,6 +59,11 @@ def ranks(prepared: PreparedRequest, found: Vectors, body: RerankRequest) -> dic
         for i in order
     ]
     return {"id": prepared.id, "model": prepared.model, "usage": _read(prepared), "results": results}
+
+
+def _activated(logits: list[float], body: Classification | PoolingRequest, service: Service) -> list[float]:
+    assert service.labels is not None
+    return logits if body.use_activation is False else service.labels.probabilities(logits)
 
 
 def _similar(found: Vectors, body: ScoreRequest | RerankRequest) -> list[float]:

@@ -57,7 +57,7 @@ async def chunks(
     running = with_usage and options is not None and bool(options.continuous_usage_stats)
     kind = "chat.completion.chunk" if chat else "text_completion"
     head = {"id": prepared.id, "object": kind, "created": prepared.created, "model": prepared.model}
-    of_prompt = writer.of_prompt(0) if chat else {}
+    of_prompt = writer.of_prompt(0, streamed=True) if chat else {}
     try:
         async for delta in stream:
             if delta.finish == "error":
@@ -104,19 +104,22 @@ class Writer:
             message: Choice = {"role": "assistant", "content": delta.text, "refusal": None}
             if self.prepared.reader is not None:
                 reader = self.prepared.reader()
-                content, calls = gather(reader, delta.text)
-                if calls:
-                    message.update(content=content or reader.empty, tool_calls=calls)
+                parts = gather(reader, delta.text)
+                if parts.reasoning:
+                    message.update(content=parts.content or None)
+                    message.update(reasoning=parts.reasoning, reasoning_content=parts.reasoning)
+                if parts.calls:
+                    message.update(content=parts.content or reader.empty, tool_calls=parts.calls)
                     delta.finish = reader.ends if delta.finish == "stop" else delta.finish
             body: Choice = {"message": message, "logprobs": self._chat_logprobs(delta)}
         else:
             body = {**self._completion(delta, first=True), **self.of_prompt(delta.job)}
-        return {"index": index, **body, **self._ids(delta), **_end(delta, self.prepared.silent)}
+        return {"index": index, **body, "token_ids": None, **self._ids(delta), **_end(delta, self.prepared.silent)}
 
-    def of_prompt(self, job: int) -> Choice:
+    def of_prompt(self, job: int, streamed: bool = False) -> Choice:
         """What is reported of a prompt: ids, log-probabilities."""
         prepared = self.prepared
-        found: Choice = {}
+        found: Choice = {} if streamed else {"prompt_token_ids": None, "prompt_logprobs": None}
         if prepared.token_ids:
             found["prompt_token_ids"] = list(prepared.jobs[job].request.prompt)
         if prepared.prompt_logprobs is not None and job in self._prompts:
@@ -150,7 +153,7 @@ class Writer:
         self._count(delta)
         if not self.chat:
             if delta.text or delta.entries or delta.finish or self._ids_of(delta) or (first and self.prepared.echo):
-                of_prompt = self.of_prompt(delta.job) if first else {}
+                of_prompt = self.of_prompt(delta.job, streamed=True) if first else {}
                 yield {"index": index, **self._completion(delta, first), **of_prompt, **self._ids(delta),
                        **_end(delta, self.prepared.silent)}  # fmt: skip
             return

@@ -28,6 +28,10 @@ class Invalid(UserError):
         self.param, self.code = param, code
 
 
+class NotFound(Invalid):
+    """A request that names what is not here."""
+
+
 TOO_LONG = "context_length_exceeded"
 """The OpenAI API's code for a request that does not fit the context."""
 GREEDY_BELOW = 1e-5

@@ -78,6 +78,25 @@ class InputResult(Body):
     status: Status | None = None
 
 
+class ReasoningText(Body):
+    """A part of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class InputReasoning(Body):
+    """Reasoning that the model has written before the item that follows."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    summary: list[Any] | None = None
+    """Without effect, like the next two."""
+    id: Text | None = None
+    status: Status | None = None
+    encrypted_content: None = None
+
+
 def _kind(value: Any) -> str:
     return str(value.get("type") or "message") if isinstance(value, dict) else "message"
 
@@ -85,11 +104,12 @@ def _kind(value: Any) -> str:
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputResult, Tag("function_call_output")],
+    | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
     Discriminator(
         _kind,
         custom_error_type="item",
-        custom_error_message="holds an item that is not a message, function_call or function_call_output",
+        custom_error_message="holds an item that is no message, function_call, function_call_output or reasoning",
     ),
 ]
 
@@ -156,7 +176,7 @@ class ResponseRequest(Body):
     top_p: float | None = None
     top_logprobs: Number | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    """There is no reasoning apart, and so nothing of it to encrypt."""
+    """Reasoning is not encrypted: without effect."""
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
@@ -164,7 +184,8 @@ class ResponseRequest(Body):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    """``auto``: of what does not fit the context with the output only the end is read."""
     background: Literal[False] | None = None
     top_k: Number | None = None
     min_p: float | None = None
@@ -197,19 +218,24 @@ class ResponseRequest(Body):
             return [Message(role="user", content=self.input)]
         found: list[Message] = []
         for item in self.input:
-            if isinstance(item, InputCall):
+            if isinstance(item, InputReasoning):
+                text = "\n".join(part.text for part in item.content or ())
+                found.append(Message(role="assistant", content=None, reasoning_content=text))
+            elif isinstance(item, InputCall):
                 call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
                 if not found or found[-1].role != "assistant":
                     found.append(Message(role="assistant", content=None, tool_calls=[]))
                 found[-1].tool_calls = [*(found[-1].tool_calls or []), call]
             elif isinstance(item, InputResult):
                 found.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+            elif item.role == "assistant" and found and _open(found[-1]):
+                found[-1].content = _text(item.content)  # what the reasoning led to
             else:
                 found.append(Message(role=item.role, content=_text(item.content)))
         return found
 
-    def chat(self, before: list[Message]) -> ChatCompletion:
-        """The chat completion, whose conversation begins with ``before``. Raises :class:`Invalid`."""
+    def chat(self, talk: list[Message], context: int) -> ChatCompletion:
+        """The chat completion of the conversation ``talk`` in a context of so many tokens. Raises :class:`Invalid`."""
         system = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         given: dict[str, Any] = {name: value for name in PASSED if (value := getattr(self, name)) is not None}
         if self.wants_logprobs:
@@ -227,10 +253,12 @@ class ResponseRequest(Body):
             )
         if self.text is not None and self.text.format is not None:
             given["response_format"] = _format(self.text.format)
+        if self.truncation == "auto" and self.truncate_prompt_tokens is None:
+            given["truncate_prompt_tokens"] = max(1, context - (self.max_output_tokens or 1))
         if self.reasoning is not None:
             given["reasoning_effort"] = self.reasoning.effort
         return ChatCompletion(
-            messages=[*system, *before], max_completion_tokens=self.max_output_tokens, stream=self.stream, **given
+            messages=[*system, *talk], max_completion_tokens=self.max_output_tokens, stream=self.stream, **given
         )
 
     @property
@@ -243,6 +271,11 @@ class ResponseRequest(Body):
         names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens",
                  "response_format": "text", "logprobs": "top_logprobs"}  # fmt: skip
         return names.get(param, param)
+
+
+def _open(message: Message) -> bool:
+    """Whether it is reasoning that has led to nothing yet."""
+    return message.role == "assistant" and message.content is None and not message.tool_calls
 
 
 def _text(content: str | list[Part]) -> str:

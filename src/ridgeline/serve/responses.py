@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -13,14 +14,16 @@ from ridgeline.serve.chat import CalledFunction, Message, ToolCall, is_object
 from ridgeline.serve.detokenize import Delta, Entry
 from ridgeline.serve.engine_loop import Failed, OutputStream
 from ridgeline.serve.replies import chat_logprobs
-from ridgeline.serve.request import Busy, Invalid
+from ridgeline.serve.request import Busy, NotFound
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.service import PreparedRequest, Service
 from ridgeline.serve.tool_calls import Piece
 
 KEPT, KEPT_TEXT = 1024, 1 << 26
-"""Limits on the number of stored responses, and on the characters of their conversations; the oldest go first."""
+"""Limits on the number of stored responses, and on the characters of these and their talks; the oldest go first."""
 
+_EVENTS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Items of text, and how their parts and events are named."""
 Item = dict[str, Any]
 Event = dict[str, Any]
 
@@ -57,12 +60,12 @@ class Responses:
         if body.previous_response_id is not None:
             stored = self._stored.get((owner, body.previous_response_id))
             if stored is None:
-                what = f"{body.previous_response_id[:100]!r} is not stored here (any more)"
+                what = f"response {body.previous_response_id[:100]!r} not found: it is not stored here (any more)"
                 fix = "send the whole conversation as input"
-                raise Invalid("previous_response_id", what, fix, "previous_response_not_found")
+                raise NotFound("previous_response_id", what, fix, "previous_response_not_found")
             before = stored.talk
         talk = [*before, *body.messages()]
-        made = self.service.chat(body.chat(talk), key)
+        made = self.service.chat(body.chat(talk, self.service.max_model_len), key)
         name = f"resp_{secrets.token_hex(24)}"
         return PreparedResponse(name, made.model, made.jobs, reader=made.reader, body=body, talk=talk, owner=owner)
 
@@ -111,8 +114,9 @@ class Responses:
         if prepared.body.store is False or writer.status == "failed":
             return
         talk = [*prepared.talk, writer.message()]
-        size = sum(len(str(m.content)) + sum(len(c.function.arguments) for c in m.tool_calls or ()) for m in talk)
-        self._stored[prepared.owner, prepared.id] = _Stored(writer.response(), talk, size)
+        response = writer.response()
+        size = len(json.dumps(response)) + sum(len(str(message.plain())) for message in talk)
+        self._stored[prepared.owner, prepared.id] = _Stored(response, talk, size)
         self._size += size
         while len(self._stored) > KEPT or self._size > KEPT_TEXT:
             self._size -= self._stored.popitem(last=False)[1].size
@@ -142,10 +146,13 @@ class Writer:
         if self._reader is None and (delta.text or (last and (self._late or not self._items))):
             pieces = [Piece(delta.text)]
         for piece in pieces:
-            yield from self._text(piece.text) if piece.call is None else self._call(piece)
+            if piece.reasoning:
+                yield from self._text(piece.reasoning, "reasoning")
+            else:
+                yield from self._text(piece.text) if piece.call is None else self._call(piece)
         if not last:
             return
-        if not self._items:
+        if not any(item["type"] != "reasoning" for item in self._items):
             yield from self._text("")
         yield from self._close("incomplete" if delta.finish == "length" else "completed")
         if not self.error:
@@ -153,13 +160,17 @@ class Writer:
 
     def message(self) -> Message:
         """The answer as a message of the conversation, without a call that was cut off."""
-        text = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "message")
+        said = {"message": "", "reasoning": ""}
+        for item in self._items:
+            if item["type"] in said:
+                said[item["type"]] += item["content"][0]["text"]
         calls = [
             ToolCall(id=item["call_id"], function=CalledFunction(name=item["name"], arguments=item["arguments"]))
             for item in self._items
             if item["type"] == "function_call" and is_object(item["arguments"])
         ]
-        return Message(role="assistant", content=text, tool_calls=calls or None)
+        return Message(role="assistant", content=said["message"], reasoning_content=said["reasoning"] or None,
+                       tool_calls=calls or None)  # fmt: skip
 
     def response(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -181,8 +192,8 @@ class Writer:
             "service_tier": "default", "store": body.store is not False, "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, **given.get("text", {})},
             "tool_choice": given.get("tool_choice", "auto"), "tools": given.get("tools", []),
-            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
-            "usage": self._used(), "user": body.user,
+            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p,
+            "truncation": body.truncation or "disabled", "usage": self._used(), "user": body.user,
         }  # fmt: skip
 
     def _used(self) -> dict[str, Any] | None:
@@ -203,23 +214,30 @@ class Writer:
         self._open = True
         return {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
 
-    def _text(self, text: str) -> Iterator[Event]:
-        if not self._open or self._items[-1]["type"] != "message":
+    def _text(self, text: str, kind: str = "message") -> Iterator[Event]:
+        """More of a message, or of the reasoning before it."""
+        name = _EVENTS[kind]
+        if not self._open or self._items[-1]["type"] != kind:
             yield from self._close()
-            name = f"msg_{secrets.token_hex(24)}"
-            yield self._added({"id": name, "type": "message", "status": "in_progress", "role": "assistant",
+            more: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+            prefix = "msg" if kind == "message" else "rs"
+            yield self._added({"id": f"{prefix}_{secrets.token_hex(24)}", "type": kind, "status": "in_progress", **more,
                                "content": []})  # fmt: skip
-            part: Item = {"type": "output_text", "annotations": [], "text": "", "logprobs": []}
+            part: Item = {"type": name, "text": ""}
+            if kind == "message":
+                part.update(annotations=[], logprobs=[])
             self._items[-1]["content"] = [part]
             yield {"type": "response.content_part.added", **self._at(True), "part": dict(part)}
         part = self._items[-1]["content"][0]
         new: list[Any] = []
-        if self.prepared.body.wants_logprobs:
+        if self.prepared.body.wants_logprobs and kind == "message":
             new = chat_logprobs(self.prepared.jobs[0].vocabulary, self._late)
         self._late = []
-        self._items[-1]["content"] = [{**part, "text": part["text"] + text, "logprobs": [*part["logprobs"], *new]}]
+        more = {"logprobs": [*part["logprobs"], *new]} if kind == "message" else {}
+        self._items[-1]["content"] = [{**part, "text": part["text"] + text, **more}]
         if text:
-            yield {"type": "response.output_text.delta", **self._at(True), "delta": text, "logprobs": new}
+            more = {"logprobs": new} if kind == "message" else {}
+            yield {"type": f"response.{name}.delta", **self._at(True), "delta": text, **more}
 
     def _call(self, piece: Piece) -> Iterator[Event]:
         self._late = []  # log-probabilities are those of texts
@@ -237,10 +255,10 @@ class Writer:
             return
         item, self._open = self._items[-1], False
         item["status"] = status
-        if item["type"] == "message":
+        if item["type"] in _EVENTS:
             part = item["content"][0]
-            yield {"type": "response.output_text.done", **self._at(True), "text": part["text"],
-                   "logprobs": part["logprobs"]}  # fmt: skip
+            more: Item = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            yield {"type": f"response.{part['type']}.done", **self._at(True), "text": part["text"], **more}
             yield {"type": "response.content_part.done", **self._at(True), "part": part}
         else:
             yield {"type": "response.function_call_arguments.done", **self._at(), "name": item["name"],

@@ -141,7 +141,7 @@ def pooling_routes(app: FastAPI, service: Service) -> None:
     async def classify(body: Classification, request: Request) -> Response:
         """Classes of texts, of a model for sequence classification."""
         return await read(
-            loop, request, service.classification, body, lambda a, v: pooled_replies.classes(a, v, service)
+            loop, request, service.classification, body, lambda a, v: pooled_replies.classes(a, v, body, service)
         )
 
     @app.post("/pooling", responses=_REFUSALS)
@@ -186,9 +186,16 @@ def response_routes(app: FastAPI, service: Service) -> None:
             return _unknown(name)
         return Json({"id": name, "object": "response", "deleted": True})
 
+    @app.post("/v1/responses/{name}/cancel", responses=_REFUSALS)
+    async def cancel(name: str, request: Request) -> Response:
+        """Refused: only responses that are made in the background could be canceled, and none is."""
+        if known.get(name, bearer(request.scope)) is None:
+            return _unknown(name)
+        return refusal(400, "Cannot cancel a synchronous response.")
+
 
 def _unknown(name: str) -> Response:
-    return refusal(404, f"no response {name[:100]!r} is stored here")
+    return refusal(404, f"response {name[:100]!r} not found: it is not stored here (any more)")
 
 
 def model_routes(app: FastAPI, service: Service) -> None:
@@ -226,7 +233,9 @@ def text_routes(app: FastAPI, service: Service) -> None:
         """Token ids of a text or a conversation."""
         service.adapter(body.model)
         tokens = await asyncio.to_thread(service.tokens, body)
-        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
+        texts = [service.vocabulary.name(t) for t in tokens] if body.return_token_strs else None
+        return Json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len,
+                     "token_strs": texts})  # fmt: skip
 
     @app.post("/detokenize", responses=_REFUSALS)
     async def detokenize(body: Detokenize, request: Request) -> Response:

@@ -22,6 +22,8 @@ class PoolingRequest(Body):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Number | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    """False: logits instead of probabilities of classes."""
     truncate_prompt_tokens: Annotated[Number, Field(ge=-1)] | None = None
     user: Text | None = None
     cache_salt: Salt | None = None

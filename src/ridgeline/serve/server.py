@@ -57,6 +57,7 @@ def make_service(
         labels,
         FORMATS[options.tool_parser] if options.tool_parser else None,
         options.auto_tools,
+        options.reasoning_parser is not None,
         pooling_of(checkpoint, options.pooling),
         dimensions_of(checkpoint),
         defaults,

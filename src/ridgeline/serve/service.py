@@ -18,6 +18,7 @@ from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.fields import prompts_of
 from ridgeline.serve.grammar import Grammars, Matcher
 from ridgeline.serve.openai import Classification, Completion, EmbeddingRequest, Sampled
+from ridgeline.serve.reasoning import BEGIN, Reasoned
 from ridgeline.serve.request import TOO_LONG, EngineRequest, Invalid, Pooling, Sampling
 from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
 from ridgeline.serve.tool_calls import LIST, Calls, Format, Named, Reader, id_maker
@@ -96,6 +97,8 @@ class Service:
     """How the model writes calls of functions."""
     auto_calls: bool = False
     """Whether the model may call functions on its own."""
+    reasons: bool = False
+    """Whether what the model writes between ``<think>`` and ``</think>`` is told apart from its answer."""
     pooling: Pooling = "mean"
     """What an embedding is made of."""
     dimensions: frozenset[int] | None = frozenset()
@@ -201,19 +204,22 @@ class Service:
         if body.choice == "auto" and self.calls is not None and self.calls.special:
             body = body.model_copy(update={"skip_special_tokens": False})
         sampling = self._sampling(body, longest, body.logprob_count(), prompt_logprobs=body.prompt_logprobs)
-        if body.continue_final_message and body.add_generation_prompt:
-            what = "does not go with add_generation_prompt, which begins another message"
-            raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
-        prompt = self.conversation(
-            body.messages, body.add_generation_prompt, body.continue_final_message, body.truncate_prompt_tokens,
-            **body.variables,
-        )  # fmt: skip
+        prompt = self._chat_prompt(body, body.messages, body.truncate_prompt_tokens)
         if wanted is None:
             room = max(1, self.max_model_len - len(prompt))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
-        prepared.reader = reader
+        prepared.reader = self._reasoned(reader, prompt, sampling.grammar is not None)
         return prepared
+
+    def _reasoned(
+        self, reader: Callable[[], Reader] | None, prompt: Sequence[int], structure: bool
+    ) -> Callable[[], Reader] | None:
+        """``reader`` behind what finds reasoning, for which a ``structure`` leaves no room."""
+        if structure or not self.reasons:
+            return reader
+        begun = self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
+        return lambda: Reasoned(begun, reader() if reader is not None else None)
 
     def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
         """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""
@@ -265,9 +271,10 @@ class Service:
     def pooled(self, body: PoolingRequest, key: bytes) -> PreparedRequest:
         """The jobs of ``/pooling``. Raises :class:`Invalid`."""
         classify = self.labels is not None if body.task is None else body.task == "classify"
-        for name in ("dimensions", "normalize"):
-            if classify and getattr(body, name) is not None:
-                raise Invalid(name, "has an effect on embeddings only", "leave it out")
+        for name in ("dimensions", "normalize") if classify else ("use_activation",):
+            if getattr(body, name) is not None:
+                what = f"has an effect on {'embeddings' if classify else 'classes'} only"
+                raise Invalid(name, what, "leave it out")
         self._cuttable(body.dimensions)
         return self._read("pool", body, self._inputs(body), _salt(key, body.cache_salt), classify)
 
@@ -320,8 +327,19 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise Invalid("prompt", "give a prompt, or messages, and not both", "leave one out")
         if body.messages is not None:
-            return self.conversation(body.messages, body.add_generation_prompt)
+            return self._chat_prompt(body, body.messages)
         return self._encode(body.prompt or "", "prompt", body.add_special_tokens)
+
+    def _chat_prompt(
+        self, body: ChatCompletion | Tokenize, messages: Sequence[Message], most: int | None = None
+    ) -> list[int]:
+        """The prompt of a chat. Raises :class:`Invalid`."""
+        if body.continue_final_message and body.add_generation_prompt:
+            what = "does not go with add_generation_prompt, which begins another message"
+            raise Invalid("continue_final_message", what, "set add_generation_prompt to false")
+        return self.conversation(
+            messages, body.add_generation_prompt, body.continue_final_message, most, **body.variables
+        )
 
     def conversation(
         self, messages: Sequence[Message], prompt: bool, open_end: bool = False, most: int | None = None,
@@ -348,6 +366,9 @@ class Service:
         """The last ``most`` tokens (-1: as many as the context takes with one to generate); None: all."""
         if most is None:
             return tokens
+        if most > self.max_model_len:
+            what = f"is {most}, and the context is {self.max_model_len}"
+            raise Invalid("truncate_prompt_tokens", what, "give less, or -1 for as many as it takes")
         return tokens[max(0, len(tokens) - (self.max_model_len - 1 if most == -1 else most)) :]
 
     def _prompts(

@@ -51,7 +51,7 @@ LONGEST_NAME = 512
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of the text, or more of a call: first its id and name, then its arguments."""
+    """More of the text, or of the reasoning before it, or of a call: first its id and name, then its arguments."""
 
     text: str = ""
     call: int | None = None
@@ -59,10 +59,13 @@ class Piece:
     id: str = ""
     name: str = ""
     arguments: str = ""
+    reasoning: str = ""
 
     @property
     def delta(self) -> dict[str, Any]:
         """As a chunk of a chat completion has it."""
+        if self.reasoning:
+            return {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
         if self.call is None:
             return {"content": self.text}
         function = {"name": self.name, "arguments": ""} if self.name else {"arguments": self.arguments}
@@ -73,30 +76,43 @@ class Piece:
 class Reader(Protocol):
     """Reads one output."""
 
-    failed: bool
-    """Whether a call that was given out has turned out not to be one."""
     ends: Finish
     """The ``finish_reason`` of an output with calls."""
     empty: str | None
     """The content of an output with nothing but calls."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether a call that was given out has turned out not to be one."""
+
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """What is certain after ``text``; with ``last`` all the rest."""
 
 
-def gather(reader: Reader, text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text and the calls of a whole output; all of it is text where something is wrong with a call."""
-    content = ""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a whole output consists of."""
+
+    content: str
+    reasoning: str
+    calls: list[dict[str, Any]]
+
+
+def gather(reader: Reader, text: str) -> Parts:
+    """The parts of a whole output; all that is not reasoning is text where something is wrong with a call."""
+    content = reasoning = ""
     calls: list[dict[str, Any]] = []
     for piece in reader.push(text, last=True):
         if piece.call is None:
-            content += piece.text
+            content, reasoning = content + piece.text, reasoning + piece.reasoning
         elif piece.name:
             function = {"name": piece.name, "arguments": ""}
             calls.append({"id": piece.id, "type": "function", "function": function})
         else:
             calls[-1]["function"]["arguments"] += piece.arguments
-    return (text, []) if reader.failed else (content, calls)
+    if reader.failed:
+        return Parts(text[text.find(reasoning) + len(reasoning) :] if reasoning else text, reasoning, [])
+    return Parts(content, reasoning, calls)
 
 
 class Named:
@@ -156,7 +172,7 @@ class Calls:
         at = self._held.find(marker) if marker else -1
         plain = self._held[:at].rstrip() if at >= 0 else self._held
         if at < 0 and marker and not last:
-            plain = plain[: _certain(plain, marker)]
+            plain = plain[: certain(plain, marker)]
         if plain and not (self._count and plain.isspace()):
             found.append(Piece(plain))
         if at < 0:
@@ -299,7 +315,7 @@ class _Object:
             self._other = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
-def _certain(text: str, marker: str) -> int:
+def certain(text: str, marker: str) -> int:
     """How much of ``text`` cannot be the beginning of ``marker``, or whitespace before it."""
     size = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
     return len(text[: len(text) - size].rstrip())

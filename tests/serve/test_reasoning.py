@@ -1,0 +1,110 @@
+"""Reasoning apart from answers: whole, streamed, before calls, and back again."""
+
+import json
+
+import openai
+import pytest
+from tests.serve.test_responses import both as responses
+from tests.serve.test_tools import ASK, CALLED, FORMATS, ROME, TOOLS, both, said, tools  # noqa: F401 (a fixture)
+
+from ridgeline.data.examples import Template
+from ridgeline.serve.checkpoint_settings import Options
+from ridgeline.serve.reasoning import Reasoned
+from ridgeline.serve.response_bodies import ResponseRequest
+from ridgeline.serve.tool_calls import Calls, id_maker
+from ridgeline.spec.errors import UserError
+
+OPEN = "{{ messages[0].content }}{{ tools and '' }}<think>\n"
+CLOSED = "{{ messages[0].content }}{{ tools and '' }}<think>\n\n</think>\n\n"
+PLAIN = "{{ messages[0].content }}{{ tools and '' }}"
+TEXTS = [
+    (PLAIN, "<think>\nSo: <b> x.\n</think>\n\nHello", "So: <b> x.", "Hello"),
+    (OPEN, "So: x.\n</think>\n\nHello", "So: x.", "Hello"),
+    (OPEN, "<think>So</think>Hello", "So", "Hello"),
+    (PLAIN, "Hello <think>", None, "Hello <think>"),
+    (CLOSED, "Hello", None, "Hello"),
+]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as c:
+        yield c
+
+
+@pytest.fixture
+def reasons(server, monkeypatch, tools):  # noqa: F811
+    def use(source, text):
+        tools("hermes", text, source)
+        monkeypatch.setattr(server.service, "reasons", True)
+        plain = type(server.service)._reasoned
+        # the grammar that makes the model write this text is none that a client asked for
+        monkeypatch.setattr(
+            type(server.service),
+            "_reasoned",
+            lambda service, reader, prompt, structure: plain(service, reader, prompt, False),
+        )
+
+    return use
+
+
+@pytest.mark.parametrize(("source", "text", "reasoning", "answer"), TEXTS)
+def test_reasoning_is_told_apart(client, reasons, source, text, reasoning, answer):
+    reasons(source, text)
+    options = {"model": "tiny", "messages": ASK, "max_tokens": 60, "temperature": 0}
+    whole = client.chat.completions.create(**options).choices[0]
+    assert (whole.message.content, getattr(whole.message, "reasoning", None)) == (answer, reasoning)
+    assert getattr(whole.message, "reasoning_content", None) == reasoning
+    deltas = [c.choices[0].delta for c in client.chat.completions.create(stream=True, **options)]
+    assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == (reasoning or "")
+    assert "".join(d.content or "" for d in deltas) == answer
+
+
+@pytest.mark.parametrize("source", [PLAIN, OPEN])
+def test_calls_follow_reasoning(client, reasons, source):
+    reasons(source, f"<think>It asks for <tool_call>.</think>\n<tool_call>{ROME}</tool_call>")
+    whole, streamed = both(client, max_tokens=150)
+    assert said(whole) == said(streamed) == ("", CALLED[:1], "tool_calls")
+    assert whole.message.reasoning == "It asks for <tool_call>."
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 100])
+@pytest.mark.parametrize(("source", "text", "reasoning", "answer"), TEXTS)
+def test_how_the_text_is_cut_makes_no_difference(step, source, text, reasoning, answer):
+    reader = Reasoned(source is OPEN, Calls(FORMATS["hermes"], id_maker(None)))
+    pieces = [p for at in range(0, len(text), step) for p in reader.push(text[at : at + step])]
+    pieces += reader.push("", last=True)
+    assert "".join(p.reasoning for p in pieces) == (reasoning or "")
+    assert "".join(p.text for p in pieces) == answer
+
+
+def test_reasoning_without_an_end_is_all_there_is(client, reasons):
+    reasons(OPEN, "So: x")
+    message = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=60).choices[0].message
+    assert (message.content, message.reasoning) == (None, "So: x")
+
+
+def test_a_structure_leaves_no_room_for_reasoning(client, server, monkeypatch):
+    monkeypatch.setattr(server.service, "reasons", True)
+    monkeypatch.setattr(server.service, "template", Template(OPEN, "t"))
+    made = client.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=60, extra_body={"structured_outputs": {"choice": ["a", "b"]}}
+    )
+    assert made.choices[0].message.content in ("a", "b")
+
+
+def test_reasoning_is_an_item_of_responses(client, server, reasons):
+    reasons(PLAIN, TEXTS[0][1])
+    whole, _ = responses(client, input="Hi", max_output_tokens=60, extra_body={})
+    assert [item.type for item in whole.output] == ["reasoning", "message"]
+    assert (whole.output[0].content[0].text, whole.output_text) == ("So: <b> x.", "Hello")
+    sent = [{"role": "user", "content": "Hi"}, *(i.model_dump(exclude_none=True) for i in whole.output)]
+    messages = ResponseRequest.model_validate(json.loads(json.dumps({"input": sent}))).messages()
+    assert [(m.role, m.content, m.reasoning_content) for m in messages] == [
+        ("user", "Hi", None), ("assistant", "Hello", "So: <b> x."),
+    ]  # fmt: skip
+
+
+def test_options():
+    with pytest.raises(UserError, match="qwen3"):
+        Options(reasoning_parser="qwen").check()
