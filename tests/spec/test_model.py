@@ -70,6 +70,12 @@ def test_llama3_rope_scaling_in_both_spellings():
     assert (old.rope_theta, old.rope_scaling.factor, old.rope_scaling.original_max_positions) == (5e5, 8.0, 8192)
 
 
+def test_a_dump_without_later_fields_keeps_stored_ids():
+    """Experiments hash what a model dumps: a scaling that could be said before must dump as it did."""
+    scaling = catalog.model("llama3.1-8b").model_dump()["rope_scaling"]
+    assert set(scaling) == {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions"}
+
+
 def test_a_window_counts_only_where_it_is_used():
     qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 9, "max_window_layers": 0}
     assert ModelSpec.from_config({**qwen, "use_sliding_window": False}).sliding_window is None
@@ -91,7 +97,20 @@ def test_a_window_counts_only_where_it_is_used():
         ({"num_hidden_layers": 0}, ["num_layers 0 is not at least 1"]),
         ({"vocab_size": -1}, ["vocab_size -1 is not at least 1"]),
         ({"hidden_act": "mish"}, ["activation 'mish' is not supported", "silu"]),
-        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope scaling 'yarn' is not supported", "llama3"]),
+        ({"rope_scaling": {"rope_type": "xpos"}}, ["rope scaling 'xpos' is not supported", "llama3", "longrope"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, ["must be positive"]),
+        (
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [2.0],
+                    "original_max_position_embeddings": 8,
+                },
+                "max_position_embeddings": 8,
+            },
+            ["head_dim 8"],
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["no key 'low_freq_factor'"]),
     ],
 )

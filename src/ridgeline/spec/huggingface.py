@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.rope import read_rope, write_rope
 
 if TYPE_CHECKING:
     from ridgeline.spec.model import ModelSpec
@@ -29,24 +30,6 @@ def _activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _rope(c: Config) -> Config:
-    """Rotary settings; transformers ≥ 5 nests them in ``rope_parameters``, earlier ones keep two keys."""
-    rope = c.get("rope_parameters") or {}
-    scaling = c.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    fields: Config = {"rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0)}
-    if kind == "llama3":
-        fields["rope_scaling"] = {
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_freq_factor"],
-            "high_freq_factor": scaling["high_freq_factor"],
-            "original_max_positions": scaling["original_max_position_embeddings"],
-        }
-    elif kind != "default":
-        raise UserError(f"rope scaling {kind!r} is not supported", "supported: default, llama3")
-    return fields
-
-
 def _llama_like(c: Config) -> Config:
     heads = c["num_attention_heads"]
     return {
@@ -62,7 +45,7 @@ def _llama_like(c: Config) -> Config:
         "norm_eps": c.get("rms_norm_eps", 1e-6),
         "activation": _activation(c.get("hidden_act", "silu")),
         "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
-        **_rope(c),
+        **read_rope(c),
     }
 
 
@@ -317,15 +300,6 @@ def to_hf_config(spec: ModelSpec) -> Config:
 
 
 def _write_llama_like(s: ModelSpec) -> Config:
-    rope: Config = {"rope_type": "default", "rope_theta": s.rope_theta}
-    if s.rope_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": s.rope_scaling.factor,
-            "low_freq_factor": s.rope_scaling.low_freq_factor,
-            "high_freq_factor": s.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": s.rope_scaling.original_max_positions,
-        }
     return {
         "vocab_size": s.vocab_size,
         "hidden_size": s.hidden_size,
@@ -337,7 +311,7 @@ def _write_llama_like(s: ModelSpec) -> Config:
         "max_position_embeddings": s.max_positions,
         "rms_norm_eps": s.norm_eps,
         "hidden_act": _ACTIVATION_NAMES[s.activation],
-        "rope_parameters": rope,
+        "rope_parameters": write_rope(s.rope_theta, s.rope_scaling),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.rope import RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -45,17 +46,6 @@ class Parameter(NamedTuple):
         for d in self.shape:
             n *= d
         return n
-
-
-class RopeScaling(BaseModel):
-    """Llama 3.1's frequency-dependent rotary scaling (the only non-trivial kind our families use)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
 
 
 class ModelSpec(BaseModel):
@@ -140,6 +130,9 @@ class ModelSpec(BaseModel):
             raise ValueError("a classifier has nothing to tie to the embeddings")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is not in [0, 1)")
+        factors = self.rope_scaling.short_factor if self.rope_scaling else ()
+        if factors and 2 * len(factors) != self.head_dim:
+            raise ValueError(f"{len(factors)} longrope factors are not half of head_dim {self.head_dim}")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
         return self
