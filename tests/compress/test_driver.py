@@ -216,6 +216,7 @@ def test_conv1d_models_are_written_densely_or_not_at_all(bench, tmp_path):
         {"family": "qwen3", "qk_norm": True},
         {"family": "mistral", "sliding_window": 16},
         {"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
+        {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "qk_norm": True},
     ],
     ids=lambda c: c["family"],
 )  # fmt: skip

@@ -92,8 +92,13 @@ def _qwen3_moe(c: Config) -> Config:
     if c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1:
         raise UserError("qwen3_moe with dense layers between the mixtures is not supported")
     experts = c["num_experts"] if "num_experts" in c else c["num_local_experts"]  # transformers 5 renamed it
-    moe = {"num_experts": experts, "experts_per_token": c["num_experts_per_tok"]}
-    return {**_qwen3(c), "intermediate_size": c["moe_intermediate_size"], **moe}
+    return {
+        **_qwen3({**c, "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]}),
+        "intermediate_size": c["moe_intermediate_size"],
+        "num_experts": experts,
+        "experts_per_token": c["num_experts_per_tok"],
+        "normalize_router": bool(c.get("norm_topk_prob", False)),
+    }
 
 
 def _gpt_oss(c: Config) -> Config:
@@ -344,6 +349,19 @@ def _write_qwen3(s: ModelSpec) -> Config:
     return {**_write_llama_like(s), **_write_window(s), **architecture}
 
 
+def _write_qwen3_moe(s: ModelSpec) -> Config:
+    return {
+        **_write_qwen3(s),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": s.intermediate_size,
+        "num_experts": s.num_experts,
+        "num_experts_per_tok": s.experts_per_token,
+        "norm_topk_prob": s.normalize_router,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _write_mixtral(s: ModelSpec) -> Config:
     return {
         **_write_llama_like(s),
@@ -415,6 +433,7 @@ WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "mistral": _write_mistral,
     "qwen2": _write_qwen2,
     "qwen3": _write_qwen3,
+    "qwen3_moe": _write_qwen3_moe,
     "mixtral": _write_mixtral,
     "gpt2": _write_gpt2,
     "opt": _write_opt,

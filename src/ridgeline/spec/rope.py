@@ -74,6 +74,11 @@ def read_rope(c: Config) -> Config:
     scaling = c.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     fields: Config = {"rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0)}
+    partial = float(rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0)
+    if partial != 1:
+        raise UserError(
+            f"rotary embedding of {partial:.0%} of each head is not supported", "use a model that rotates all"
+        )
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     if kind == "default":
         return fields

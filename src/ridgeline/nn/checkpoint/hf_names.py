@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -36,8 +37,8 @@ _LLAMA_BLOCK = {
     "mlp.gate_proj": "mlp.gate_proj",
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
-    "mlp.router": "block_sparse_moe.gate",
 }
+_MIXTRAL = {"mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts"}
 _LLAMA = {"embed.tokens": "model.embed_tokens", "norm": "model.norm", "head.out": "lm_head"}
 
 _GPT2_BLOCK = {
@@ -94,13 +95,15 @@ _CLASSIFIER = {"head.dense": "bert.pooler.dense", "head.out": "classifier"}
 
 # family → (prefix of its blocks, names in a block, names outside of blocks)
 _TABLES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), ("model.layers", _LLAMA_BLOCK, _LLAMA)),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("model.layers", _LLAMA_BLOCK, _LLAMA)),
+    "qwen3_moe": ("model.layers", {**_LLAMA_BLOCK, "mlp.router": "mlp.gate", "mlp.experts": "mlp.experts"}, _LLAMA),
+    "mixtral": ("model.layers", {**_LLAMA_BLOCK, **_MIXTRAL}, _LLAMA),
     "gpt2": ("transformer.h", _GPT2_BLOCK, _GPT2),
     "opt": ("model.decoder.layers", _OPT_BLOCK, _OPT),
     "bert": ("bert.encoder.layer", _BERT_BLOCK, _BERT),
 }
 
-_EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_MIXTRAL_EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def require_twin(spec: ModelSpec) -> None:
@@ -111,7 +114,7 @@ def require_twin(spec: ModelSpec) -> None:
 
 
 def links(spec: ModelSpec) -> Iterator[NamePair]:
-    """Every piece of the model, in the layout of the hub's files (Mixtral: one tensor per expert).
+    """Every piece of the model, in the layout of the hub's files (one tensor per expert).
 
     Raises :class:`UserError` for a family that is predicted, not run.
     """
@@ -130,8 +133,9 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
         prefix = f"{stack}.{block.removeprefix('layers.')}"
         module, kind = inner.rsplit(".", 1)
         if module == "mlp.experts":
+            weight = _MIXTRAL_EXPERT[kind] if spec.family == "mixtral" else kind
             for e in range(spec.num_experts):
-                yield NamePair(ours, f"{prefix}.block_sparse_moe.experts.{e}.{_EXPERT[kind]}.weight", expert=e)
+                yield NamePair(ours, f"{prefix}.{block_names[module]}.{e}.{weight}.weight", expert=e)
         elif spec.family == "gpt2":
             # GPT-2 stores [in, out], and query, key and value side by side in one tensor.
             transpose = kind == "weight" and "_norm" not in module
@@ -149,7 +153,7 @@ def stacked(link: NamePair) -> NamePair | None:
     """The same piece in the layout of transformers ≥ 5, where a layer's experts are one tensor; None if it has none."""
     if link.expert is None:
         return link._replace(theirs=link.theirs.replace(".block_sparse_moe.gate.", ".mlp.gate."))
-    prefix = link.theirs.split(".block_sparse_moe.")[0]
+    prefix = re.split(r"\.block_sparse_moe\.|\.mlp\.", link.theirs)[0]
     if link.expert > 0:
         return None  # the first link stands for all
     if link.ours.endswith(".down_proj"):
