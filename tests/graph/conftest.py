@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {**_LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 24},
+    "phi3": {**_LLAMA, "model_type": "phi3", "sliding_window": 5},
     "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "opt": {**_GPT, "model_type": "opt", "word_embed_proj_dim": 32, "ffn_dim": 64},

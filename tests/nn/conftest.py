@@ -59,6 +59,18 @@ CONFIGS = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "phi3": {
+        **_LLAMA,
+        "model_type": "phi3",
+        "sliding_window": 7,
+        "original_max_position_embeddings": 8,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 2.0, 3.0, 5.0],
+        },
+        "pad_token_id": 0,
+    },
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "opt": {
         "model_type": "opt",

@@ -58,6 +58,15 @@ def _mistral(c: Config) -> Config:
     return {**_llama_like(c), "sliding_window": c.get("sliding_window")}
 
 
+def _phi3(c: Config) -> Config:
+    """Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905)."""
+    scaling = c.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind == "yarn":  # the name under which its first files have what is longrope now
+        c = {**c, "rope_scaling": {**scaling, "rope_type": "longrope"}}
+    return {**_llama_like(c), "sliding_window": c.get("sliding_window")}
+
+
 def _qwen_window(c: Config) -> int | None:
     """Qwen's window applies from layer ``max_window_layers`` (default 28) on; ours to all layers or none."""
     first = c.get("max_window_layers", 28)
@@ -265,6 +274,7 @@ READERS: dict[str, Callable[[Config], Config]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "phi3": _phi3,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
@@ -331,6 +341,14 @@ def _write_llama(s: ModelSpec) -> Config:
 
 def _write_mistral(s: ModelSpec) -> Config:
     return {**_write_llama_like(s), "architectures": ["MistralForCausalLM"], "sliding_window": s.sliding_window}
+
+
+def _write_phi3(s: ModelSpec) -> Config:
+    scaling = s.rope_scaling
+    original = s.max_positions if scaling is None else scaling.original_max_positions
+    config = {**_write_mistral(s), "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": original}
+    # transformers' default for padding is Phi-3's own token, which a smaller vocabulary does not have.
+    return {**config, "pad_token_id": 32000 if s.vocab_size > 32000 else None}
 
 
 def _write_window(s: ModelSpec) -> Config:
@@ -433,6 +451,7 @@ WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "mistral": _write_mistral,
     "qwen2": _write_qwen2,
     "qwen3": _write_qwen3,
+    "phi3": _write_phi3,
     "qwen3_moe": _write_qwen3_moe,
     "mixtral": _write_mixtral,
     "gpt2": _write_gpt2,

@@ -55,7 +55,7 @@ class ModelSpec(BaseModel):
 
     name: str = "custom"
     family: str
-    """llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, gpt2, opt, bert; spec only: gpt_oss, bloom, t5."""
+    """llama, mistral, qwen2, qwen3, qwen3_moe, phi3, mixtral, gpt2, opt, bert; spec only: gpt_oss, bloom, t5."""
     vocab_size: int
     hidden_size: int
     num_layers: int

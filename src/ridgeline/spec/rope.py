@@ -67,6 +67,11 @@ class RopeScaling(BaseModel):
         """Whether sequences longer than ``original_max_positions`` have other frequencies than shorter ones."""
         return self.kind in ("dynamic", "longrope")
 
+    def outgrown(self, length: int) -> bool:
+        """Whether keys cached for one position less than ``length`` were rotated by other frequencies."""
+        first = self.original_max_positions + 1
+        return length >= first if self.kind == "dynamic" else self.kind == "longrope" and length == first
+
 
 def read_rope(c: Config) -> Config:
     """Rotary settings; transformers ≥ 5 nests them in ``rope_parameters``, earlier ones keep two keys."""
