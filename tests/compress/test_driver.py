@@ -224,6 +224,8 @@ def test_fused_projections_are_written_densely_or_not_at_all(bench, tmp_path):
          "tie_embeddings": True},
         {"family": "qwen2", "qkv_bias": True, "tie_embeddings": True},
         {"family": "qwen3", "qk_norm": True},
+        {"family": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
+         "logits_scaling": 1.5},
         {"family": "mistral", "sliding_window": 16},
         {"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
         {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "qk_norm": True},

@@ -26,6 +26,8 @@ FAMILIES = {
     "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {**_LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 24},
+    "granite": {**_LLAMA, "model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+                "residual_multiplier": 0.6, "logits_scaling": 1.5},
     "phi3": {**_LLAMA, "model_type": "phi3", "sliding_window": 5},
     "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},

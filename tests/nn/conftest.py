@@ -59,6 +59,15 @@ CONFIGS = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "granite": {
+        **_LLAMA,
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.5,
+        "tie_word_embeddings": True,
+    },
     "phi3": {
         **_LLAMA,
         "model_type": "phi3",

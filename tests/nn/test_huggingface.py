@@ -149,7 +149,9 @@ def test_headless_names_load(name, ids, tmp_path):
         torch.testing.assert_close(load_checkpoint(tmp_path)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3", "mistral", "qwen3", "qwen3_moe", "phi3", "mixtral", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3", "mistral", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "opt"]
+)
 def test_greedy_generation_equals_transformers(name, ids, tmp_path):
     theirs, _ = hf_model(name)
     theirs.save_pretrained(tmp_path)
@@ -183,5 +185,5 @@ def test_partial_window_is_refused():
 
 def test_decoders_is_complete():
     assert {CONFIGS[n]["model_type"] for n in DECODERS} == {
-        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "mixtral", "gpt2", "opt",
+        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "opt",
     }  # fmt: skip

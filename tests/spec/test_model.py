@@ -21,6 +21,7 @@ SMALL = {  # transformers' class, its model class, arguments
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 24}),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_key_value_heads": 1, "head_dim": 24, "num_experts": 3,
                   "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {"num_key_value_heads": 2, "attention_multiplier": 0.5}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"num_key_value_heads": 2, "sliding_window": 7, "pad_token_id": 0}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),

@@ -54,6 +54,14 @@ def _llama(c: Config) -> Config:
     return {**_llama_like(c), "qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(c.get("mlp_bias", False))}
 
 
+def _granite(c: Config) -> Config:
+    """Granite 3 (model cards of ibm-granite): Llama with four multipliers."""
+    return {**_llama(c), **{k: c.get(k, 1.0) for k in _MULTIPLIERS}}
+
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
 def _mistral(c: Config) -> Config:
     return {**_llama_like(c), "sliding_window": c.get("sliding_window")}
 
@@ -271,6 +279,7 @@ def _t5(c: Config) -> Config:
 
 READERS: dict[str, Callable[[Config], Config]] = {
     "llama": _llama,
+    "granite": _granite,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -337,6 +346,11 @@ def _write_llama(s: ModelSpec) -> Config:
         "attention_bias": s.qkv_bias,
         "mlp_bias": s.mlp_bias,
     }
+
+
+def _write_granite(s: ModelSpec) -> Config:
+    numbers = {k: getattr(s, k) for k in _MULTIPLIERS}
+    return {**_write_llama(s), "architectures": ["GraniteForCausalLM"], **numbers}
 
 
 def _write_mistral(s: ModelSpec) -> Config:
@@ -448,6 +462,7 @@ def _write_bert(s: ModelSpec) -> Config:
 
 WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "llama": _write_llama,
+    "granite": _write_granite,
     "mistral": _write_mistral,
     "qwen2": _write_qwen2,
     "qwen3": _write_qwen3,

@@ -99,7 +99,7 @@ _CLASSIFIER = {"head.dense": "bert.pooler.dense", "head.out": "classifier"}
 
 # family → (prefix of its blocks, names in a block, names outside of blocks)
 _TABLES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("model.layers", _LLAMA_BLOCK, _LLAMA)),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite"), ("model.layers", _LLAMA_BLOCK, _LLAMA)),
     "qwen3_moe": ("model.layers", {**_LLAMA_BLOCK, "mlp.router": "mlp.gate", "mlp.experts": "mlp.experts"}, _LLAMA),
     "phi3": ("model.layers", {**_LLAMA_BLOCK, **_PHI3}, _LLAMA),
     "mixtral": ("model.layers", {**_LLAMA_BLOCK, **_MIXTRAL}, _LLAMA),

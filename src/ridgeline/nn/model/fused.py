@@ -124,7 +124,7 @@ def merge_projections(model: Transformer) -> list[str]:
     """
     merged = []
     for name, module in model.named_modules():
-        if isinstance(module, Attention) and module.q_norm is None:
+        if isinstance(module, Attention) and module.q_norm is None and module.query_scale == 1:
             parts: list[nn.Module] = [module.q_proj, module.k_proj, module.v_proj]
             if lay_together(parts):
                 module.project = project_merged
@@ -220,7 +220,7 @@ def chunked_token_loss(
     x, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if isinstance(head, MLMHead):
         x = head.norm(head.activation(head.dense(x)))
-    elif not isinstance(head, LMHead):
+    elif not isinstance(head, LMHead) or head.scaling != 1:
         return token_loss(hidden, head, labels)
     size = rows(x.shape[0], out.out_features, out.in_features)
     loss = functions.linear_loss(x, out.weight, out.bias, labels, size, compute_dtype(x))
