@@ -77,7 +77,7 @@ def gradients(model, loss, low=None, shape=(2, 24)):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_forward_and_backward_in_fp64(family, backend):
     plain, other, merged = pair(family, torch.float64, backend)
-    assert len(merged) == {"llama": 4, "biases": 4, "yarn": 4}.get(family, 2)
+    assert len(merged) == {"llama": 4, "biases": 4, "granite": 4, "yarn": 4}.get(family, 2)
     loss, want = gradients(plain, token_loss)
     got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(7)))
     assert got_loss == pytest.approx(loss, rel=1e-14)
