@@ -8,6 +8,7 @@ from ridgeline import catalog
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import READERS
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.unsupported import UNLIKE
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -99,6 +100,7 @@ def test_a_window_counts_only_where_it_is_used():
         ({"num_hidden_layers": 0}, ["num_layers 0 is not at least 1"]),
         ({"vocab_size": -1}, ["vocab_size -1 is not at least 1"]),
         ({"hidden_act": "mish"}, ["activation 'mish' is not supported", "silu"]),
+        ({"partial_rotary_factor": 0.5}, ["rotary embedding of 50% of each head is not supported"]),
         ({"rope_scaling": {"rope_type": "xpos"}}, ["rope scaling 'xpos' is not supported", "llama3", "longrope"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, ["must be positive"]),
         (
@@ -121,6 +123,18 @@ def test_bad_configuration(change, says):
         ModelSpec.from_config({**LLAMA, **change})
     for text in says:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_an_architecture_that_is_not_read_names_the_nearest_and_what_differs(kind):
+    transformers = pytest.importorskip("transformers")
+    assert kind in transformers.CONFIG_MAPPING
+    family, differs = UNLIKE[kind]
+    assert family in READERS
+    with pytest.raises(UserError) as caught:
+        ModelSpec.from_config({"model_type": kind})
+    assert f"nearest is {family}" in caught.value.what
+    assert differs in caught.value.what
 
 
 @pytest.mark.parametrize("key", [k for k in LLAMA if k != "model_type"])

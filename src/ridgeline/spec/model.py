@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 
 from ridgeline.spec.errors import UserError, unknown
 from ridgeline.spec.rope import RopeScaling
+from ridgeline.spec.unsupported import refuse
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -311,7 +312,7 @@ class ModelSpec(BaseModel):
 
         kind = str(config.get("model_type", ""))
         if kind not in READERS:
-            raise unknown("model_type", kind, READERS, "config.json")
+            raise refuse(kind) or unknown("model_type", kind, READERS, "config.json")
         try:
             return cls(**{"name": name or kind, **READERS[kind](config)})
         except KeyError as e:
