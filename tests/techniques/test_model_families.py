@@ -4,12 +4,7 @@ of the plan without them."""
 import pytest
 import torch
 from tests.compressing import LLAMA, MIXTRAL, checkpoint
-from tests.serve.test_divided import CPU_DEVICE, EP, MIXTURE, PP, SERVED, TP, experiment, on_ranks, serve
 from tests.techniques.test_zero_inference import built, tokens
-from tests.world import world
-
-from ridgeline.serve.build_engine import make_engine
-from ridgeline.spec.rope import RopeScaling
 
 MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
                "logits_scaling": 1.5}  # fmt: skip
@@ -44,21 +39,3 @@ def test_experts_outside_the_device(sources, options, tmp_path):
     got = tokens(built(sources["qwen3_moe"], f"moe_offload:{options},path={tmp_path / 'scratch'}")[1])
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-
-
-CHANGES = {
-    "granite": {"family": "granite", **MULTIPLIERS},
-    "qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, **MIXTURE},
-    "yarn": {"rope_scaling": RopeScaling(**YARN)},
-}
-
-
-@pytest.mark.parametrize(("family", "plan"), [*((f, p) for f in CHANGES for p in (TP, PP)), ("qwen3_moe", EP)])
-def test_two_ranks_serve_the_tokens_of_one(family, plan):
-    e = experiment(*SERVED, plan, model=CHANGES[family])
-    whole = make_engine(experiment(*SERVED, model=CHANGES[family]), CPU_DEVICE)
-    want, told = serve(whole)
-    got = world(2).run(on_ranks, e)[0]
-    assert got[0] == want
-    for i, said in told.items():
-        assert got[1][i] == pytest.approx(said, abs=2e-5)
