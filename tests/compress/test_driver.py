@@ -206,6 +206,16 @@ def test_conv1d_models_are_written_densely_or_not_at_all(bench, tmp_path):
     assert max(len(group.unique()) for row in weight for group in row.view(-1, 32)) <= 16
 
 
+def test_fused_projections_are_written_densely_or_not_at_all(bench, tmp_path):
+    path = bench.checkpoint(family="phi3")
+    with pytest.raises(UserError, match=r"qkv_proj\.weight for several layers in one"):
+        bench.compress(path, tmp_path / "out", GPTQ)
+    bench.compress(path, tmp_path / "dense", GPTQ, format="dense")
+    for name in ("attention.k_proj", "mlp.up_proj"):
+        weight = load_checkpoint(tmp_path / "dense").layers["1"].get_submodule(name).weight
+        assert max(len(group.unique()) for row in weight for group in row.view(-1, 32)) <= 16
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -214,8 +224,11 @@ def test_conv1d_models_are_written_densely_or_not_at_all(bench, tmp_path):
          "tie_embeddings": True},
         {"family": "qwen2", "qkv_bias": True, "tie_embeddings": True},
         {"family": "qwen3", "qk_norm": True},
+        {"family": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
+         "logits_scaling": 1.5},
         {"family": "mistral", "sliding_window": 16},
         {"family": "mixtral", "num_experts": 4, "experts_per_token": 2},
+        {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "qk_norm": True},
     ],
     ids=lambda c: c["family"],
 )  # fmt: skip

@@ -108,7 +108,7 @@ def test_our_checkpoint_loads_into_transformers(name, sharded, ids, tmp_path):
         torch.testing.assert_close(load_checkpoint(tmp_path)(ids), want, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "phi3", "mixtral", "gpt2", "bert"])
 def test_their_sharded_checkpoint_loads(name, ids, tmp_path):
     theirs, _ = hf_model(name)
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -117,8 +117,9 @@ def test_their_sharded_checkpoint_loads(name, ids, tmp_path):
         torch.testing.assert_close(load_checkpoint(tmp_path)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_stacked_mixtral_checkpoint_loads(ids, tmp_path):
-    theirs, _ = hf_model("mixtral")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_stacked_experts_load(name, ids, tmp_path):
+    theirs, _ = hf_model(name)
     theirs.save_pretrained(tmp_path, save_original_format=False)
     from safetensors import safe_open
 
@@ -148,7 +149,9 @@ def test_headless_names_load(name, ids, tmp_path):
         torch.testing.assert_close(load_checkpoint(tmp_path)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3", "mistral", "qwen3", "mixtral", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3", "mistral", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "opt"]
+)
 def test_greedy_generation_equals_transformers(name, ids, tmp_path):
     theirs, _ = hf_model(name)
     theirs.save_pretrained(tmp_path)
@@ -182,5 +185,5 @@ def test_partial_window_is_refused():
 
 def test_decoders_is_complete():
     assert {CONFIGS[n]["model_type"] for n in DECODERS} == {
-        "llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt2", "opt",
+        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "opt",
     }  # fmt: skip

@@ -21,7 +21,6 @@ SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
          "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
          "num_experts_per_tok": 2, "tie_word_embeddings": False}  # fmt: skip
 CONFIGS = {
-    "qwen3_moe": {**SIZES, "num_experts": 4, "moe_intermediate_size": 16, "intermediate_size": 16},
     "gpt_oss": {**SIZES, "num_local_experts": 4, "intermediate_size": 16, "sliding_window": 16,
                 "quantization_config": {"quant_method": "mxfp4"}},
 }  # fmt: skip

@@ -19,6 +19,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.plan import Call, Plan
+from ridgeline.spec.rope import RopeScaling
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.matrix import CPU, TINY
 from ridgeline.techniques.registry import check, mesh_axes, normalize, techniques_of
@@ -88,6 +89,24 @@ def test_ranks_serve_hold_and_send_what_is_said(plan):
     assert len(sent) > 4
     for rows, seen in sent:
         assert seen == expected(e, rows)
+
+
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
+               "logits_scaling": 1.5}  # fmt: skip
+FAMILIES = {
+    "granite": {"family": "granite", **MULTIPLIERS},
+    "qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, **MIXTURE},
+    "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_positions=8, attention_factor=1.2)},
+}
+
+
+@pytest.mark.parametrize(("family", "plan"), [*((f, p) for f in FAMILIES for p in (TP, PP)), ("qwen3_moe", EP)])
+def test_two_ranks_serve_every_familys_tokens(family, plan):
+    tokens, told, *_ = world(2).run(on_ranks, experiment(*SERVED, plan, model=FAMILIES[family]))[0]
+    wanted, said = serve(make_engine(experiment(*SERVED, model=FAMILIES[family]), CPU_DEVICE))
+    assert tokens == wanted
+    for i, values in said.items():
+        assert told[i] == pytest.approx(values, abs=2e-5)
 
 
 def beside(divided, name, options=None, model=None):

@@ -20,6 +20,9 @@ def llama():
 @pytest.mark.parametrize(
     ("base", "fields"),
     [("llama-mini", {}), ("gpt2", {"position": "learned"}), ("mixtral-tiny", {}), ("qwen3-0.6b", {}),
+     ("mixtral-tiny", {"family": "qwen3_moe", "qk_norm": True}),
+     ("llama-mini", {"family": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+                     "residual_multiplier": 0.6, "logits_scaling": 1.5}),
      ("llama-mini", {"sliding_window": 9})],
 )  # fmt: skip
 def test_tokens_are_those_of_whole_passes_for_every_kind_of_model(base, fields):

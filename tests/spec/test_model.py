@@ -8,6 +8,7 @@ from ridgeline import catalog
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import READERS
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.unsupported import UNLIKE
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -21,6 +22,8 @@ SMALL = {  # transformers' class, its model class, arguments
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 24}),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_key_value_heads": 1, "head_dim": 24, "num_experts": 3,
                   "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {"num_key_value_heads": 2, "attention_multiplier": 0.5}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"num_key_value_heads": 2, "sliding_window": 7, "pad_token_id": 0}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_key_value_heads": 4, "num_local_experts": 3}),
@@ -70,6 +73,12 @@ def test_llama3_rope_scaling_in_both_spellings():
     assert (old.rope_theta, old.rope_scaling.factor, old.rope_scaling.original_max_positions) == (5e5, 8.0, 8192)
 
 
+def test_a_dump_without_later_fields_keeps_stored_ids():
+    """Experiments hash what a model dumps: a scaling that could be said before must dump as it did."""
+    scaling = catalog.model("llama3.1-8b").model_dump()["rope_scaling"]
+    assert set(scaling) == {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions"}
+
+
 def test_a_window_counts_only_where_it_is_used():
     qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 9, "max_window_layers": 0}
     assert ModelSpec.from_config({**qwen, "use_sliding_window": False}).sliding_window is None
@@ -91,7 +100,21 @@ def test_a_window_counts_only_where_it_is_used():
         ({"num_hidden_layers": 0}, ["num_layers 0 is not at least 1"]),
         ({"vocab_size": -1}, ["vocab_size -1 is not at least 1"]),
         ({"hidden_act": "mish"}, ["activation 'mish' is not supported", "silu"]),
-        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope scaling 'yarn' is not supported", "llama3"]),
+        ({"partial_rotary_factor": 0.5}, ["rotary embedding of 50% of each head is not supported"]),
+        ({"rope_scaling": {"rope_type": "xpos"}}, ["rope scaling 'xpos' is not supported", "llama3", "longrope"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, ["must be positive"]),
+        (
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [2.0],
+                    "original_max_position_embeddings": 8,
+                },
+                "max_position_embeddings": 8,
+            },
+            ["head_dim 8"],
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["no key 'low_freq_factor'"]),
     ],
 )
@@ -100,6 +123,18 @@ def test_bad_configuration(change, says):
         ModelSpec.from_config({**LLAMA, **change})
     for text in says:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_an_architecture_that_is_not_read_names_the_nearest_and_what_differs(kind):
+    transformers = pytest.importorskip("transformers")
+    assert kind in transformers.CONFIG_MAPPING
+    family, differs = UNLIKE[kind]
+    assert family in READERS
+    with pytest.raises(UserError) as caught:
+        ModelSpec.from_config({"model_type": kind})
+    assert f"nearest is {family}" in caught.value.what
+    assert differs in caught.value.what
 
 
 @pytest.mark.parametrize("key", [k for k in LLAMA if k != "model_type"])

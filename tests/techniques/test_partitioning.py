@@ -75,10 +75,10 @@ def test_logits_are_those_of_whole_layers(model, plan):
     torch.testing.assert_close(*last, rtol=1e-4, atol=1e-5)
 
 
-def test_a_window_and_bf16():
+def test_a_window_a_scale_and_bf16():
     spec = experiment(model="mistral-7b").model.changed(
         num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=128,
-        sliding_window=10,
+        sliding_window=10, attention_multiplier=0.2,
     )  # fmt: skip
     e = experiment().model_copy(update={"model": spec})
     split = e.model_copy(update={"plan": experiment(FFN, HEADS).plan})

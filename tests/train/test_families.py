@@ -6,7 +6,7 @@ from tests.training import experiment, train
 
 from ridgeline.spec.model import ModelSpec
 
-SHARDED = ["llama", "llama_mha_bias_tied", "qwen3", "mixtral", "gpt2", "bert"]
+SHARDED = ["llama", "llama_mha_bias_tied", "qwen3", "qwen3_moe", "phi3", "granite", "mixtral", "gpt2", "bert"]
 
 
 def family(name, corpus, *plan, ranks=1):

@@ -186,8 +186,9 @@ def their_tensors(
         layer = layers.get(layer_of(group[0]))
         if layer is not None and layer.stored is not None and form is not None:
             if len(group) > 1 or group[0].transpose:
+                how = "as Conv1D" if group[0].transpose else "for several layers in one"
                 raise UserError(
-                    f"{spec.family} keeps {theirs} as Conv1D, which no quantized format describes",
+                    f"{spec.family} keeps {theirs} {how}, which no quantized format describes",
                     "write the rounded weights densely with --format dense, or prune instead",
                 )
             if not isinstance(layer.stored, Packed) and form.name != Ridgeline.name:
@@ -207,7 +208,7 @@ def their_tensors(
                 piece = piece[link.expert]
             found.append(piece.t() if link.transpose else piece)
         part = group[0].part
-        tensors[theirs] = (found[0] if part is None else torch.cat(found, part[2])).to(dtype)
+        tensors[theirs] = (found[0] if part is None else torch.cat(found, part[3])).to(dtype)
     return tensors, stored
 
 

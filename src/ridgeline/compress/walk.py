@@ -199,7 +199,7 @@ class Walker:
         attention.o_proj = projection
         self._site(f"{prefix}.attention.o", attention, ("o_proj",), peaks, mixed.chunks())
         for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
-            x += attention.o_proj(m)
+            x += block.scaled(attention.o_proj(m))
             if block.post_norm:
                 x.copy_(block.attention_norm(x))
         mixed.close()
@@ -213,7 +213,7 @@ class Walker:
         self._site(f"{prefix}.mlp.down", mlp, ("down_proj",), peaks,
                    (mlp.expand(mlp, read(x)) for x in hidden.chunks()))  # fmt: skip
         for x in hidden.chunks():
-            x += mlp(read(x))
+            x += block.scaled(mlp(read(x)))
             if block.post_norm:
                 x.copy_(block.mlp_norm(x))
 
@@ -243,7 +243,7 @@ class Walker:
             self._sites([_Visit(f"{w}.down", own, ("down_proj",), iter((x,)), f"{w}.")
                          for w, own, x in zip(where, owns, inner, strict=True)])  # fmt: skip
             for own, x, place in zip(owns, inner, places, strict=True):
-                self._add(hidden, own["down_proj"](x), routed, place)
+                self._add(hidden, block.scaled(own["down_proj"](x)), routed, place)
 
     def _at_once(self, hidden: int, inner: int, matrices: int) -> int:
         """Number of experts that all steps can process together."""

@@ -58,7 +58,7 @@ class Runner:
 
             self.layout.kernel = paged_decode
         self._tables: Rope | None = None
-        if model.rotary is not None:
+        if model.rotary is not None:  # one table for all sequences: scalings by length take the longest that may come
             self._tables = model.rotary.tables(None, 0, max_model_len, self.device, weight.dtype)
 
     def pool(self) -> list[Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.rope import read_rope, write_rope
 
 if TYPE_CHECKING:
     from ridgeline.spec.model import ModelSpec
@@ -29,24 +30,6 @@ def _activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _rope(c: Config) -> Config:
-    """Rotary settings; transformers ≥ 5 nests them in ``rope_parameters``, earlier ones keep two keys."""
-    rope = c.get("rope_parameters") or {}
-    scaling = c.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    fields: Config = {"rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0)}
-    if kind == "llama3":
-        fields["rope_scaling"] = {
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_freq_factor"],
-            "high_freq_factor": scaling["high_freq_factor"],
-            "original_max_positions": scaling["original_max_position_embeddings"],
-        }
-    elif kind != "default":
-        raise UserError(f"rope scaling {kind!r} is not supported", "supported: default, llama3")
-    return fields
-
-
 def _llama_like(c: Config) -> Config:
     heads = c["num_attention_heads"]
     return {
@@ -62,7 +45,7 @@ def _llama_like(c: Config) -> Config:
         "norm_eps": c.get("rms_norm_eps", 1e-6),
         "activation": _activation(c.get("hidden_act", "silu")),
         "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
-        **_rope(c),
+        **read_rope(c),
     }
 
 
@@ -71,7 +54,24 @@ def _llama(c: Config) -> Config:
     return {**_llama_like(c), "qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(c.get("mlp_bias", False))}
 
 
+def _granite(c: Config) -> Config:
+    """Granite 3 (model cards of ibm-granite): Llama with four multipliers."""
+    return {**_llama(c), **{k: c.get(k, 1.0) for k in _MULTIPLIERS}}
+
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
 def _mistral(c: Config) -> Config:
+    return {**_llama_like(c), "sliding_window": c.get("sliding_window")}
+
+
+def _phi3(c: Config) -> Config:
+    """Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905)."""
+    scaling = c.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind == "yarn":  # the name under which its first files have what is longrope now
+        c = {**c, "rope_scaling": {**scaling, "rope_type": "longrope"}}
     return {**_llama_like(c), "sliding_window": c.get("sliding_window")}
 
 
@@ -109,8 +109,13 @@ def _qwen3_moe(c: Config) -> Config:
     if c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1:
         raise UserError("qwen3_moe with dense layers between the mixtures is not supported")
     experts = c["num_experts"] if "num_experts" in c else c["num_local_experts"]  # transformers 5 renamed it
-    moe = {"num_experts": experts, "experts_per_token": c["num_experts_per_tok"]}
-    return {**_qwen3(c), "intermediate_size": c["moe_intermediate_size"], **moe}
+    return {
+        **_qwen3({**c, "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]}),
+        "intermediate_size": c["moe_intermediate_size"],
+        "num_experts": experts,
+        "experts_per_token": c["num_experts_per_tok"],
+        "normalize_router": bool(c.get("norm_topk_prob", False)),
+    }
 
 
 def _gpt_oss(c: Config) -> Config:
@@ -274,9 +279,11 @@ def _t5(c: Config) -> Config:
 
 READERS: dict[str, Callable[[Config], Config]] = {
     "llama": _llama,
+    "granite": _granite,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "phi3": _phi3,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
@@ -317,15 +324,6 @@ def to_hf_config(spec: ModelSpec) -> Config:
 
 
 def _write_llama_like(s: ModelSpec) -> Config:
-    rope: Config = {"rope_type": "default", "rope_theta": s.rope_theta}
-    if s.rope_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": s.rope_scaling.factor,
-            "low_freq_factor": s.rope_scaling.low_freq_factor,
-            "high_freq_factor": s.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": s.rope_scaling.original_max_positions,
-        }
     return {
         "vocab_size": s.vocab_size,
         "hidden_size": s.hidden_size,
@@ -337,7 +335,7 @@ def _write_llama_like(s: ModelSpec) -> Config:
         "max_position_embeddings": s.max_positions,
         "rms_norm_eps": s.norm_eps,
         "hidden_act": _ACTIVATION_NAMES[s.activation],
-        "rope_parameters": rope,
+        "rope_parameters": write_rope(s.rope_theta, s.rope_scaling),
     }
 
 
@@ -350,8 +348,21 @@ def _write_llama(s: ModelSpec) -> Config:
     }
 
 
+def _write_granite(s: ModelSpec) -> Config:
+    numbers = {k: getattr(s, k) for k in _MULTIPLIERS}
+    return {**_write_llama(s), "architectures": ["GraniteForCausalLM"], **numbers}
+
+
 def _write_mistral(s: ModelSpec) -> Config:
     return {**_write_llama_like(s), "architectures": ["MistralForCausalLM"], "sliding_window": s.sliding_window}
+
+
+def _write_phi3(s: ModelSpec) -> Config:
+    scaling = s.rope_scaling
+    original = s.max_positions if scaling is None else scaling.original_max_positions
+    config = {**_write_mistral(s), "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": original}
+    # transformers' default for padding is Phi-3's own token, which a smaller vocabulary does not have.
+    return {**config, "pad_token_id": 32000 if s.vocab_size > 32000 else None}
 
 
 def _write_window(s: ModelSpec) -> Config:
@@ -368,6 +379,19 @@ def _write_qwen2(s: ModelSpec) -> Config:
 def _write_qwen3(s: ModelSpec) -> Config:
     architecture: Config = {"architectures": ["Qwen3ForCausalLM"], "attention_bias": s.qkv_bias}
     return {**_write_llama_like(s), **_write_window(s), **architecture}
+
+
+def _write_qwen3_moe(s: ModelSpec) -> Config:
+    return {
+        **_write_qwen3(s),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": s.intermediate_size,
+        "num_experts": s.num_experts,
+        "num_experts_per_tok": s.experts_per_token,
+        "norm_topk_prob": s.normalize_router,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _write_mixtral(s: ModelSpec) -> Config:
@@ -438,9 +462,12 @@ def _write_bert(s: ModelSpec) -> Config:
 
 WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "llama": _write_llama,
+    "granite": _write_granite,
     "mistral": _write_mistral,
     "qwen2": _write_qwen2,
     "qwen3": _write_qwen3,
+    "phi3": _write_phi3,
+    "qwen3_moe": _write_qwen3_moe,
     "mixtral": _write_mixtral,
     "gpt2": _write_gpt2,
     "opt": _write_opt,

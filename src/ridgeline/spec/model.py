@@ -12,9 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ridgeline.spec.errors import UserError, unknown
+from ridgeline.spec.rope import RopeScaling
+from ridgeline.spec.unsupported import refuse
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -24,6 +26,9 @@ Head = Literal["lm", "mlm", "classify"]
 
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
           "max_positions", "moe_every", "window_every")  # fmt: skip
+
+_LATER = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+"""Fields that a dump leaves out while they are None, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Linear layers whose outputs tensor parallelism divides (Megatron's column-parallel layers)."""
@@ -47,17 +52,6 @@ class Parameter(NamedTuple):
         return n
 
 
-class RopeScaling(BaseModel):
-    """Llama 3.1's frequency-dependent rotary scaling (the only non-trivial kind our families use)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-
 class ModelSpec(BaseModel):
     """Architecture of one model. Sizes are element counts; all fields are those of the published configuration."""
 
@@ -65,7 +59,8 @@ class ModelSpec(BaseModel):
 
     name: str = "custom"
     family: str
-    """llama, mistral, qwen2, qwen3, mixtral, gpt2, opt, bert; spec only: qwen3_moe, gpt_oss, bloom, t5."""
+    """llama, mistral, qwen2, qwen3, qwen3_moe, phi3, granite, mixtral, gpt2, opt, bert; spec only: gpt_oss, bloom,
+    t5."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -123,6 +118,14 @@ class ModelSpec(BaseModel):
     """Every N-th layer is a mixture (1: all; 2: layers 1, 3, 5, … as in Switch)."""
     encoder_layers: int = 0
     """Layers of the encoder in an encoder-decoder model (spec only)."""
+    embedding_multiplier: float | None = None
+    """Multiplies the embeddings (Granite); None: 1."""
+    attention_multiplier: float | None = None
+    """Multiplies the attention scores (Granite); None: 1 / sqrt(head_dim)."""
+    residual_multiplier: float | None = None
+    """Multiplies what each sub-layer adds to the residual stream (Granite); None: 1."""
+    logits_scaling: float | None = None
+    """Divides the logits (Granite); None: 1."""
     published_parameters: float | None = None
     """Parameter count that the model's authors publish, for the catalog's own check."""
     source: str = ""
@@ -140,9 +143,20 @@ class ModelSpec(BaseModel):
             raise ValueError("a classifier has nothing to tie to the embeddings")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is not in [0, 1)")
+        for field in _LATER:
+            if (value := getattr(self, field)) is not None and value <= 0:
+                raise ValueError(f"{field} {value} is not positive")
+        factors = self.rope_scaling.short_factor if self.rope_scaling else ()
+        if factors and 2 * len(factors) != self.head_dim:
+            raise ValueError(f"{len(factors)} longrope factors are not half of head_dim {self.head_dim}")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {k: v for k, v in fields.items() if k not in _LATER or v is not None}
 
     def changed(self, **fields: Any) -> ModelSpec:
         """A validated copy with other values in some fields. (``model_copy`` would keep derived counts too.)"""
@@ -159,6 +173,12 @@ class ModelSpec(BaseModel):
     def kv_size(self) -> int:
         """Width of the key (and of the value) projection."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by before an attention that divides its scores by sqrt(head_dim)."""
+        given = self.attention_multiplier
+        return 1.0 if given is None else given * self.head_dim**0.5
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -292,7 +312,7 @@ class ModelSpec(BaseModel):
 
         kind = str(config.get("model_type", ""))
         if kind not in READERS:
-            raise unknown("model_type", kind, READERS, "config.json")
+            raise refuse(kind) or unknown("model_type", kind, READERS, "config.json")
         try:
             return cls(**{"name": name or kind, **READERS[kind](config)})
         except KeyError as e:

@@ -157,11 +157,11 @@ class _Files:
             if link.part is None:
                 tensor: Tensor = piece[...]
             else:
-                i, n, dim = link.part
+                first, count, n, dim = link.part
                 shape = piece.get_shape()
                 cut: list[slice] = [slice(None)] * len(shape)
                 step = shape[dim] // n
-                cut[dim] = slice(i * step, (i + 1) * step)
+                cut[dim] = slice(first * step, (first + count) * step)
                 tensor = piece[tuple(cut)]
         except (SafetensorError, OSError) as e:
             raise UserError(f"tensor {name!r} in {self.where[name]} cannot be read: {e}", _AGAIN) from None
@@ -310,7 +310,7 @@ def _gather(files: _Files, pieces: list[NamePair], shape: tuple[int, ...]) -> Te
         if link.transpose:
             wanted.reverse()
         if link.part is not None:
-            wanted[link.part[2]] *= link.part[1]
+            wanted[link.part[3]] = wanted[link.part[3]] // link.part[1] * link.part[2]
         if files.shape(name) != tuple(wanted):
             raise UserError(
                 f"tensor {name!r} in {files.where[name]} has shape {list(files.shape(name))}, "
@@ -383,7 +383,7 @@ def _their_tensors(spec: ModelSpec, parameters: dict[str, torch.nn.Parameter]) -
         if link.transpose:
             shape.reverse()
         if link.part is not None:
-            shape[link.part[2]] *= link.part[1]
+            shape[link.part[3]] = shape[link.part[3]] // link.part[1] * link.part[2]
         tensors.setdefault(link.theirs, (tuple(shape), parameter.dtype, []))[2].append(link)
     return tensors
 
@@ -419,7 +419,7 @@ def _join(entry: Entry, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
         tensor = tensor if link.expert is None else tensor[link.expert]
         pieces.append(tensor.t() if link.transpose else tensor)
     part = entry[2][0].part
-    joined = pieces[0] if part is None else torch.cat(pieces, part[2])
+    joined = pieces[0] if part is None else torch.cat(pieces, part[3])
     return joined.cpu().contiguous()
 
 

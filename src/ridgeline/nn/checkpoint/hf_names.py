@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ class NamePair(NamedTuple):
     ours: str
     theirs: str
     expert: int | None = None
-    part: tuple[int, int, int] | None = None
-    """(i, n, d): the i-th of n equal parts along dimension d."""
+    part: tuple[int, int, int, int] | None = None
+    """(i, k, n, d): k of n equal parts along dimension d, from the i-th on."""
     transpose: bool = False
 
 
@@ -36,8 +37,12 @@ _LLAMA_BLOCK = {
     "mlp.gate_proj": "mlp.gate_proj",
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
-    "mlp.router": "block_sparse_moe.gate",
 }
+_PHI3 = {
+    **dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj"), "self_attn.qkv_proj"),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
+}
+_MIXTRAL = {"mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts"}
 _LLAMA = {"embed.tokens": "model.embed_tokens", "norm": "model.norm", "head.out": "lm_head"}
 
 _GPT2_BLOCK = {
@@ -94,13 +99,16 @@ _CLASSIFIER = {"head.dense": "bert.pooler.dense", "head.out": "classifier"}
 
 # family → (prefix of its blocks, names in a block, names outside of blocks)
 _TABLES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), ("model.layers", _LLAMA_BLOCK, _LLAMA)),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite"), ("model.layers", _LLAMA_BLOCK, _LLAMA)),
+    "qwen3_moe": ("model.layers", {**_LLAMA_BLOCK, "mlp.router": "mlp.gate", "mlp.experts": "mlp.experts"}, _LLAMA),
+    "phi3": ("model.layers", {**_LLAMA_BLOCK, **_PHI3}, _LLAMA),
+    "mixtral": ("model.layers", {**_LLAMA_BLOCK, **_MIXTRAL}, _LLAMA),
     "gpt2": ("transformer.h", _GPT2_BLOCK, _GPT2),
     "opt": ("model.decoder.layers", _OPT_BLOCK, _OPT),
     "bert": ("bert.encoder.layer", _BERT_BLOCK, _BERT),
 }
 
-_EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_MIXTRAL_EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def require_twin(spec: ModelSpec) -> None:
@@ -111,7 +119,7 @@ def require_twin(spec: ModelSpec) -> None:
 
 
 def links(spec: ModelSpec) -> Iterator[NamePair]:
-    """Every piece of the model, in the layout of the hub's files (Mixtral: one tensor per expert).
+    """Every piece of the model, in the layout of the hub's files (one tensor per expert).
 
     Raises :class:`UserError` for a family that is predicted, not run.
     """
@@ -130,31 +138,46 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
         prefix = f"{stack}.{block.removeprefix('layers.')}"
         module, kind = inner.rsplit(".", 1)
         if module == "mlp.experts":
+            weight = _MIXTRAL_EXPERT[kind] if spec.family == "mixtral" else kind
             for e in range(spec.num_experts):
-                yield NamePair(ours, f"{prefix}.block_sparse_moe.experts.{e}.{_EXPERT[kind]}.weight", expert=e)
+                yield NamePair(ours, f"{prefix}.{block_names[module]}.{e}.{weight}.weight", expert=e)
         elif spec.family == "gpt2":
             # GPT-2 stores [in, out], and query, key and value side by side in one tensor.
             transpose = kind == "weight" and "_norm" not in module
             fused = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
             if module in fused:
-                part = (fused.index(module), 3, -1)
+                part = (fused.index(module), 1, 3, -1)
                 yield NamePair(ours, f"{prefix}.attn.c_attn.{kind}", part=part, transpose=transpose)
             else:
                 yield NamePair(ours, f"{prefix}.{block_names[module]}.{kind}", transpose=transpose)
         else:
-            yield NamePair(ours, f"{prefix}.{block_names[module]}.{kind}")
+            yield NamePair(ours, f"{prefix}.{block_names[module]}.{kind}", part=_fused(spec, module))
+
+
+def _fused(spec: ModelSpec, module: str) -> tuple[int, int, int, int] | None:
+    """The part of a fused projection that ``module`` is, where the family has them (Phi-3)."""
+    if spec.family != "phi3":
+        return None
+    q, kv = spec.num_heads, spec.num_kv_heads
+    return {
+        "attention.q_proj": (0, q, q + 2 * kv, 0),
+        "attention.k_proj": (q, kv, q + 2 * kv, 0),
+        "attention.v_proj": (q + kv, kv, q + 2 * kv, 0),
+        "mlp.gate_proj": (0, 1, 2, 0),
+        "mlp.up_proj": (1, 1, 2, 0),
+    }.get(module)
 
 
 def stacked(link: NamePair) -> NamePair | None:
     """The same piece in the layout of transformers ≥ 5, where a layer's experts are one tensor; None if it has none."""
     if link.expert is None:
         return link._replace(theirs=link.theirs.replace(".block_sparse_moe.gate.", ".mlp.gate."))
-    prefix = link.theirs.split(".block_sparse_moe.")[0]
+    prefix = re.split(r"\.block_sparse_moe\.|\.mlp\.", link.theirs)[0]
     if link.expert > 0:
         return None  # the first link stands for all
     if link.ours.endswith(".down_proj"):
         return NamePair(link.ours, f"{prefix}.mlp.experts.down_proj")
-    part = (0 if link.ours.endswith(".gate_proj") else 1, 2, 1)
+    part = (0 if link.ours.endswith(".gate_proj") else 1, 1, 2, 1)
     return NamePair(link.ours, f"{prefix}.mlp.experts.gate_up_proj", part=part)
 
 

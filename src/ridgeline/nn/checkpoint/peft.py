@@ -31,12 +31,13 @@ _NOT_READ = ("modules_to_save", "lora_bias", "layer_replication", "target_parame
 
 
 class PeftTensor(NamedTuple):
-    """Location of one of our linear layers in the Hugging Face model: its module, or the i-th of n parts of its
-    output."""
+    """Location of one of our linear layers in the Hugging Face model: its module, and its rows among all of that
+    module's output, where it is one of several parts."""
 
     theirs: str
-    part: int = 0
-    parts: int = 1
+    first: int
+    height: int
+    whole: int
 
 
 def places(spec: ModelSpec) -> dict[str, PeftTensor]:
@@ -46,8 +47,10 @@ def places(spec: ModelSpec) -> dict[str, PeftTensor]:
     for link in links(spec):
         name = link.ours.removesuffix(".weight")
         if name in known and link.ours.endswith(".weight"):
-            part, parts, _ = link.part or (0, 1, 0)
-            out[name] = PeftTensor(link.theirs.removesuffix(".weight"), part, parts)
+            first, count, n, _ = link.part or (0, 1, 1, 0)
+            height = known[name][0]
+            unit = height // count
+            out[name] = PeftTensor(link.theirs.removesuffix(".weight"), first * unit, height, n * unit)
     return out
 
 
@@ -69,24 +72,25 @@ def save_lora(folder: Path, spec: ModelSpec, options: Mapping[str, Any], state: 
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for theirs, names in groups.items():
-        parts = where[names[0]].parts
+        whole = where[names[0]].whole
         a = [state[f"{n}.lora_a"] for n in names]
         b = [state[f"{n}.lora_b"] for n in names]
         key = f"{_PREFIX}{theirs}"
-        if parts == 1:
+        if whole == where[names[0]].height:
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a[0], b[0]
         else:
-            rank, height = a[0].shape[0], b[0].shape[0]
-            joined = b[0].new_zeros(parts * height, rank * len(names))
+            rank = a[0].shape[0]
+            joined = b[0].new_zeros(whole, rank * len(names))
             for i, name in enumerate(names):
-                first = where[name].part * height
-                joined[first : first + height, i * rank : (i + 1) * rank] = b[i]
+                first = where[name].first
+                joined[first : first + len(b[i]), i * rank : (i + 1) * rank] = b[i]
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = torch.cat(a), joined
             ranks[theirs] = len(names)
         if options.get("dora"):
-            if len(names) < parts:
+            if sum(where[n].height for n in names) < whole:
+                together = " and ".join(n.rpartition(".")[2] for n, p in where.items() if p.theirs == theirs)
                 raise UserError(f"DoRA on a part of {theirs} has no form that peft reads",
-                                "adapt q_proj, k_proj and v_proj together")  # fmt: skip
+                                f"adapt {together} together")  # fmt: skip
             tensors[f"{key}.lora_magnitude_vector"] = torch.cat([state[f"{n}.lora_m"] for n in names])
     alpha, rank = float(options["alpha"]), int(options["rank"])
     grow = math.sqrt if options.get("rslora") else float
@@ -195,32 +199,34 @@ def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dic
             raise UserError(f"{folder / TENSORS} has {key}, but no {stem}.lora_B.weight", "save the adapter again")
         vector = f"{stem}.lora_magnitude_vector"
         m = left.pop(vector, left.pop(f"{vector}.weight", None)) if dora else None
-        rank, parts = a.shape[0], spelled[theirs][0][1].parts
-        height, width = known[spelled[theirs][0][0]]
-        wanted = ((rank, width), (parts * height, rank))
+        rank, whole = a.shape[0], spelled[theirs][0][1].whole
+        width = known[spelled[theirs][0][0]][1]
+        wanted = ((rank, width), (whole, rank))
         for tensor, shape, leaf in zip((a, b), wanted, "AB", strict=True):
             if tuple(tensor.shape) != shape:
                 raise UserError(f"{theirs}.lora_{leaf} of {folder} is {tuple(tensor.shape)}, where {spec.name}"
                                 f" needs {shape}", fix)  # fmt: skip
-        if dora and (m is None or m.numel() != parts * height):
-            raise UserError(f"{theirs} of {folder} has no magnitude vector of {parts * height} numbers", fix)
+        if dora and (m is None or m.numel() != whole):
+            raise UserError(f"{theirs} of {folder} has no magnitude vector of {whole} numbers", fix)
         rank = int(_pattern(config, "rank_pattern", theirs, config.get("r", rank)))
         if rank != a.shape[0]:
             raise UserError(f"{folder / CONFIG} says rank {rank} of {theirs}, whose tensors have rank {a.shape[0]}",
                             "its scale would be wrong: save the adapter again")  # fmt: skip
         alpha = float(_pattern(config, "alpha_pattern", theirs, config.get("lora_alpha", rank)))
-        pieces = b.split(height)
-        trained = any(bool(piece.any()) for piece in pieces)
+        trained = bool(b.any())
         for name, place in spelled[theirs]:
-            piece, at = pieces[place.part], slice(None)
+            rows = slice(place.first, place.first + place.height)
+            piece = b[rows]
             used = piece.any(0).nonzero().flatten()
-            if parts > 1 and trained and not dora:  # of several in one, a part may have fewer columns, or none
+            if (
+                whole > place.height and trained and not dora
+            ):  # of several in one, a part may have fewer columns, or none
                 if not len(used):
                     continue
                 piece, own = piece[:, used], a[used]
             else:
-                own = a[at]
-            row = None if m is None else m.flatten().split(height)[place.part]
+                own = a
+            row = None if m is None else m.flatten()[rows]
             out[name] = _Found(own.clone(), piece.clone(), row, rank, alpha)
     if left:
         raise UserError(f"{folder / TENSORS} holds {next(iter(left))}, which is not read here", "save LoRA alone")

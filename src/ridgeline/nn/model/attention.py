@@ -194,7 +194,7 @@ def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor,
         q, k = attention.q_norm(q), attention.k_norm(k)
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
-    return q, k, v
+    return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
 
 
 class Attention(nn.Module):
@@ -203,7 +203,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         h = spec.hidden_size
-        self.head_dim = spec.head_dim
+        self.head_dim, self.query_scale = spec.head_dim, spec.query_scale
         self.backend = BACKENDS["flash"]
         self.q_proj = nn.Linear(h, spec.q_size, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(h, spec.kv_size, bias=spec.qkv_bias)

@@ -178,7 +178,8 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
         return project(attention, x, rope)
     merged, bias = found
     tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
-    return functions.qkv(x.to(merged.dtype), merged, bias, attention.head_dim, rope, tensors)  # type: ignore[arg-type]
+    q, k, v = functions.qkv(x.to(merged.dtype), merged, bias, attention.head_dim, rope, tensors)  # type: ignore[arg-type]
+    return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
 
 
 def expand_merged(mlp: MLP, x: Tensor) -> Tensor:
@@ -222,6 +223,8 @@ def chunked_token_loss(
         x = head.norm(head.activation(head.dense(x)))
     elif not isinstance(head, LMHead):
         return token_loss(hidden, head, labels)
+    elif head.scaling != 1:
+        x = x / head.scaling
     size = rows(x.shape[0], out.out_features, out.in_features)
     loss = functions.linear_loss(x, out.weight, out.bias, labels, size, compute_dtype(x))
     return loss, (labels != IGNORE).sum()

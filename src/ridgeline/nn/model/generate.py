@@ -56,12 +56,16 @@ def generate(
             f"{length} prompt tokens and {max_new_tokens} new ones exceed the {spec.max_positions} learned positions",
             f"ask for at most {max(0, spec.max_positions - length)} new tokens",
         )
-    cache = make_cache(model, batch, length + max_new_tokens)
+    cache: Cache = {}
     rng = torch.Generator(input_ids.device).manual_seed(seed)
     done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     produced = [input_ids]
     for step in range(max_new_tokens):
-        logits = prefill(model, input_ids, cache) if step == 0 else decode(model, produced[-1][:, 0], cache)
+        if step == 0 or (spec.rope_scaling is not None and spec.rope_scaling.outgrown(length + step)):
+            cache = make_cache(model, batch, length + max_new_tokens)
+            logits = prefill(model, torch.cat(produced, 1), cache)
+        else:
+            logits = decode(model, produced[-1][:, 0], cache)
         if temperature > 0:
             tokens = (logits.float() / temperature).softmax(-1).multinomial(1, generator=rng)[:, 0]
         else:

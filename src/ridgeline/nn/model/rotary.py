@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) in Hugging Face's half-split convention, with Llama 3.1's scaling."""
+"""Rotary position embedding (arXiv:2104.09864) in Hugging Face's half-split convention, and its scalings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.rope import RopeScaling
 
 Rope = tuple[Tensor, Tensor]
 """(cos, signed sin), each [S, 1, D], or [B, S, 1, D] where every sequence has its own positions."""
@@ -30,28 +31,37 @@ class Rotary:
         """The currently cached tables."""
         return [t for pair in self._tables.values() for t in pair]
 
-    def inverse_frequencies(self, device: torch.device) -> Tensor:
-        """Angles per position, [D/2] float32; long waves are slowed by Llama 3.1's scaling where the spec has it."""
-        spec = self._spec
+    def inverse_frequencies(self, device: torch.device, length: int = 0) -> Tensor:
+        """Angles per position, [D/2] float32, in a sequence of ``length`` positions (0: within the original ones)."""
+        spec, s = self._spec, self._spec.rope_scaling
         exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+        if s is not None and s.kind == "dynamic" and length > s.original_max_positions:
+            grown = s.factor * length / s.original_max_positions - (s.factor - 1)
+            base = spec.rope_theta * math.pow(grown, spec.head_dim / (spec.head_dim - 2))
+            return 1.0 / base**exponent
         frequency = 1.0 / spec.rope_theta**exponent
-        scaling = spec.rope_scaling
-        if scaling is None:
+        if s is None or s.kind == "dynamic":
             return frequency
-        # Wave lengths below original/high keep their frequency, those above original/low are slowed by `factor`;
-        # between the two, a linear blend in 1/wavelength.
-        turns = scaling.original_max_positions * frequency / (2 * math.pi)
-        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        keep = keep.clamp(0, 1)
-        return frequency * (keep + (1 - keep) / scaling.factor)
+        if s.kind == "longrope":
+            factors = s.long_factor if length > s.original_max_positions else s.short_factor
+            return frequency / torch.tensor(factors, device=device)
+        keep = _kept(spec, s, frequency)
+        return frequency * (keep + (1 - keep) / s.factor)
 
     def tables(
         self, positions: Tensor | None, start: int, length: int, device: torch.device, dtype: torch.dtype
     ) -> Rope:
-        """Tables for positions ``start .. start + length``, or for ``positions`` [S] or [B, S] if they are given."""
+        """Tables for positions ``start .. start + length``, or for ``positions`` [S] or [B, S] if they are given.
+
+        Scalings that depend on the length (dynamic, longrope) take that of the last position, as in transformers.
+        """
+        scaling = self._spec.rope_scaling
+        by_length = scaling is not None and scaling.by_length and device.type != "meta"
         if positions is not None:
-            return self._compute(positions, dtype)
+            return self._compute(positions, dtype, int(positions.max()) + 1 if by_length else 0)
         end = start + length
+        if by_length and scaling is not None and end > scaling.original_max_positions:
+            return self._compute(torch.arange(start, end, device=device), dtype, end)
         kept = self._tables.get((device, dtype))
         if kept is None or kept[0].shape[0] < end:
             # Powers of two, so that a growing sequence recomputes them rarely. Not in inference mode: what is made in
@@ -63,12 +73,34 @@ class Rotary:
                 self._tables[device, dtype] = kept
         return kept[0][start:end], kept[1][start:end]
 
-    def _compute(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        angle = positions[..., None].float() * self.inverse_frequencies(positions.device)
+    def _compute(self, positions: Tensor, dtype: torch.dtype, length: int = 0) -> Rope:
+        angle = positions[..., None].float() * self.inverse_frequencies(positions.device, length)
         cos, sin = angle.cos(), angle.sin()
+        scaling = self._spec.rope_scaling
+        if scaling is not None and scaling.attention_factor != 1:
+            cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
         # The sign of rotate_half is folded into the table: rotated = x·cos + swap(x)·sin, swap exchanging the halves.
         pair = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return pair[0].unsqueeze(-2).to(dtype), pair[1].unsqueeze(-2).to(dtype)
+
+
+def _kept(spec: ModelSpec, s: RopeScaling, frequency: Tensor) -> Tensor:
+    """How much of each frequency is kept (1) rather than divided by ``s.factor`` (0), [D/2] or a scalar."""
+    if s.kind == "linear":
+        return frequency.new_zeros(())
+    if s.kind == "llama3":  # a linear blend in the turns that a frequency makes within the original positions
+        turns = s.original_max_positions * frequency / (2 * math.pi)
+        return ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+    d = spec.head_dim  # yarn: a linear blend in the dimension, between those that make beta_fast and beta_slow turns
+    low, high = (
+        d * math.log(s.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
+        for turns in (s.beta_fast, s.beta_slow)
+    )
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    place = torch.arange(d // 2, dtype=torch.float32, device=frequency.device)
+    return 1 - ((place - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 class _Rotate(torch.autograd.Function):

@@ -44,6 +44,7 @@ class InputEmbedding(nn.Module):
         super().__init__()
         h = spec.hidden_size
         self.offset = spec.position_offset
+        self.multiplier = spec.embedding_multiplier or 1.0
         self.tokens = _table(spec.vocab_size, h)
         learned = spec.position == "learned"
         self.positions = _table(spec.max_positions + spec.position_offset, h) if learned else None
@@ -55,6 +56,8 @@ class InputEmbedding(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor | None, token_types: Tensor | None, start: int = 0) -> Tensor:
         """``ids`` [B, S] → [B, S, H]; ``positions`` default to ``start``, ``start`` + 1, …, ``token_types`` to 0."""
         x: Tensor = self.tokens(ids)
+        if self.multiplier != 1:
+            x = x * self.multiplier
         if self.positions is not None:
             if positions is None:
                 first = start + self.offset
@@ -84,6 +87,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.post_norm = spec.post_norm
+        self.multiplier = spec.residual_multiplier or 1.0
         self.attention_norm = make_norm(spec, spec.hidden_size)
         self.attention = Attention(spec)
         self.mlp_norm = make_norm(spec, spec.hidden_size)
@@ -94,11 +98,16 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, H] → [B, S, H]."""
         if self.post_norm:
-            x = self.add_norm(x, self.attention(x, mask, rope, cache), self.attention_norm)[1]
-            return self.add_norm(x, self.mlp(x), self.mlp_norm)[1]
-        x, normed = self.add_norm(x, self.attention(self.attention_norm(x), mask, rope, cache), self.mlp_norm)
-        out: Tensor = x + self.mlp(normed)
+            x = self.add_norm(x, self.scaled(self.attention(x, mask, rope, cache)), self.attention_norm)[1]
+            return self.add_norm(x, self.scaled(self.mlp(x)), self.mlp_norm)[1]
+        update = self.scaled(self.attention(self.attention_norm(x), mask, rope, cache))
+        x, normed = self.add_norm(x, update, self.mlp_norm)
+        out: Tensor = x + self.scaled(self.mlp(normed))
         return out
+
+    def scaled(self, update: Tensor) -> Tensor:
+        """What a sub-layer's output adds to the residual stream."""
+        return update if self.multiplier == 1 else update * self.multiplier
 
 
 class LMHead(nn.Module):
@@ -106,12 +115,13 @@ class LMHead(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        self.scaling = spec.logits_scaling or 1.0
         self.out = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of ``x`` [..., H]."""
         logits: Tensor = self.out(x)
-        return logits
+        return logits if self.scaling == 1 else logits / self.scaling
 
 
 class MLMHead(nn.Module):

@@ -28,7 +28,7 @@ class PartialHeads(Attention):
         nn.Module.__init__(self)
         self.head_dim, self.backend, self.project = whole.head_dim, whole.backend, whole.project
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = whole.q_proj, whole.k_proj, whole.v_proj, whole.o_proj
-        self.q_norm, self.k_norm = whole.q_norm, whole.k_norm
+        self.q_norm, self.k_norm, self.query_scale = whole.q_norm, whole.k_norm, whole.query_scale
         self.groups = self.k_proj.out_features // self.head_dim
         self.per_group = self.q_proj.out_features // self.k_proj.out_features
         self.heads = heads or self.per_group
@@ -63,6 +63,7 @@ class PartialHeads(Attention):
             q = F.linear(x, self.q_proj.weight[at], bias).view(batch, length, self.heads, self.head_dim)
             q = q if self.q_norm is None else self.q_norm(q)
             q = (q if rope is None else rotate(q, rope)).transpose(1, 2)
+            q = q if self.query_scale == 1 else q * self.query_scale
             context = self.backend.function(q, keys[:, first:last], values[:, first:last], mask)
             context = context.transpose(1, 2).reshape(batch * length, -1)
             weight = self.o_proj.weight[:, at].t()

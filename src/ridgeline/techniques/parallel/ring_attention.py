@@ -70,6 +70,10 @@ class RingAttention(Technique):
         window = e.model.sliding_window or length
         self.needs(window >= length, f"the ring has no sliding window ({window} of {length} tokens)",
                    f"use a seq_len of at most {window}")  # fmt: skip
+        rope = e.model.rope_scaling
+        self.needs(rope is None or not rope.by_length or length <= rope.original_max_positions, "rotary frequencies"
+                   " that depend on a sequence's length would differ between the ranks that hold its parts",
+                   f"use a seq_len of at most {rope.original_max_positions if rope else length}")  # fmt: skip
         separate = e.is_training and e.training.separates_documents
         self.needs(not separate or e.cluster.device.kind == "cpu", "PyTorch's flash kernel for GPUs takes no mask, so"
                    " it cannot tell documents apart", "drop ring_attention, or do not mask documents: packing=false for"

@@ -43,6 +43,10 @@ def require_gguf(spec: ModelSpec) -> None:
         raise UserError("GGUF needs the package gguf, which is not installed", "pip install 'ridgeline[compress]'")
     if spec.family not in _ARCHITECTURES:
         raise UserError(f"models of family {spec.family!r} are not written as GGUF", f"{', '.join(_ARCHITECTURES)} are")
+    rope = spec.rope_scaling
+    if rope is not None and rope.kind not in ("llama3", "linear"):
+        raise UserError(f"GGUF holds one factor per rotary frequency, rope scaling {rope.kind!r} needs more",
+                        "keep the model in Hugging Face's format")  # fmt: skip
 
 
 def their_name(ours: str) -> str:
