@@ -1,13 +1,38 @@
 """Drafts change the number of passes, never the tokens; and they are left out where they do not pay."""
 
+import random
+
 import pytest
 import torch
 from tests.serving import alone, ask, engine, greedy, model, run, spec
 
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
-from ridgeline.serve.drafting import TERM, TRIAL, Drafting, lookup
+from ridgeline.serve.drafting import TERM, TRIAL, Drafting, NGrams
 from ridgeline.spec.errors import UserError
+
+
+def lookup(tokens, longest, most):
+    return NGrams(longest).lookup(tokens, most)
+
+
+def searched(tokens, longest, most):
+    """By looking at every position."""
+    for n in range(min(longest, len(tokens) - 1), 0, -1) if most else ():
+        for at in range(len(tokens) - n - 1, -1, -1):
+            if tokens[at : at + n] == tokens[-n:]:
+                return tokens[at + n : at + n + most]
+    return []
+
+
+def test_lookup_while_a_sequence_grows():
+    rng = random.Random(0)
+    for longest in (1, 2, 4):
+        tokens, grams = [], NGrams(longest)
+        while len(tokens) < 300:
+            tokens += [rng.randrange(4) for _ in range(rng.randrange(1, 9))]
+            most = rng.randrange(5)
+            assert grams.lookup(tokens, most) == searched(tokens, longest, most)
 
 
 def test_lookup_finds_what_followed():

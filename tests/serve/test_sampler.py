@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeline.serve.request import EngineRequest, Sampling
-from ridgeline.serve.sampler import Sampler
+from ridgeline.serve.sampler import Occurred, Sampler
 from ridgeline.serve.sequence import Sequence, SequenceGroup
 
 DRAWS = 6000
@@ -78,3 +78,11 @@ def test_a_grammar_is_obeyed():
     group = SequenceGroup(EngineRequest("r", [1], Sampling()), 0)
     seqs = [Sequence(group, 0, [1], rng=random.Random(i), grammar=Only()) for i in range(50)]
     assert set(Sampler(frozenset())(logits, seqs)) == {5, 7}
+
+
+def test_the_tokens_that_occurred_are_known_while_a_sequence_grows():
+    rng = random.Random(0)
+    tokens, occurred = [], Occurred()
+    while len(tokens) < 2000:
+        tokens += [rng.randrange(400) for _ in range(rng.randrange(1, 60))]
+        assert sorted(occurred.ids(tokens).tolist()) == sorted(set(tokens))

@@ -23,7 +23,7 @@ from ridgeline.serve import ranks
 from ridgeline.serve.adapter_table import AdapterTable
 from ridgeline.serve.batching import measure_costs, measure_task
 from ridgeline.serve.block_manager import Blocks
-from ridgeline.serve.drafting import Drafting, ModelDrafter, lookup
+from ridgeline.serve.drafting import Drafting, ModelDrafter, NGrams
 from ridgeline.serve.engine import Engine
 from ridgeline.serve.ranks import RankedRunner
 from ridgeline.serve.runner import Runner
@@ -163,9 +163,14 @@ def _drafting(run: ServeBuild, drafts: Drafts, longest: int) -> Drafting:
         return Drafting(ModelDrafter(drafts.model, blocks, run.block_size, longest), drafts.tokens)
 
     def propose(seqs: Sequence[Row], most: list[int]) -> list[list[int]]:
-        return [lookup(s.tokens, drafts.ngram, n) for s, n in zip(seqs, most, strict=True)]
+        return [_looked_up(s, drafts.ngram, n) for s, n in zip(seqs, most, strict=True)]
 
     return Drafting(propose, drafts.tokens)
+
+
+def _looked_up(seq: Row, longest: int, most: int) -> list[int]:
+    seq.ngrams = seq.ngrams or NGrams(longest)
+    return seq.ngrams.lookup(seq.tokens, most)
 
 
 def ends_of(checkpoint: str | None) -> frozenset[int]:

@@ -66,17 +66,28 @@ class Drafting:
             t.seconds, t.tokens = [0.0, 0.0], [0, 0]
 
 
-def lookup(tokens: Sequence[int], longest: int, most: int) -> list[int]:
-    """Up to ``most`` tokens that followed the last earlier occurrence of the newest n-gram, for the longest n at most
-    ``longest`` that occurred before; empty if none did (prompt lookup)."""
-    if most < 1:
+class NGrams:
+    """Where the n-grams of one sequence occurred last, up to ``longest`` tokens: kept as the sequence grows, so that a
+    draft costs the same however long it is."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.last: dict[tuple[int, ...], int] = {}
+        """The position behind each n-gram that ended before the newest token."""
+        self.known = 0
+
+    def lookup(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to ``most`` tokens that followed the last earlier occurrence of the newest n-gram, for the longest n that
+        occurred before; empty if none did (prompt lookup). ``tokens`` begin with those of the last call."""
+        for end in range(self.known + 1, len(tokens)):
+            for n in range(1, min(self.longest, end) + 1):
+                self.last[tuple(tokens[end - n : end])] = end
+        self.known = max(self.known, len(tokens) - 1)
+        for n in range(min(self.longest, len(tokens) - 1), 0, -1) if most > 0 else ():
+            at = self.last.get(tuple(tokens[-n:]))
+            if at is not None:
+                return list(tokens[at : at + most])
         return []
-    for n in range(min(longest, len(tokens) - 1), 0, -1):
-        tail = list(tokens[-n:])
-        for at in range(len(tokens) - n - 1, -1, -1):
-            if tokens[at] == tail[0] and list(tokens[at : at + n]) == tail:
-                return list(tokens[at + n : at + n + most])
-    return []
 
 
 class ModelDrafter:

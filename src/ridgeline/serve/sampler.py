@@ -27,6 +27,27 @@ def plain_search(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.topk(min(k, x.shape[1]), dim=1)
 
 
+class Occurred:
+    """The different tokens of one sequence, kept as it grows."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._ids = torch.empty(64, dtype=torch.int64)
+        self._known = 0
+
+    def ids(self, tokens: list[int]) -> Tensor:
+        """The different ones of ``tokens``, which begin with those of the last call: [C], on the CPU."""
+        new = list(dict.fromkeys(t for t in tokens[self._known :] if t not in self._seen))
+        self._known = len(tokens)
+        held = len(self._seen)
+        if new:
+            self._seen.update(new)
+            if len(self._seen) > len(self._ids):
+                self._ids = torch.cat([self._ids[:held], torch.empty(2 * len(self._seen) - held, dtype=torch.int64)])
+            self._ids[held : len(self._seen)] = torch.tensor(new)
+        return self._ids[: len(self._seen)]
+
+
 class Sampler:
     """Chooses tokens. ``hierarchical``: by two-level search of the vocabulary; else by PyTorch's own operators."""
 
@@ -68,7 +89,8 @@ class Sampler:
         """Apply those of its request to one row of logits [V], in place."""
         s = seq.group.request.sampling
         if s.repetition_penalty != 1.0:
-            occurred = torch.tensor(sorted(set(seq.tokens)), device=row.device)
+            seq.occurred = seq.occurred or Occurred()
+            occurred = seq.occurred.ids(seq.tokens).to(row.device)
             values = row[occurred]
             row[occurred] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
         if (s.presence_penalty or s.frequency_penalty) and seq.counts:

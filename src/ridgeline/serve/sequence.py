@@ -10,6 +10,8 @@ from ridgeline.serve.request import EngineRequest, Finish, Grammar, TokenLogprob
 
 if TYPE_CHECKING:
     from ridgeline.serve.beam import Beams
+    from ridgeline.serve.drafting import NGrams
+    from ridgeline.serve.sampler import Occurred
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +34,10 @@ class Sequence:
     rng: random.Random = field(default_factory=random.Random)
     counts: dict[int, int] = field(default_factory=dict)
     """How often each generated token occurs."""
+    occurred: Occurred | None = None
+    """Which tokens occur at all, where a penalty asks for it."""
+    ngrams: NGrams | None = None
+    """Where n-grams occurred, where drafts are looked up."""
     grammar: Grammar | None = None
     watch: Watch | None = None
     """Finds the stop strings of an output that is ranked."""
