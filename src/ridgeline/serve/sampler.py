@@ -19,7 +19,9 @@ from ridgeline.serve.sequence import Sequence
 
 Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 CANDIDATES = 256
-"""Number of likeliest tokens in which the nucleus is searched before the whole row is sorted."""
+"""Number of likeliest tokens in which the nucleus is searched before the whole row is."""
+_SHIFT, _BUCKETS = 20, 4096
+"""Buckets of logits by their leading twelve bits: sign, exponent and three bits of the mantissa."""
 
 
 def plain_search(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -119,28 +121,35 @@ class Sampler:
                 row[ids] = kept
 
     def _filtered(self, x: Tensor, settings: list[Sampling], uniform: Tensor) -> list[int]:
-        """Draws from rows ``x`` [R, V] with top-k, top-p or min-p."""
+        """Draws from rows ``x`` [R, V] with top-k, top-p or min-p, by numbers ``uniform`` [R]: among the likeliest
+        candidates of all rows at once, and among the whole vocabulary where a nucleus is larger."""
         most = max([CANDIDATES, *(s.top_k for s in settings)])
         values, ids = self.search(x, most)
-        whole = x.logsumexp(1)
-        return [self._nucleus(x[i], values[i], ids[i], whole[i], s, float(uniform[i])) for i, s in enumerate(settings)]
+        width = values.shape[1]
 
-    def _nucleus(self, row: Tensor, values: Tensor, ids: Tensor, whole: Tensor, s: Sampling, u: float) -> int:
-        """One draw, from candidates ``values`` and ``ids`` [C], largest first; ``whole``: log of the row's sum."""
-        if s.top_k > 0:
-            values, ids = values[: s.top_k], ids[: s.top_k]
-            whole = values.logsumexp(0)
-        p = (values - whole).double().exp()
-        upto = p.cumsum(0)
-        keep = len(p) if s.top_p >= 1 else int(torch.searchsorted(upto, s.top_p)) + 1
-        floor = s.min_p * float(p[0])
-        complete = len(p) == len(row) or s.top_k > 0
-        if not complete and keep >= len(p) and float(p[-1]) >= floor:
-            # More than the candidates pass: the one case that needs a sorted row.
-            values, ids = row.sort(descending=True)
-            return self._nucleus(row, values, ids, whole, s, u)
-        keep = min(keep, len(p), int((p >= floor).sum()) if floor else len(p))
-        return int(ids[min(int(torch.searchsorted(upto[:keep], u * upto[keep - 1], right=True)), keep - 1)])
+        def column(read: Callable[[Sampling], float]) -> Tensor:
+            return torch.tensor([[read(s)] for s in settings], dtype=torch.float64, device=x.device)
+
+        top_k, top_p, min_p = column(lambda s: s.top_k), column(lambda s: s.top_p), column(lambda s: s.min_p)
+        some = top_k > 0
+        place = torch.arange(width, device=x.device)
+        ordered = values.double().masked_fill_(some & (place >= top_k), float("-inf"))
+        whole = torch.where(some, ordered.logsumexp(1, keepdim=True), x.logsumexp(1, keepdim=True).double())
+        p = (ordered - whole).exp_()
+        upto = p.cumsum(1)
+        least = torch.maximum(min_p * p[:, :1], torch.full_like(min_p, torch.finfo(torch.float64).tiny))
+        inside = (p >= least).sum(1, keepdim=True)
+        nucleus = torch.where(top_p < 1, torch.searchsorted(upto, top_p) + 1, width)
+        keep = torch.minimum(nucleus, inside).clamp_(1, width)
+        end = upto.gather(1, keep - 1)
+        drawn = torch.minimum(torch.searchsorted(upto, uniform[:, None] * end, right=True), keep - 1)
+        chosen = ids.gather(1, drawn)[:, 0]
+        if width < x.shape[1]:
+            wide = (~some & (nucleus >= width) & (inside >= width))[:, 0].nonzero()[:, 0]
+            if len(wide):
+                kept = nuclei(x[wide], whole[wide], top_p.where(top_p < 1, 2.0)[wide], least[wide])
+                chosen[wide] = topk.draw(x[wide].masked_fill_(~kept, float("-inf")), uniform[wide])
+        return [int(t) for t in chosen.tolist()]
 
     def logprobs(self, logits: Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprob]:
         """Log-probabilities of one token for each row of unchanged ``logits`` [R, V], and of its likeliest ones."""
@@ -152,6 +161,29 @@ class Sampler:
         values = values - whole[:, None]
         rows = zip(tokens, chosen.tolist(), ids.tolist(), values.tolist(), tops, strict=True)
         return [TokenLogprob(t, p, tuple(zip(i[:n], v[:n], strict=True))) for t, p, i, v, n in rows]
+
+
+def nuclei(x: Tensor, whole: Tensor, top_p: Tensor, least: Tensor) -> Tensor:
+    """Which entries of rows ``x`` [R, V] are the likeliest ones that together reach ``top_p`` [R, 1] (above 1: all), each
+    with a probability of ``least`` [R, 1] or more; ``whole`` [R, 1]: the log of each row's sum.
+
+    Without a sort: probabilities are added up by the leading twelve bits of the logits, and only the bucket in which a
+    row reaches its limit is put in order.
+    """
+    p = (x - whole.to(x.dtype)).exp_()
+    bits = x.float().view(torch.int32)
+    bucket = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> _SHIFT).long() + _BUCKETS // 2  # in the order of the logits
+    mass = torch.zeros(len(x), _BUCKETS, dtype=torch.float64, device=x.device).scatter_add_(1, bucket, p.double())
+    above = mass.flip(1).cumsum(1).flip(1)  # of each bucket and those over it
+    edge = ((above >= top_p).sum(1, keepdim=True) - 1).clamp_(min=0)
+    kept = bucket > edge
+    before = (above - mass).gather(1, edge)[:, 0].tolist()
+    for row, (at, reached, limit) in enumerate(zip(edge[:, 0].tolist(), before, top_p[:, 0].tolist(), strict=True)):
+        here = (bucket[row] == at).nonzero()[:, 0]
+        order = here[x[row, here].argsort(descending=True, stable=True)]
+        upto = p[row, order].double().cumsum(0) + reached
+        kept[row, order[: int(torch.searchsorted(upto, limit)) + 1]] = True
+    return kept & (p >= least)
 
 
 def _filters(s: Sampling) -> bool:
