@@ -33,6 +33,7 @@ class Stub:
         )
         app.router.add_get("/v1/models", self.list)
         app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/packed", self.packed)
         self.runner = web.AppRunner(app, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
@@ -42,6 +43,11 @@ class Stub:
 
     async def stop(self):
         await self.runner.cleanup()
+
+    async def packed(self, _):
+        response = web.json_response({"text": "x" * 999})
+        response.enable_compression(web.ContentCoding.gzip)
+        return response
 
     async def health(self, _):
         return web.Response()
@@ -285,6 +291,82 @@ def test_draining_needs_the_admin_key():
     run(test)
 
 
+def test_without_tenants_the_members_key_is_the_clients():
+    async def test():
+        a = Stub("a")
+        async with fleet([a], member_key="inner") as (_, session, url):
+            assert (await ask(session, url))[0] == 401
+            assert (await ask(session, url, key="inner"))[0] == 200
+
+    run(test)
+
+
+def test_a_page_in_a_browser_manages_nothing():
+    async def test():
+        a = Stub("a")
+        async with fleet([a]) as (routing, session, url):
+            for more in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"X-Forwarded-For": "9.9.9.9"},
+                         {"Content-Type": "text/plain"}):  # fmt: skip
+                headers = {"Content-Type": "application/json", **more}
+                body = json.dumps({"url": a.url})
+                async with session.post(f"{url}/fleet/drain", data=body, headers=headers) as answer:
+                    assert answer.status == 403, more
+            assert routing.members.all[0].state == "up"
+
+    run(test)
+
+
+def test_a_model_waits_for_the_server_that_has_it():
+    async def test():
+        a, b = Stub("a", ("x",)), Stub("b", ("y",))
+        async with fleet([a, b]) as (routing, session, url):
+            routing.members.all[0].become("draining")
+            late = asyncio.create_task(ask(session, url, model="x"))
+            await asyncio.sleep(0.2)
+            assert not late.done()
+            routing.members.all[0].become("up")
+            assert (await late)[1] == {"server": "a"}
+            assert (await ask(session, url, model="nobody's"))[0] == 200  # who is asked decides
+
+    run(test)
+
+
+def test_who_hangs_loses_its_requests_to_another():
+    async def test():
+        a, b = Stub("a"), Stub("b")
+        async with fleet([a, b]) as (routing, session, url):
+            a.gate.clear()
+            hung = asyncio.create_task(ask(session, url, stream=True))
+            while not a.asked:
+                await asyncio.sleep(0.01)
+            routing.members.lose(routing.members.find(a.url), "no answer to health checks")
+            assert words((await hung)[1]) == "b0 b1 b2 "
+            a.gate.set()
+
+    run(test)
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000, json.dumps({"model": "m", "prompt": "\ud800" * 300}).encode(), b"{"])
+def test_no_body_breaks_the_router(body):
+    async def test():
+        async with (
+            fleet([Stub("a")], PrefixAware()) as (_, session, url),
+            session.post(f"{url}/v1/nothing", data=body) as answer,
+        ):
+            assert answer.status == 404
+
+    run(test)
+
+
+def test_packed_answers_are_readable():
+    async def test():
+        async with fleet([Stub("a")]) as (_, session, url), session.post(f"{url}/v1/packed", json={}) as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            assert (await answer.json())["text"] == "x" * 999
+
+    run(test)
+
+
 def test_metrics_of_every_member():
     async def test():
         a, b = Stub("a"), Stub("b")
@@ -330,9 +412,13 @@ def test_roles_alone_are_no_tokens():
     assert has_token(event({"delta": {"tool_calls": [{}]}}))
     assert has_token(event({"delta": {}, "finish_reason": "stop"}))
     assert has_token(b'data: {"error": {"message": "no"}}\n\n')
+    assert not has_token(b'data: {"type": "response.created"}\n\n')
+    assert has_token(b'data: {"type": "response.output_text.delta", "delta": "x"}\n\n')
+    assert has_token(b'data: {"type": "response.failed"}\n\n')
 
 
-BAD = ("x = ", "[tenants.a]\nkey = ''\n", "[tenants.a]\nkey = 3\n", "[tenants.a]\nrate = 1\n",
+BAD = ("x = ", "[tenants.a]\nkey = ''\n", "[tenants.a]\nkey = 3\n", "[tenants.a]\nkey = 'k'\nrate = 1\n",
+       "[tenants.a]\nkey = 'k'\nrequests_per_minute = 0.0\n",
        "[tenants.a]\nkey = 'k'\n[tenants.b]\nkey = 'k'\n", "tenants = 3")  # fmt: skip
 
 

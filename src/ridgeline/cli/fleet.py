@@ -23,7 +23,9 @@ URL = "http://127.0.0.1:8080"
 def up(
     file: Annotated[Path, typer.Argument(metavar="FLEET", help="Fleet file (TOML).")],
     admin_key: AdminKey = "",
-    member_key: Annotated[str, typer.Option(envvar="RIDGELINE_API_KEY", help="API key that the servers ask for.")] = "",
+    member_key: Annotated[
+        str, typer.Option(envvar="RIDGELINE_API_KEY", help="API key of the servers (and of clients, without tenants).")
+    ] = "",
 ) -> None:
     """Start a fleet's servers and its router; restart servers that end. Ctrl-C ends all of them."""
     for package in ("fastapi", "uvicorn"):
@@ -49,7 +51,8 @@ async def _serve(running: Fleet) -> None:
 
     from ridgeline.cli.router import listening
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.down)
+    for ended in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(ended, running.down)
 
     table = running.file.fleet
     async with listening(running.router, table.host, table.port):

@@ -23,7 +23,9 @@ def router(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8080,
     policy: Annotated[str, typer.Option(help="Routing policy: prefix, least-loaded or random.")] = "prefix",
     tenants: Annotated[Path | None, typer.Option(help="TOML file of tenants: keys and limits.")] = None,
-    member_key: Annotated[str, typer.Option(envvar="RIDGELINE_API_KEY", help="API key that the servers ask for.")] = "",
+    member_key: Annotated[
+        str, typer.Option(envvar="RIDGELINE_API_KEY", help="API key of the servers (and of clients, without tenants).")
+    ] = "",
     admin_key: Annotated[
         str, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for draining and resuming members.")
     ] = "",

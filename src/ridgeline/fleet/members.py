@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +13,7 @@ EVERY = 1.0
 """Seconds between two looks at a member's health."""
 PATIENCE = 5.0
 """Seconds after which a health check without an answer has failed."""
+PLAIN = {"Accept-Encoding": "identity"}
 FAILURES = 2
 """Failed health checks in a row after which a member is down; a refused connection is enough."""
 
@@ -34,15 +34,14 @@ class Member:
     """Those of them that it did not answer."""
     missed: int = 0
     """Failed health checks in a row."""
-    changed: float = field(default_factory=time.monotonic)
-    """When ``state`` changed last (:func:`time.monotonic`)."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it is down: what it has not answered is asked of another."""
 
     def become(self, state: Literal["up", "draining", "down"]) -> bool:
         """Change the state; returns whether it was another."""
-        if self.state == state:
-            return False
-        self.state, self.changed = state, time.monotonic()
-        return True
+        before, self.state = self.state, state
+        self.lost.set() if state == "down" else self.lost.clear()
+        return before != state
 
 
 class Members:
@@ -52,6 +51,7 @@ class Members:
     def __init__(self, urls: Iterable[str], say: Callable[[str], None] = lambda _: None, key: str = "") -> None:
         self.all = [Member(url.rstrip("/")) for url in dict.fromkeys(urls)]
         self.say = say
+        self.key = key
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def find(self, url: str) -> Member | None:
@@ -63,20 +63,28 @@ class Members:
         up = [m for m in self.all if m.state == "up"]
         return [m for m in up if model is None or model in m.models]
 
-    def lost(self, member: Member, why: str) -> None:
+    def listing(self, model: str | None) -> list[Member]:
+        """Members that were seen to list a model, in whatever state they are."""
+        return [m for m in self.all if model is not None and model in m.models]
+
+    def lose(self, member: Member, why: str) -> None:
         """A member refused a connection or broke one: it gets nothing more until it is healthy again."""
         if member.state != "draining" and member.become("down"):
             self.say(f"{member.url} is down: {why}")
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
         """Look at every member again and again, until cancelled."""
-        while True:
-            await asyncio.gather(*(self.look(session, m) for m in self.all))
-            await asyncio.sleep(EVERY)
+
+        async def look(member: Member) -> None:
+            while True:
+                await self.look(session, member)
+                await asyncio.sleep(EVERY)
+
+        await asyncio.gather(*(look(m) for m in self.all))
 
     async def look(self, session: aiohttp.ClientSession, member: Member) -> None:
         """Whether a member is healthy, and what it serves."""
-        limit, headers = aiohttp.ClientTimeout(total=PATIENCE), self.headers
+        limit, headers = aiohttp.ClientTimeout(total=PATIENCE), self.headers | PLAIN
         try:
             async with session.get(f"{member.url}/health", headers=headers, timeout=limit) as answer:
                 answer.raise_for_status()
@@ -86,7 +94,7 @@ class Members:
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as e:
             member.missed += 1
             if member.missed >= FAILURES or isinstance(e, aiohttp.ClientConnectorError):
-                self.lost(member, str(e) or type(e).__name__)
+                self.lose(member, str(e) or type(e).__name__)
             return
         member.missed = 0
         if member.state != "draining" and member.become("up"):

@@ -96,7 +96,9 @@ def links(prompt: str) -> list[bytes]:
     out: list[bytes] = []
     link = b""
     for start in range(0, len(prompt) - PIECE + 1, PIECE):
-        link = hashlib.blake2b(link + prompt[start : start + PIECE].encode(), digest_size=8).digest()
+        link = hashlib.blake2b(
+            link + prompt[start : start + PIECE].encode(errors="surrogatepass"), digest_size=8
+        ).digest()
         out.append(link)
     return out
 

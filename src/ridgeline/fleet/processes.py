@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 import sys
@@ -28,6 +27,10 @@ else:
 
 LONGEST_PAUSE = 30.0
 """Seconds at most before a server that keeps ending is started again."""
+LINE = 1 << 14
+"""Longest line of a server that is passed on whole."""
+START = 1800.0
+"""Seconds that a restarted server gets to be healthy before the next one is restarted."""
 GRACE = 20.0
 """Seconds that a server gets to end by itself."""
 
@@ -107,8 +110,7 @@ class ServerProcess:
                 "--port", str(self.port), *self.table.options, stderr=asyncio.subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             assert self.process.stderr is not None
-            async for line in self.process.stderr:
-                self.say(f"{self.url}: {line.decode(errors='replace').rstrip()}")
+            await self._read(self.process.stderr)
             code = await self.process.wait()
             if self.stopping:
                 return
@@ -118,6 +120,16 @@ class ServerProcess:
             pause = 1.0 if asyncio.get_running_loop().time() - began > 60 else min(2 * pause, LONGEST_PAUSE)
             self.say(f"{self.url} ended with code {code}; it is started again in {pause:g} s")
             await asyncio.sleep(pause)
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        """Pass on what the process says, line by line; what has no end of line is cut."""
+        rest = ""
+        while data := await stream.read(LINE):
+            *lines, rest = (rest + data.decode(errors="replace")).replace("\r", "\n").split("\n")
+            for line in [*lines, *([rest] if len(rest) > LINE else [])]:
+                if line.strip():
+                    self.say(f"{self.url}: {line[:LINE].rstrip()}")
+            rest = "" if len(rest) > LINE else rest
 
     async def end(self) -> None:
         """Ask the process to end, and kill it if it does not; :meth:`run` starts it again unless it is stopping."""
@@ -155,9 +167,13 @@ class Fleet:
     async def run(self) -> None:
         """Keep the servers running until :meth:`down`; then end them."""
         tasks = [asyncio.create_task(s.run()) for s in self.servers]
+        ended = asyncio.create_task(self.ended.wait())
         try:
-            await self.ended.wait()
+            done, _ = await asyncio.wait({ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # what a server's task raised ends the fleet, with its message
         finally:
+            ended.cancel()
             await asyncio.gather(*(s.stop() for s in self.servers))
             for task in tasks:
                 task.cancel()
@@ -174,12 +190,14 @@ class Fleet:
             for s in self.servers:
                 member = self.router.members.find(s.url)
                 assert member is not None
+                if member.state == "draining":  # by somebody who wants it so
+                    continue
                 member.become("draining")
                 await self._until(partial(_idle, member), self.file.fleet.drain_s)
                 await s.end()
                 member.become("down")
                 self.router.policy.forget(member)
-                await self._until(partial(_up, member), math.inf)
+                await self._until(partial(_up, member), START)
                 self.say(f"{s.url} was restarted")
 
     async def _until(self, holds: Callable[[], bool], seconds: float) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import urllib.parse
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,18 @@ import aiohttp
 from aiohttp import web
 
 from ridgeline.fleet.exposition import merged
-from ridgeline.fleet.members import PATIENCE, Member, Members
+from ridgeline.fleet.members import PATIENCE, PLAIN, Member, Members
 from ridgeline.fleet.policies import Policy
 from ridgeline.fleet.tenants import Tenant, Tenants
 
 LARGEST = 64 << 20
 """Bytes of a request's body at most."""
+ENDS = ("response.completed", "response.incomplete", "response.failed")
+"""Events of ``/v1/responses`` that end an answer."""
 AGAIN = frozenset({429, 502, 503, 504})
 """Answers after which another member is asked: this one is full, or not there."""
 HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers",
-                 "transfer-encoding", "upgrade", "host", "content-length", "content-encoding"})  # fmt: skip
+                 "transfer-encoding", "upgrade", "host", "content-length"})  # fmt: skip
 """Headers of one connection (RFC 9110, section 7.6.1), and those that are made anew."""
 
 
@@ -68,7 +71,9 @@ class Router:
 
     async def _session(self, app: web.Application) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self.session:
+        async with aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, skip_auto_headers=["Accept-Encoding"]
+        ) as self.session:
             watch = asyncio.create_task(self.members.watch(self.session))
             yield
             watch.cancel()
@@ -108,7 +113,7 @@ class Router:
     async def _scraped(self, member: Member) -> str:
         try:
             timeout = aiohttp.ClientTimeout(total=PATIENCE)
-            url, headers = f"{member.url}/metrics", self.members.headers
+            url, headers = f"{member.url}/metrics", self.members.headers | PLAIN
             async with self.session.get(url, headers=headers, timeout=timeout) as answer:
                 return await answer.text()
         except (aiohttp.ClientError, asyncio.TimeoutError, UnicodeDecodeError):
@@ -147,21 +152,31 @@ class Router:
         return web.json_response({"members": [m.url for m in self.members.all]}, status=202)
 
     def _may_manage(self, request: web.Request) -> bool:
+        """By the admin key; without one only a program of this machine: no page in a browser, nobody behind a proxy."""
         if self.admin_key:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            return hmac.compare_digest(given.encode(), self.admin_key.encode())
+            return self._brings(request, self.admin_key)
+        foreign = any(name in request.headers for name in ("Origin", "Forwarded", "X-Forwarded-For"))
+        if foreign or request.content_type != "application/json":
+            return False
         try:
-            return ipaddress.ip_address(request.remote or "").is_loopback
+            return all(ipaddress.ip_address(x or "").is_loopback for x in (request.remote, _host(request)))
         except ValueError:
             return False
+
+    @staticmethod
+    def _brings(request: web.Request, key: str) -> bool:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+        return hmac.compare_digest(given, key.encode())
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _unknown(self, request: web.Request) -> web.Response | None:
-        """The refusal of a request without a tenant's key."""
-        if self.tenants.all and self.tenants.find(request.headers.get("Authorization", "")) is None:
-            return _error(401, "the API key is not that of a tenant", "authentication_error")
-        return None
+        """The refusal of a request without a tenant's key, or where there are no tenants, without the members' own."""
+        if self.tenants.all:
+            known = self.tenants.find(request.headers.get("Authorization", "")) is not None
+        else:
+            known = not self.members.key or self._brings(request, self.members.key)
+        return None if known else _error(401, "the API key is not known here", "authentication_error")
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Send a request to a member, and to another one as long as nothing of an answer was passed on."""
@@ -187,7 +202,7 @@ class Router:
             member.sent += 1
             reply = Reply(request)
             try:
-                last = await self._ask(member, request, body, reply)
+                last = await self._unless_lost(member, self._ask(member, request, body, reply))
                 if last is None or last.status not in AGAIN:
                     return last or reply.response
                 member.failed += 1
@@ -195,7 +210,7 @@ class Router:
                 if request.transport is None or request.transport.is_closing():
                     raise  # the client has left
                 member.failed += 1
-                self.members.lost(member, str(e) or type(e).__name__)
+                self.members.lose(member, str(e) or type(e).__name__)
                 if reply.begun:
                     self.broken += 1
                     return await reply.cut_short(member.url)
@@ -207,14 +222,30 @@ class Router:
         """The member to ask; waits where none is up. None: all were tried."""
         deadline = asyncio.get_running_loop().time() + self.limits.wait_s
         while True:
-            up = self.members.able(None)
-            left = [m for m in self.members.able(model) or up if m not in tried]
+            known = self.members.listing(model)  # a model that nobody has listed is refused by whoever is asked
+            able = self.members.able(model) if known else self.members.able(None)
+            left = [m for m in able if m not in tried]
             if left:
                 return self.policy.choose(left, prompt)
-            if up or asyncio.get_running_loop().time() > deadline:
+            if able or asyncio.get_running_loop().time() > deadline:
                 return None
             await asyncio.sleep(0.05)
             tried.clear()  # who was down may be up again
+
+    async def _unless_lost(
+        self, member: Member, asking: Coroutine[Any, Any, web.Response | None]
+    ) -> web.Response | None:
+        """The answer, unless the member goes down meanwhile: then :class:`aiohttp.ClientError`."""
+        answer, lost = asyncio.ensure_future(asking), asyncio.ensure_future(member.lost.wait())
+        try:
+            await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise aiohttp.ClientError("it went down before it had answered")
+            return answer.result()
+        finally:
+            for task in (answer, lost):
+                task.cancel()
+            await asyncio.gather(answer, lost, return_exceptions=True)
 
     async def _ask(self, member: Member, request: web.Request, body: bytes, reply: Reply) -> web.Response | None:
         """A member's answer; None where it was streamed. Raises what a connection raises."""
@@ -232,7 +263,7 @@ class Router:
 
 
 class Reply:
-    """A streamed answer on its way to a client: held back until it has a token."""
+    """A streamed answer on its way to a client: held back until it has a token, and passed on event by event."""
 
     def __init__(self, request: web.Request) -> None:
         self.request = request
@@ -241,23 +272,25 @@ class Reply:
 
     async def stream(self, answer: aiohttp.ClientResponse, headers: dict[str, str]) -> None:
         """Pass events on. Raises what the connection raises; ``begun``: whether the client has got anything."""
-        held = b""
+        held = rest = b""
         async for data in answer.content.iter_any():
-            held += data
-            if not self.begun:
-                if not has_token(held):
-                    continue
-                self.response = web.StreamResponse(status=answer.status, headers=headers)
-                await self.response.prepare(self.request)
-                self.begun = True
-            await self.response.write(held)
+            events, end, rest = (rest + data).rpartition(b"\n\n")
+            whole = events + end
+            if not self.begun and not has_token(whole):
+                held += whole
+                continue
+            await self._write(answer.status, headers, held + whole)
             held = b""
-        if not self.begun:  # an end without any token
-            self.response = web.StreamResponse(status=answer.status, headers=headers)
-            await self.response.prepare(self.request)
-            self.begun = True
-            await self.response.write(held)
+        await self._write(answer.status, headers, held + rest)
         await self.response.write_eof()
+
+    async def _write(self, status: int, headers: dict[str, str], events: bytes) -> None:
+        if not self.begun:
+            self.response = web.StreamResponse(status=status, headers=headers)
+            self.begun = True
+            await self.response.prepare(self.request)
+        if events:
+            await self.response.write(events)
 
     async def cut_short(self, url: str) -> web.StreamResponse:
         """Tell the client that the answer broke off: what it has cannot be taken back."""
@@ -280,7 +313,13 @@ def has_token(events: bytes) -> bool:
             if line[5:].strip() == b"[DONE]":
                 return True
             continue  # the rest of it is still to come
-        choices = chunk.get("choices") if isinstance(chunk, dict) else None
+        if not isinstance(chunk, dict):
+            return True
+        if str(kind := chunk.get("type", "")).startswith("response.") and kind not in ENDS:
+            if kind.endswith(".delta"):
+                return True
+            continue
+        choices = chunk.get("choices")
         if choices is None or any(_says(c) for c in choices):
             return True
     return False
@@ -296,7 +335,7 @@ def described(body: bytes) -> tuple[str | None, str]:
     """Model and text of a request, as far as it has them: what requests with the same beginning share."""
     try:
         asked = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, ""
     if not isinstance(asked, dict):
         return None, ""
@@ -306,6 +345,12 @@ def described(body: bytes) -> tuple[str | None, str]:
             text = given if isinstance(given, str) else json.dumps(given)[:-1]  # what follows may be more of a list
             return model if isinstance(model, str) else None, f"{model}\n{text}"
     return model if isinstance(model, str) else None, ""
+
+
+def _host(request: web.Request) -> str:
+    """The host that a request names, as an address."""
+    name = urllib.parse.urlsplit(f"//{request.host}").hostname or ""
+    return "127.0.0.1" if name == "localhost" else name
 
 
 def _left(tenant: Tenant | None) -> None:

@@ -6,11 +6,10 @@ import hmac
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline.spec.errors import UserError
 
@@ -20,22 +19,31 @@ else:
     import tomli as tomllib
 
 
-@dataclass
-class Tenant:
-    """One customer of a fleet."""
+class TenantTable(BaseModel):
+    """``[tenants.NAME]`` of a file."""
 
-    name: str
-    key: str
-    requests_per_minute: float | None = None
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    key: str = Field(min_length=1)
+    requests_per_minute: float | None = Field(default=None, gt=0)
     """Mean rate; a minute's worth may come at once. None: any."""
-    concurrency: int | None = None
+    concurrency: int | None = Field(default=None, ge=1)
     """Largest number of requests at a time; None: any."""
-    running: int = 0
-    tokens: float = field(default=0.0, repr=False)
-    filled: float = field(default=0.0, repr=False)
 
-    def __post_init__(self) -> None:
-        self.tokens = self.requests_per_minute or 0.0
+
+class Tenant:
+    """One customer of a fleet, and what it has used."""
+
+    def __init__(self, name: str, key: str, **limits: Any) -> None:
+        self.name, self.key, table = name, key, TenantTable(key=key, **limits)
+        self.requests_per_minute, self.concurrency = table.requests_per_minute, table.concurrency
+        self.running = 0
+        self.tokens, self.filled = self.burst, 0.0
+
+    @property
+    def burst(self) -> float:
+        """Number of requests that may come at once."""
+        return max(1.0, self.requests_per_minute or 0.0)
 
 
 def load_tenants(path: Path) -> list[Tenant]:
@@ -55,15 +63,15 @@ def tenants_of(tables: Any, path: Path) -> list[Tenant]:
     """The tenants of tables ``[tenants.NAME]`` with ``key``, ``requests_per_minute`` and ``concurrency``. Raises
     :class:`UserError` naming what is wrong."""
     try:
-        found = [TypeAdapter(Tenant).validate_python({"name": name, **table}) for name, table in tables.items()]
+        found = [Tenant(name, **TenantTable.model_validate(table).model_dump()) for name, table in tables.items()]
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(str(x) for x in first["loc"])
         raise UserError(f"{path}: {where}: {first['msg']}", "see docs/fleet.md") from None
     except (AttributeError, TypeError):
         raise UserError(f"{path}: tenants are tables", "write [tenants.NAME]; see docs/fleet.md") from None
-    if any(not t.key for t in found) or len({t.key for t in found}) < len(found):
-        raise UserError(f"{path}: keys must be there and differ", "give every tenant a key of its own")
+    if len({t.key for t in found}) < len(found):
+        raise UserError(f"{path}: two tenants have the same key", "give every tenant a key of its own")
     return found
 
 
@@ -76,7 +84,7 @@ class Tenants:
 
     def find(self, authorization: str) -> Tenant | None:
         """Whose key an ``Authorization`` header brings."""
-        given = authorization.removeprefix("Bearer ").encode()
+        given = authorization.removeprefix("Bearer ").encode(errors="surrogateescape")
         found = [t for t in self.all if hmac.compare_digest(t.key.encode(), given)]
         return found[0] if found else None
 
@@ -87,7 +95,7 @@ class Tenants:
         if (rate := tenant.requests_per_minute) is not None:
             now = self.clock()
             if tenant.filled:
-                tenant.tokens = min(rate, tenant.tokens + (now - tenant.filled) * rate / 60)
+                tenant.tokens = min(tenant.burst, tenant.tokens + (now - tenant.filled) * rate / 60)
             tenant.filled = now
             if tenant.tokens < 1:
                 return f"{tenant.name} has sent its {rate:g} requests of this minute", (1 - tenant.tokens) * 60 / rate

@@ -164,8 +164,8 @@ class Sampler:
 
 
 def nuclei(x: Tensor, whole: Tensor, top_p: Tensor, least: Tensor) -> Tensor:
-    """Which entries of rows ``x`` [R, V] are the likeliest ones that together reach ``top_p`` [R, 1] (above 1: all), each
-    with a probability of ``least`` [R, 1] or more; ``whole`` [R, 1]: the log of each row's sum.
+    """Which entries of rows ``x`` [R, V] are the likeliest ones that together reach ``top_p`` [R, 1] (above 1: all),
+    each with a probability of ``least`` [R, 1] or more; ``whole`` [R, 1]: the log of each row's sum.
 
     Without a sort: probabilities are added up by the leading twelve bits of the logits, and only the bucket in which a
     row reaches its limit is put in order.
