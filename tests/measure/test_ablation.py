@@ -41,7 +41,7 @@ def spec(corpus, tmp_path):
     return load_ablation(file)
 
 
-def test_an_ablation_survives_what_happens_to_it(spec, tmp_path):
+def test_an_ablation_survives_what_happens_to_it(spec, tmp_path, monkeypatch):
     folder = tmp_path / "cells and results"
     cells = order(list(spec.plans), 2)
     events = []
@@ -67,7 +67,9 @@ def test_an_ablation_survives_what_happens_to_it(spec, tmp_path):
             ranks = psutil.Process().children(recursive=True)
             next(p for p in ranks if p.name() == "rank 1").send_signal(signal.SIGKILL)
 
-    hit = run_ablation(spec, folder, watch=kill)
+    told = []
+    hit = run_ablation(spec, folder, watch=kill, announce=lambda predicted: told.append((list(predicted), len(events))))
+    assert told == [(list(spec.plans), 0)], "predictions come before anything is measured"
     assert [c for c, m in events if m.get("cached")] == cells[:2]
     assert [c for c, m in events if m.get("done")] == cells[2:]
     second = times()
@@ -87,6 +89,12 @@ def test_an_ablation_survives_what_happens_to_it(spec, tmp_path):
     assert [c for c in cells if third[c] != second[c]] == [cells[2]]
     check_ablation(spec, done)
     assert Ablation.load(folder / "ablation.json") == done
+
+    # Intervals that are too wide for a verdict are said so, with how to repeat.
+    monkeypatch.setattr("ridgeline.spec.ablation.NOISY", 0.0)
+    (note,) = [n for n in run_ablation(spec, folder, command="ridgeline ablate x.toml").notes if "no verdict on" in n]
+    assert "no verdict on flash, zero" in note
+    assert "ridgeline ablate x.toml --fresh" in note
 
 
 def check_ablation(spec, done):

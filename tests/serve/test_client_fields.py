@@ -8,6 +8,8 @@ from tests.serve.test_reliability import call, error
 
 import ridgeline
 from ridgeline.data.examples import Template
+from ridgeline.serve import service
+from ridgeline.serve.request import EngineRequest
 
 CHAT = [{"role": "user", "content": "Hi"}]
 COMPLETION, CONVERSATION = "/v1/completions", "/v1/chat/completions"
@@ -29,6 +31,14 @@ def template(server, monkeypatch):
 
     use()
     return use
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CONVERSATION])
+def test_a_priority_reaches_the_engine(server, monkeypatch, path):
+    seen = []
+    monkeypatch.setattr(service, "EngineRequest", lambda *a, **k: seen.append(EngineRequest(*a, **k)) or seen[-1])
+    assert call(server, path, {**BASE[path], "priority": 7})[0] == 200
+    assert [r.priority for r in seen] == [7]
 
 
 def answer(server, path, **more):

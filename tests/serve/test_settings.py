@@ -61,7 +61,8 @@ def test_where_defaults_come_from(tmp_path):
     assert sampling_defaults(tmp_path, "vllm", 9) == ({}, None)
     with pytest.raises(UserError, match="there is no"):
         sampling_defaults(tmp_path, str(tmp_path / "none"), 9)
-    for wrong in ({"top_p": 3}, {"temperature": "hot"}, {"max_new_tokens": 0}):
+    for wrong in ({"top_p": 3}, {"temperature": "hot"}, {"max_new_tokens": 0}, {"top_k": "50"},
+                  {"top_k": 5.5}, {"max_new_tokens": 5.5}, {"temperature": True}):  # fmt: skip
         file.write_text(json.dumps(wrong))
         with pytest.raises(UserError, match="--generation-config vllm"):
             sampling_defaults(tmp_path, "auto", 9)

@@ -272,6 +272,11 @@ def test_the_scale_of_rank_stabilised_adapters(corpus):
     assert adapters(build(experiment(corpus).model), load_one(t, corpus))["layers.0.attention.o_proj"].scale == 8.0
 
 
+def test_the_scale_of_plain_lora(corpus):
+    (t,) = techniques_of(experiment(corpus, "lora:rank=16,alpha=32,targets=o_proj").plan)
+    assert adapters(build(experiment(corpus).model), load_one(t, corpus))["layers.0.attention.o_proj"].scale == 2.0
+
+
 def load_one(t, corpus):
     from ridgeline.spec.plan import Call
     from ridgeline.train.adapter_folder import Loaded

@@ -59,10 +59,14 @@ def sampling_defaults(checkpoint: Path, where: str, vocab_size: int) -> tuple[di
         )
     found = read_json(file)
     given = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
-    if "top_k" in given:
-        given["top_k"] = max(0, given["top_k"])
     most = found.get("max_new_tokens")
     try:
+        for name, value in (*given.items(), ("max_new_tokens", most)):
+            whole = name in ("top_k", "max_new_tokens")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float))):
+                raise TypeError(f"{name} = {value!r} is no {'whole ' if whole else ''}number")
+        if "top_k" in given:
+            given["top_k"] = max(0, given["top_k"])
         Sampling(max_tokens=1 if most is None else most, **given).check(vocab_size)
     except (Invalid, TypeError) as e:
         why = e.what if isinstance(e, Invalid) else str(e)
@@ -87,8 +91,11 @@ def pooling_of(checkpoint: Path, named: str | None) -> Pooling:
 def dimensions_of(checkpoint: Path) -> frozenset[int] | None:
     """Lengths to which embeddings may be cut, as vLLM reads them of ``config.json``; None: any."""
     config = read_json(checkpoint / "config.json")
-    if config.get("matryoshka_dimensions"):
-        return frozenset(config["matryoshka_dimensions"])
+    if (lengths := config.get("matryoshka_dimensions")) is not None:
+        if not isinstance(lengths, list) or not all(isinstance(n, int) and n > 0 for n in lengths):
+            raise UserError(f"{checkpoint}: matryoshka_dimensions are no list of lengths", "correct config.json")
+        if lengths:
+            return frozenset(lengths)
     return None if config.get("is_matryoshka") else frozenset()
 
 
