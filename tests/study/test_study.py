@@ -169,14 +169,20 @@ def test_findings(found):
     assert first.measured_verdict == "not known"
 
 
-def test_at_a_scale_only_plans_are_compared(file, found):
+def test_at_a_scale_only_plans_are_compared(file):
+    catalog.allow_unprobed()
     study = load_study(file)
     plans = study.findings[0].model_copy(update={
         "of": {"table": "train", "platform": "fast", "plan": "z3", "each": 1},
         "over": {"table": "train", "platform": "fast", "plan": "naive", "each": 1},
     })  # fmt: skip
     scale = StudyScale("llama-tiny", 2)
-    verdicts = [study_run.check(f, found.cells, scale).verdict for f in (plans, *study.findings)]
+    small = scale.study(study)
+    todo = [study_run.PlannedCell(table, axes) for table in small.tables for axes in small.cells(table)]
+    cells = [study_run.predicted_cell(small, place, scale) for place in todo]
+    assert {c.axes["platform"] for c in cells if "platform" in c.axes} == {"this machine"}
+    assert len({json.dumps([c.table, c.axes]) for c in cells}) == len(cells)
+    verdicts = [study_run.check(f, cells, scale).verdict for f in (plans, *study.findings)]
     assert [v == "not known" for v in verdicts] == [False, True, True]  # machines, and no ratio at all
 
 
@@ -334,7 +340,7 @@ def test_a_scale_shrinks_everything(file):
         if table.operator is None:
             place = next(iter(study.cells(table)))
             try:
-                e = experiment_of(study, table, place, scale)
+                e = experiment_of(study, table, scale.place(place), scale)
             except UserError:
                 continue  # `local` without a profile
             assert e.model.name == "llama-tiny"

@@ -45,7 +45,7 @@ def study(
         machine = probed(lambda: experiments.make(scale, "local", {"kind": "generate"}, [])).cluster.device
         small = StudyScale(scale, max(1, machine.sm_count))
     folder = out or Path("runs") / f"study-{spec.name}-{key(spec, small)}"
-    total = count(spec) * (2 if small else 1)
+    total = 2 * count(small.study(spec)) if small else count(spec)
     try:
         with CountBar(f"study {spec.name}", total) as bar:
             found = run_study(spec, folder, workers, small, bar.advance, command_line())

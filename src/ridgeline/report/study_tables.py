@@ -41,8 +41,10 @@ def findings_table(s: Study) -> Table:
         row = [f.says, f.reported, _bounds(f), _number(f.predicted), SIGNS[f.verdict]]
         row += [_number(f.measured), SIGNS[f.measured_verdict]] if measured else []
         rows.append([*row, f.note])
-    agree = sum(f.verdict == "agrees" for f in s.findings)
-    return Table(f"Findings: {agree} of {len(s.findings)} agree as predicted", columns, rows)
+    known = [f for f in s.findings if f.verdict != "not known"]
+    title = f"Findings: {sum(f.verdict == 'agrees' for f in known)} of {len(known)} agree as predicted"
+    rest = len(s.findings) - len(known)
+    return Table(f"{title}; {rest} cannot be checked here" if rest else title, columns, rows)
 
 
 def _bounds(f: StudyFinding) -> str:

@@ -18,6 +18,8 @@ from ridgeline.techniques.registry import registry
 
 RANK = 16
 """Largest rank of adapters on a small model."""
+HERE = "this machine"
+"""The platform of a study at a scale."""
 LARGEST = 4096
 """Largest number of sequences per device that is tried for the largest batch."""
 
@@ -51,6 +53,26 @@ class StudyScale:
                 out[name] = min(out[name], self.requests)
         out.pop("engine", None)
         return out
+
+    def study(self, study: StudyFile) -> StudyFile:
+        """The study at this scale: one model on one machine, and each different point of an axis once. Tables of
+        single operators are left out (`ridgeline probe --sweep` measures them)."""
+        tables = [
+            t.model_copy(update={"axes": {name: list(dict.fromkeys(self.place({name: v})[name] for v in values
+                                                                   if name != "devices" or int(v) <= self.devices))
+                                          for name, values in t.axes.items()}})
+            for t in study.tables if t.operator is None
+        ]  # fmt: skip
+        platforms = {**study.platforms, HERE: f"{self.devices}xlocal"}
+        return study.model_copy(update={"tables": tables, "platforms": platforms})
+
+    def place(self, axes: dict[str, Axis]) -> dict[str, Axis]:
+        """A point on the axes of the whole study, at this scale."""
+        whole = {"model": self.model, "platform": HERE, "engine": "ridgeline"}
+        lengths = {"prompt_len", "output_len", "seq_len", "requests", "concurrency"} & axes.keys()
+        shrunk = self.workload({"kind": "pretrain" if "seq_len" in axes else "serve", **{k: axes[k] for k in lengths}})
+        each = {"each": min(int(axes["each"]), self.largest_batch)} if axes.get("each", "max") != "max" else {}
+        return {**axes, **{k: v for k, v in whole.items() if k in axes}, **{k: shrunk[k] for k in lengths}, **each}
 
 
 def experiment_of(

@@ -53,14 +53,16 @@ def run_study(
 ) -> Study:  # fmt: skip
     """Predict all cells; with a ``scale`` predict and measure them on this machine at that scale instead. Cells that
     were measured before are taken from ``folder``. A cell that is refused is a result with its reason."""
-    start = time.perf_counter()
+    start, identity = time.perf_counter(), key(study, scale)
+    if scale is not None:
+        study = scale.study(study)
     todo = [PlannedCell(table, axes) for table in study.tables for axes in study.cells(table)]
     cells = _predicted(study, todo, workers, scale, done)
     if scale is not None:
         _measure(study, todo, cells, scale, folder, done)
     _add_efficiency(cells)
     return Study(
-        id=key(study, scale), name=study.name, title=study.title, source=study.source,
+        id=identity, name=study.name, title=study.title, source=study.source,
         tables=[_layout(t) for t in study.tables], cells=cells,
         findings=[check(f, cells, scale) for f in study.findings], environment=fingerprint(), command=called,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"), seconds=time.perf_counter() - start,
@@ -236,8 +238,11 @@ def dissected(e: Experiment) -> Result:
 def check(f: FindingFile, cells: list[StudyCell], scale: StudyScale | None = None) -> StudyFinding:
     """A finding's value, predicted and measured, and whether it agrees; not known where a ``scale`` has made the same
     experiment of what it compares."""
-    used = [_cell(place, cells, f.says) for place in (*places(f.of), *places(f.over))]
     lost = scale is not None and not _survives(f, scale)
+    if scale is not None and not lost:
+        at = {side: [scale.place(p) for p in places(getattr(f, side))] for side in ("of", "over")}
+        f = f.model_copy(update=at)
+    used = [] if lost else [_cell(place, cells, f.says) for place in (*places(f.of), *places(f.over))]
     values = [None if lost else _value(f, cells, measured) for measured in (False, True)]
     verdicts = [_verdict(f, v) for v in values]
     beyond = [c for c in used if c.status == "infeasible" and f.metric not in ("fits", "peak_bytes")]
