@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.jobs.job import ProbeOptions, RankContext
 from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.environment import fingerprint
@@ -74,7 +75,7 @@ def main() -> None:
     given = args.parse_args()
     keep_freed_memory()
     cpu = torch.device("cpu")
-    parts = [probe_rank(cpu, 0, 1, {"quick": True, "serving": s}, lambda _: None) for s in (False, True)]
+    parts = [probe_rank(None, ProbeOptions(quick=True, serving=s), RankContext(cpu)) for s in (False, True)]
     device = device_of({1: parts[0] | parts[1]})
     result: dict = {
         "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "rounds": given.rounds,

@@ -14,7 +14,7 @@ from tests.serving import ask, collect, run
 
 from ridgeline.nn.model.generate import make_cache
 from ridgeline.nn.model.init import build
-from ridgeline.nn.quant import packed_linear
+from ridgeline.nn.quant import native_codes, torch_codes
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.runtime.train_build import Build
 from ridgeline.serve.build_engine import make_engine
@@ -85,8 +85,10 @@ def test_some_formats_hold_codes():
 
 @pytest.mark.parametrize(("names", "wide"), WIDE)
 def test_what_is_served_is_what_the_model_says(names, wide, monkeypatch):
-    if wide is not None:
-        monkeypatch.setattr(packed_linear, "wide_dtype", lambda: wide)
+    if wide is not None:  # as with matrix units, which take dequantized weights, and as without
+        for module in (native_codes, torch_codes):
+            monkeypatch.setattr(module, "wide_dtype", lambda: wide)
+        monkeypatch.setattr(native_codes, "FEW_ROWS", 0)
     e = experiment(*names)
     made = check(e)
     eng = make_engine(e, torch.device("cpu"))

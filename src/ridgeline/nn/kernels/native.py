@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ridgeline.paths import cache_dir
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "decoder.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("storage.h", "mathematics.h", "lowbit.h")]
 FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+    "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=off",
 )  # fmt: skip
 COMPILE_SECONDS = 120
@@ -41,7 +42,8 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         _without(f"there is no compiler {named!r}, which CXX names" if named else "no C++ compiler is installed")
         return None
-    inputs = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor(), torch.__version__])
+    texts = [p.read_text(encoding="utf-8") for p in (*SOURCES, *HEADERS)]
+    inputs = "\0".join([*texts, compiler, *FLAGS, _architecture(), _processor(), torch.__version__])
     place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(inputs.encode(), digest_size=10).hexdigest()}.so"
     try:
         if not place.exists():
@@ -52,6 +54,13 @@ def library() -> ctypes.CDLL | None:
         _without(f"they do not compile: {output.decode(errors='replace').strip().splitlines()[-1]}")
         return None
     loaded.rl_cross_entropy.restype = ctypes.c_double
+    whole, pointer = ctypes.c_int64, ctypes.c_void_p
+    loaded.rl_lowbit_linear.argtypes = [ctypes.POINTER(Linear), pointer, whole, pointer, *(whole,) * 4]
+    loaded.rl_paged_attention.argtypes = [pointer, pointer, *(ctypes.POINTER(Cache),) * 2, ctypes.POINTER(Pages),
+                                          *(whole,) * 6]  # fmt: skip
+    loaded.rl_decode.argtypes = [ctypes.POINTER(Step), ctypes.POINTER(Layer), whole, whole]
+    for function in (loaded.rl_lowbit_linear, loaded.rl_paged_attention, loaded.rl_decode):
+        function.restype = None
     return loaded
 
 
@@ -59,13 +68,20 @@ def _compile(compiler: str, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         draft = Path(folder) / place.name
-        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(draft)], check=True, capture_output=True,
+        sources = map(str, SOURCES)
+        subprocess.run([compiler, *FLAGS, _architecture(), *sources, "-o", str(draft)], check=True, capture_output=True,
                        timeout=COMPILE_SECONDS)  # fmt: skip
         os.replace(draft, place)
 
 
 def _without(why: str) -> None:
     warnings.warn(f"fused CPU kernels are off, plain operators take their place: {why}", stacklevel=3)
+
+
+def _architecture() -> str:
+    """The compiler's option for this processor, or for as much of it as ATEN_CPU_CAPABILITY lets PyTorch use."""
+    limits = {"default": "x86-64", "avx2": "x86-64-v3"} if platform.machine() in ("x86_64", "AMD64") else {}
+    return f"-march={limits.get(os.environ.get('ATEN_CPU_CAPABILITY', ''), 'native')}"
 
 
 def _processor() -> str:
@@ -94,3 +110,80 @@ def call(name: str, *args: Tensor | float | int | None) -> float:
             values.append(ctypes.c_double(a))
     result: float = getattr(found, name)(*values, ctypes.c_int64(torch.get_num_threads()))
     return result
+
+
+# ---- inference: structures as in decoder.cpp ------------------------------------------------------------------------
+
+
+def _fields(pointers: str, numbers: str = "", reals: str = "") -> list[tuple[str, type]]:
+    return [*((n, ctypes.c_void_p) for n in pointers.split()), *((n, ctypes.c_int64) for n in numbers.split()),
+            *((n, ctypes.c_double) for n in reals.split())]  # fmt: skip
+
+
+class Linear(ctypes.Structure):
+    """A linear layer: ``kind`` 0 dense, 4 or 8 in codes."""
+
+    _fields_ = [("kind", ctypes.c_int64), *_fields("weight scale zero bias", "type out width group")]
+
+
+class Norm(ctypes.Structure):
+    """A norm; without a weight there is none."""
+
+    _fields_ = _fields("weight bias", "type centered", "eps")
+
+
+class Cache(ctypes.Structure):
+    """Keys or values: ``store`` 0 plain, 1 int8, 2 int4 (``type``: its group), 3 fp8."""
+
+    _fields_ = _fields("rows scale least", "store type")
+
+
+class Pages(ctypes.Structure):
+    """Where the tokens of each sequence are in a cache."""
+
+    _fields_ = _fields("table lengths", "blocks block slots sequence")
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer."""
+
+    _fields_ = [
+        *((n, Norm) for n in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")), *_fields("keys values", "window"),
+    ]  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """One step of all layers."""
+
+    _fields_ = [*_fields("x cosine sine slots"), ("pages", Pages),
+                *_fields("", "rows hidden heads groups width inner type act", "query_scale residual")]  # fmt: skip
+
+
+_SMALL = 1 << 17
+"""Products up to which one thread is faster than several."""
+
+
+def lowbit_linear(t: Linear, x: Tensor, y: Tensor, exact: bool) -> None:
+    """``y`` [M, out] = ``x`` [M, in] · Wᵀ + bias. Both are contiguous."""
+    found = library()
+    assert found is not None
+    threads = 1 if x.shape[0] * t.out * t.width < _SMALL else torch.get_num_threads()
+    found.rl_lowbit_linear(t, x.data_ptr(), TYPES[x.dtype], y.data_ptr(), TYPES[y.dtype], x.shape[0], exact, threads)
+
+
+def paged_attention(q: Tensor, keys: Cache, values: Cache, pages: Pages, groups: int, window: int) -> Tensor:
+    """Attention of ``q`` [B, H, D] (fp32, contiguous, scaled) over the cache → [B, H, D]."""
+    found = library()
+    assert found is not None
+    out = torch.empty_like(q)
+    found.rl_paged_attention(q.data_ptr(), out.data_ptr(), keys, values, pages, q.shape[0], q.shape[1], groups,
+                             q.shape[2], window, torch.get_num_threads())  # fmt: skip
+    return out
+
+
+def decode(step: Step, layers: ctypes.Array[Layer]) -> None:
+    """Decoder layers, in place."""
+    found = library()
+    assert found is not None
+    found.rl_decode(step, layers, len(layers), torch.get_num_threads())
