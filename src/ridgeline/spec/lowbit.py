@@ -9,7 +9,7 @@ from typing import Literal
 
 from ridgeline.spec.device import DTYPE_BYTES
 
-FEW_ROWS = 48
+FEW_ROWS = 64
 """Rows up to which kernels on quantized weights beat dequantizing first, on a CPU with matrix units."""
 GEMM_ROWS = (1, 2, 3, 4, 8, 16, FEW_ROWS, 128)
 """Numbers of rows at which ``ridgeline probe`` times products that wait for their weights, as far as each kind's

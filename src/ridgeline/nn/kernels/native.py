@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ridgeline.paths import cache_dir
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "decoder.cpp")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "decoder.cpp", "sampler.cpp")]
 HEADERS = [Path(__file__).with_name(name) for name in ("storage.h", "mathematics.h", "lowbit.h")]
 FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
@@ -59,7 +59,8 @@ def library() -> ctypes.CDLL | None:
     loaded.rl_paged_attention.argtypes = [pointer, pointer, *(ctypes.POINTER(Cache),) * 2, ctypes.POINTER(Pages),
                                           *(whole,) * 6]  # fmt: skip
     loaded.rl_decode.argtypes = [ctypes.POINTER(Step), ctypes.POINTER(Layer), whole, whole]
-    for function in (loaded.rl_lowbit_linear, loaded.rl_paged_attention, loaded.rl_decode):
+    loaded.rl_sample.argtypes = [pointer, whole, whole, ctypes.POINTER(Choice), pointer, whole]
+    for function in (loaded.rl_lowbit_linear, loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample):
         function.restype = None
     return loaded
 
@@ -160,6 +161,12 @@ class Step(ctypes.Structure):
                 *_fields("", "rows hidden heads groups width inner type act", "query_scale residual")]  # fmt: skip
 
 
+class Choice(ctypes.Structure):
+    """How a row's token is chosen; ``temperature`` 0: the likeliest, ``top_k`` 0: no limit."""
+
+    _fields_ = [*_fields("", "", "temperature top_p min_p uniform"), ("top_k", ctypes.c_int64)]
+
+
 _SMALL = 1 << 17
 """Products up to which one thread is faster than several."""
 
@@ -180,6 +187,17 @@ def paged_attention(q: Tensor, keys: Cache, values: Cache, pages: Pages, groups:
     found.rl_paged_attention(q.data_ptr(), out.data_ptr(), keys, values, pages, q.shape[0], q.shape[1], groups,
                              q.shape[2], window, torch.get_num_threads())  # fmt: skip
     return out
+
+
+def sample(logits: Tensor, choices: list[tuple[float, float, float, float, int]]) -> list[int]:
+    """A token for each row of ``logits`` [R, V] (fp32, contiguous), by (temperature, top-p, min-p, number in [0, 1),
+    top-k) of each; -1 for a row without a finite logit."""
+    found = library()
+    assert found is not None
+    rows, width = logits.shape
+    tokens = (ctypes.c_int64 * rows)()
+    found.rl_sample(logits.data_ptr(), rows, width, (Choice * rows)(*choices), tokens, torch.get_num_threads())
+    return list(tokens)
 
 
 def decode(step: Step, layers: ctypes.Array[Layer]) -> None:

@@ -2,6 +2,11 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -39,7 +44,13 @@ void load(const void* from, int type, int64_t at, int64_t n, C* __restrict to) {
       return; }
 #ifdef __FLT16_MAX__
     case F16: { auto p = static_cast<const _Float16*>(from) + at;
-      for (int64_t i = 0; i < n; i++) to[i] = C(float(p[i]));
+      int64_t i = 0;
+#if defined(__AVX2__) && defined(__F16C__)
+      if constexpr (std::is_same_v<C, float>)
+        for (; i + 8 <= n; i += 8)
+          _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))));
+#endif
+      for (; i < n; i++) to[i] = C(float(p[i]));
       return; }
 #endif
   }

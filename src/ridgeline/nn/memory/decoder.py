@@ -28,7 +28,7 @@ from ridgeline.spec.lowbit import FEW_ROWS
 from ridgeline.spec.model import ModelSpec
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
-DENSE_ROWS = 8
+DENSE_ROWS = 16
 """Rows up to which dense weights are read faster by our kernel than by a matrix product."""
 _UNDERSTOOD = frozenset({
     "name", "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -79,16 +79,16 @@ class Decoder:
         spec, rows = self.spec, x.shape[0]
         self._point(pool)
         stream = x.float() if x.dtype != torch.float32 else x.clone()
-        tables = (
-            [] if rope is None else [t.reshape(-1, spec.head_dim).float().expand(rows, -1).contiguous() for t in rope]
-        )
+        d = spec.head_dim
+        tables = [t.reshape(-1, d).float().expand(rows, -1).contiguous() for t in rope or ()]
+        cosine, sine = [t.data_ptr() for t in tables] or (None, None)
         shape = pool.keys[0].shape
         slots = shape[2]
         pages = Pages(pool.table.data_ptr(), pool.lengths.data_ptr(), pool.table.shape[1], pool.block, slots,
                       slots * shape[1] if shape[0] > 1 else 0)  # fmt: skip
         step = Step(
-            stream.data_ptr(), *((t.data_ptr() for t in tables) if tables else (None, None)), pool.slots.data_ptr(), pages,
-            rows, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size,
+            stream.data_ptr(), cosine, sine, pool.slots.data_ptr(), pages, rows, spec.hidden_size, spec.num_heads,
+            spec.num_kv_heads, d, spec.intermediate_size,
             native.TYPES[pool.keys[0].dtype], _ACTIVATIONS[spec.activation],
             spec.query_scale * spec.head_dim**-0.5, spec.residual_multiplier or 1.0,
         )  # fmt: skip
