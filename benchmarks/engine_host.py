@@ -3,10 +3,9 @@
     python benchmarks/engine_host.py [--before PATH] [--out benchmarks/results/engine_host.json]
 
 ``sampler``: milliseconds to choose the tokens of a batch, by vocabulary, rows, settings, and whether the logits are
-peaked as a language model's or nearly flat. ``step``: milliseconds to describe a decode step (slots, tables, lengths) by
-sequences and their length, with tables of neighboring or scattered blocks. ``penalty`` and ``lookup``: microseconds of a
-repetition penalty and of a draft by n-grams for one sequence. Medians and extremes over rounds. ``--before`` runs the
-same on the source tree at PATH, in turns of whole runs, and puts its medians beside.
+peaked as a language model's or nearly flat. ``penalty``: a repetition penalty for one sequence. ``step``: to describe a
+decode step (slots, tables, lengths) by sequences and their length, with tables of neighboring or scattered blocks.
+Medians and extremes over rounds. ``--before`` runs the same on the source tree at PATH and puts its medians beside.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +104,20 @@ def step(rounds: int, size: int = 16) -> dict[str, Any]:
                     for i, b in enumerate(seq.blocks):
                         seq.blocks[i] = order[b]
 
-            def describe(_: object, batch: Any = [(s, 1) for s in seqs], runner: Any = runner) -> None:
-                made = runner.describe(batch, [])
-                layout = runner.layout
-                layout.slots = torch.tensor(made.slots)
-                torch.tensor([made.ids, made.at])
-                if layout.kernel is not None:
-                    from ridgeline.nn.memory.kv_pool import singles
-
-                    layout.singles = singles(made.pieces, size, runner.device)
-
-            found[f"{count} x {length}, {kind}"] = timed(describe, lambda: None, rounds)
+            batch = [(s, 1) for s in seqs]
+            found[f"{count} x {length}, {kind}"] = timed(partial(described, runner, size), lambda b=batch: b, rounds)
     return found
+
+
+def described(runner: Any, size: int, batch: Any) -> None:
+    """What a step needs besides the model: numbers, tensors, and the tables where a kernel reads them."""
+    from ridgeline.nn.memory.kv_pool import singles
+
+    made, layout = runner.describe(batch, []), runner.layout
+    layout.slots = torch.tensor(made.slots)
+    torch.tensor([made.ids, made.at])
+    if layout.kernel is not None:
+        layout.singles = singles(made.pieces, size, runner.device)
 
 
 def main() -> None:

@@ -49,8 +49,8 @@ FILES = [
     "tests/measure/test_meter.py", "tests/measure/test_probe.py", "tests/predict/test_precision_memory.py",
 ]  # fmt: skip
 SAMPLE_FILES = [
-    "tests/nn/test_kernels.py", "tests/nn/test_decoder.py", "tests/nn/test_packed_linear.py", "tests/serve/test_pairs.py",
-    "tests/serve/test_pass_memory.py", "tests/train/test_precision.py",
+    "tests/nn/test_kernels.py", "tests/nn/test_decoder.py", "tests/nn/test_packed_linear.py",
+    "tests/serve/test_pairs.py", "tests/serve/test_pass_memory.py", "tests/train/test_precision.py",
 ]  # fmt: skip
 
 

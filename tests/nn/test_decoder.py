@@ -1,5 +1,7 @@
 """All layers in one kernel, against the same model operator by operator."""
 
+from array import array
+
 import pytest
 import torch
 from tests.nn.conftest import CONFIGS
@@ -7,8 +9,8 @@ from tests.nn.conftest import CONFIGS
 from ridgeline.nn.kernels import native
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool, find_decoder
-from ridgeline.nn.memory.kv_pool import PlainStore, Singles
-from ridgeline.nn.model.attention import naive_attention
+from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, PlainStore, Singles
+from ridgeline.nn.model.attention import Mask, naive_attention
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed import Packed
@@ -45,10 +47,9 @@ def both(model):
         x = model.embed(ids[:, -1:], None, None, BEFORE)[:, 0]
         rope = None if model.rotary is None else model.rotary.tables(None, BEFORE, 1, x.device, x.dtype)
         held = list(caches[1].values())
-        numbers = torch.full((BATCH,), BEFORE + 1, dtype=torch.int32), torch.full((BATCH,), BEFORE)
-        table = torch.zeros(BATCH, 1, dtype=torch.int32)
-        pool = Pool([c.keys for c in held], [c.values for c in held], table, *numbers, BEFORE + 2)
-        y = Decoder(model)(x, rope, pool)
+        at = Singles(torch.arange(BATCH), torch.zeros(BATCH, 1, dtype=torch.int32),
+                     torch.full((BATCH,), BEFORE + 1, dtype=torch.int32), BEFORE + 2)  # fmt: skip
+        y = Decoder(model)(x, rope, Pool.contiguous(held), at, torch.full((BATCH,), BEFORE))
         got = model.head(y if model.norm is None else model.norm(y))
     apart = max(
         float((getattr(a, at)[:, :, : BEFORE + 1] - getattr(b, at)[:, :, : BEFORE + 1]).abs().max())
@@ -134,3 +135,43 @@ def test_attention_over_pages(kind, window, block):
         mask = type("Mask", (), {"bias": None})
         want = naive_attention(q[b][None, :, None].double(), k, v, mask)[0, :, 0]
         torch.testing.assert_close(got[b].double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_writes_the_codes_that_operators_write(kind, dtype):
+    """The engine's cache after a step by the kernel, and after one operator by operator."""
+    model, layout, block, blocks = made("qwen3", dtype), BatchLayout(), 4, 12
+    spec, pools = model.spec, []
+    generator = torch.Generator().manual_seed(5)
+    past = torch.randn(2, spec.num_kv_heads, 40, spec.head_dim, generator=generator)
+    table = torch.randperm(blocks, generator=generator)[: 2 * 5].view(2, 5).int()
+    at = Singles(torch.arange(2), table, torch.tensor([18, 7], dtype=torch.int32), block)
+    new = torch.tensor(
+        [int(row[(n - 1) // block]) * block + (n - 1) % block for row, n in zip(table, (18, 7), strict=True)]
+    )
+    x = torch.randn(2, spec.hidden_size, generator=generator).to(dtype)
+    assert model.rotary is not None
+    rope = model.rotary.tables(torch.tensor([17, 6]), 0, 1, x.device, dtype)
+    layout.slots, layout.singles, layout.kernel = new, at, cpu_paged_attention
+    layout.pieces = [Piece(i, i + 1, [], False, n, array("i", row.tolist())) for i, (row, n) in
+                     enumerate(zip(table, (18, 7), strict=True))]  # fmt: skip
+    for _ in range(2):
+        shape = (1, spec.num_kv_heads, blocks * block, spec.head_dim)
+        layers = [PagedCache(layout, shape, dtype, x.device, kind) for _ in model.layers]
+        for layer in layers:
+            for store, rows in zip(layer.stores, past, strict=True):
+                store.write(torch.arange(40), rows[None].to(dtype))
+        pools.append(layers)
+    with torch.inference_mode():
+        got = Decoder(model)(x, rope, Pool.paged(pools[0]), at, new)
+        want = x[None]
+        for block_, cache in zip(model.layers.values(), pools[1], strict=True):
+            want = block_(want, Mask(None, False), rope, cache)
+    close = 1e-4 if dtype == torch.float32 else 3e-2
+    assert float((got - want[0]).float().norm() / want.float().norm()) < (close if not kind else max(close, 5e-3))
+    first = [layers[0].stores for layers in pools]  # what later layers store follows inputs that differ by rounding
+    for one, other in zip(*first, strict=True):
+        a, b = (store.read(new, torch.float32) for store in (one, other))
+        far = (a - b).abs() > (1e-5 if dtype == torch.float32 else 3e-2) * (1 + b.abs())
+        assert far.float().mean() <= 0.05, (a, b)  # a value at the edge of two codes

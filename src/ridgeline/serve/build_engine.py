@@ -126,7 +126,7 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
         runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind, padded=padded)
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
-        elif not run.adapters and not run.cache_kind:
+        elif not run.adapters:
             runner.decoder = find_decoder(run.model)
         return runner
     counts = [blocks]
@@ -134,7 +134,7 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
     ranked = RankedRunner(run.mesh, run.model, counts[0] * run.block_size, run.block_size, longest, run.cache_kind,
                           kv_heads=run.kv_heads, padded=padded)  # fmt: skip
     ranked.followers = run.followers
-    ranked.decoder = find_decoder(run.model) if not run.cache_kind else None
+    ranked.decoder = find_decoder(run.model)
     return ranked
 
 

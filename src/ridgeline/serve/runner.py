@@ -22,7 +22,7 @@ from ridgeline.serve.sequence import Sequence
 NO_MASK = Mask(None, False)
 
 
-def _kernel(device: torch.device, dtype: torch.dtype, kind: str) -> Kernel | None:
+def find_kernel(device: torch.device, dtype: torch.dtype, kind: str) -> Kernel | None:
     """Attention of single new tokens over the pages of all sequences at once, where there is a kernel for it."""
     if device.type == "cuda" and not kind and importlib.util.find_spec("triton") is not None:
         from ridgeline.nn.kernels.paged_attention import paged_decode
@@ -67,9 +67,10 @@ class Runner:
             name: PagedCache(self.layout, shape, weight.dtype, self.device, kind) for name in model.layers
         }
         self.keeps = slots > 0
-        self.layout.kernel = _kernel(self.device, weight.dtype, kind) if self.keeps else None
+        self.layout.kernel = find_kernel(self.device, weight.dtype, kind) if self.keeps else None
         self.decoder: Decoder | None = None
         """All layers in one kernel, for steps of one new token for each sequence."""
+        self._described: Pool | None = None
         self._tables: Rope | None = None
         if model.rotary is not None:  # one table for all sequences: scalings by length take the longest that may come
             self._tables = model.rotary.tables(None, 0, max_model_len, self.device, weight.dtype)
@@ -147,9 +148,9 @@ class Runner:
         rope = None if self._tables is None else (self._tables[0][at], self._tables[1][at])
         s = self.layout.singles
         if self.decoder is not None and s is not None and len(s.rows) == x.shape[1] <= self.decoder.most_rows:
-            held = self.pool()
-            pool = Pool(held[::2], held[1::2], s.table, s.lengths, self.layout.slots, self.block_size)
-            return self.decoder(x[0], rope, pool)[None]
+            if self._described is None:
+                self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
+            return self.decoder(x[0], rope, self._described, s, self.layout.slots)[None]
         for name, block in self.model.layers.items():
             x = block(x, NO_MASK, rope, self.cache[name])
         return x

@@ -101,10 +101,10 @@ struct Team {
 enum Store { PLAIN = 0, INT8 = 1, INT4 = 2, FP8 = 3 };
 
 struct Cache {
-  const void* rows;        // [G, slots, width] of `type`, or codes [G, slots, width or width / 2]
-  const uint16_t* scale;   // fp16 [G, slots, scales]
-  const uint16_t* least;   // fp16, the same (INT4)
-  int64_t store, type;
+  void* rows;              // [G, slots, width] of `type`, or codes [G, slots, width or width / 2]
+  uint16_t* scale;         // fp16 [G, slots, scales]
+  uint16_t* least;         // fp16, the same (INT4)
+  int64_t store, type;     // INT4: `type` is the group that shares a scale
 };
 
 struct Pages {
@@ -165,6 +165,62 @@ inline const float* cached(const Cache& c, int64_t at, int64_t width, float* buf
       if (c.type == F32) return static_cast<const float*>(c.rows) + at * width;
       load<float>(c.rows, int(c.type), at * width, width, buffer);
       return buffer;
+  }
+}
+
+uint16_t half_of(float v) {
+  uint16_t h;
+  store<float>(&h, F16, 0, 1, &v);
+  return h;
+}
+
+uint8_t fp8_of(float v) {  // to the nearest, ties to even; beyond 448 the largest
+  const uint8_t sign = std::signbit(v) ? 128 : 0;
+  if (std::isnan(v)) return sign | 127;
+  const float size = std::min(std::fabs(v), 448.0f);
+  if (size < 0.015625f) return sign | uint8_t(std::nearbyint(size * 512.0f));
+  int exponent;
+  std::frexp(size, &exponent);  // size in [2^(exponent - 1), 2^exponent)
+  const int mantissa = int(std::nearbyint(std::ldexp(size, 4 - exponent)));  // 8 … 16
+  return sign | uint8_t(((exponent + 6) << 3) + mantissa - 8);
+}
+
+float scale_of(float v) { return half_to_float(half_of(std::min(65504.0f, std::max(5.9604645e-8f, v)))); }
+
+inline float code_of(float v, float low, float high) { return std::min(high, std::max(low, std::nearbyint(v))); }
+
+// Write a key or value to slot `at`, as nn/quant/quantized_kv.py does.
+void put_cached(const Cache& c, int64_t at, int64_t width, const float* x) {
+  switch (c.store) {
+    case INT8: {
+      float peak = 0;
+      for (int64_t i = 0; i < width; i++) peak = std::max(peak, std::fabs(x[i]));
+      const float scale = scale_of(peak / 127.0f);
+      auto to = static_cast<int8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) to[i] = int8_t(code_of(x[i] / scale, -127, 127));
+      c.scale[at] = half_of(scale);
+      return; }
+    case INT4: {
+      const int64_t group = c.type, groups = width / group, half = width / 2;
+      auto to = static_cast<uint8_t*>(c.rows) + at * half;
+      std::memset(to, 0, half);
+      for (int64_t g = 0; g < groups; g++) {
+        const float* from = x + g * group;
+        const float lowest = *std::min_element(from, from + group), highest = *std::max_element(from, from + group);
+        const float least = half_to_float(half_of(lowest)), scale = scale_of((highest - least) / 15.0f);
+        for (int64_t i = g * group; i < (g + 1) * group; i++) {
+          const uint8_t code = uint8_t(code_of((x[i] - least) / scale, 0, 15));
+          to[i % half] |= i < half ? code : code << 4;
+        }
+        c.least[at * groups + g] = half_of(least);
+        c.scale[at * groups + g] = half_of(scale);
+      }
+      return; }
+    case FP8: {
+      auto to = static_cast<uint8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) to[i] = fp8_of(x[i]);
+      return; }
+    default: store<float>(c.rows, int(c.type), at * width, width, x);
   }
 }
 
@@ -247,7 +303,7 @@ enum Act { SILU = 0, GELU_TANH_ACT = 1, GELU = 2, RELU = 3 };
 struct Layer {
   Norm attention_norm, mlp_norm, q_norm, k_norm;  // the last two may have no weight
   Linear q, k, v, o, gate, up, down;              // gate may have no weight
-  void *keys, *values;                            // [G, slots, width] of the step's cache type
+  Cache keys, values;
   int64_t window;
 };
 
@@ -256,7 +312,7 @@ struct Step {
   const float *cosine, *sine;  // [rows, width], or null: no rotary embedding; sine as in nn/model/rotary.py
   const int64_t* slots;      // [rows]: where the new keys and values go
   Pages pages;
-  int64_t rows, hidden, heads, groups, width, inner, type, act;
+  int64_t rows, hidden, heads, groups, width, inner, act;
   double query_scale, residual;
 };
 
@@ -342,15 +398,14 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
             for (int64_t j = 0; j < s.width; j++) one[j] *= float(s.query_scale);
           } else {
             const int64_t at = g * s.pages.slots + i * s.pages.sequence + s.slots[i];
-            store<float>(key ? layer.keys : layer.values, int(s.type), at * s.width, s.width, one);
+            put_cached(key ? layer.keys : layer.values, at, s.width, one);
           }
         }
-      const Cache keys{layer.keys, nullptr, nullptr, PLAIN, s.type}, values{layer.values, nullptr, nullptr, PLAIN, s.type};
 #pragma omp for collapse(2) schedule(dynamic)
       for (int64_t i = 0; i < rows; i++)
         for (int64_t g = 0; g < s.groups; g++) {
           const int64_t at = i * queries + g * repeat * s.width;
-          attend(q + at, mixed + at, repeat, s.width, keys, values, s.pages, i, g, layer.window, scores);
+          attend(q + at, mixed + at, repeat, s.width, layer.keys, layer.values, s.pages, i, g, layer.window, scores);
         }
       team.coded = -1;
       product(layer.o, mixed, adds(layer.o));

@@ -1,8 +1,7 @@
-"""Compiles the C++ kernels at first use and calls them on tensors.
+"""Loads the C++ kernels and calls them on tensors.
 
-The library uses no torch headers, so that it compiles in seconds; it is cached under Ridgeline's home by a digest of
-its source, compiler and processor. It is written to a temporary file and renamed: processes that compile at the same
-time replace each other's equal result, and a killed one leaves nothing that another would wait for.
+They come with the wheel, or are compiled at first use. The library uses no torch headers, so that it compiles in
+seconds; it is cached under Ridgeline's home by a digest of its source, compiler and processor.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -21,37 +19,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ridgeline.nn.kernels import compiling
 from ridgeline.paths import cache_dir
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "decoder.cpp", "sampler.cpp")]
-HEADERS = [Path(__file__).with_name(name) for name in ("storage.h", "mathematics.h", "lowbit.h")]
-FLAGS = (
-    "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=off",
-)  # fmt: skip
-COMPILE_SECONDS = 120
-"""Timeout of the compilation in seconds (a busy machine takes ten)."""
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with one warning that gives the reason, if there is no working compiler."""
-    named = os.environ.get("CXX")
-    compiler = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++"])), None)
-    if compiler is None:
-        _without(f"there is no compiler {named!r}, which CXX names" if named else "no C++ compiler is installed")
+    place = compiling.shipped(_processor()) or _compiled()
+    if place is None:
         return None
-    texts = [p.read_text(encoding="utf-8") for p in (*SOURCES, *HEADERS)]
-    inputs = "\0".join([*texts, compiler, *FLAGS, _architecture(), _processor(), torch.__version__])
-    place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(inputs.encode(), digest_size=10).hexdigest()}.so"
     try:
-        if not place.exists():
-            _compile(compiler, place)
         loaded = ctypes.CDLL(str(place))
-    except (OSError, subprocess.SubprocessError) as e:
-        output = getattr(e, "stderr", b"") or str(e).encode()
-        _without(f"they do not compile: {output.decode(errors='replace').strip().splitlines()[-1]}")
+    except OSError as e:
+        _without(f"they do not load: {e}")
         return None
     loaded.rl_cross_entropy.restype = ctypes.c_double
     whole, pointer = ctypes.c_int64, ctypes.c_void_p
@@ -65,24 +48,28 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def _compile(compiler: str, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        draft = Path(folder) / place.name
-        sources = map(str, SOURCES)
-        subprocess.run([compiler, *FLAGS, _architecture(), *sources, "-o", str(draft)], check=True, capture_output=True,
-                       timeout=COMPILE_SECONDS)  # fmt: skip
-        os.replace(draft, place)
+def _compiled() -> Path | None:
+    """The library for this processor, compiled if it is not there yet; None without a working compiler."""
+    named = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++"])), None)
+    if compiler is None:
+        _without(f"there is no compiler {named!r}, which CXX names" if named else "no C++ compiler is installed")
+        return None
+    texts = [p.read_text(encoding="utf-8") for p in (*compiling.SOURCES, *compiling.HEADERS)]
+    inputs = "\0".join([*texts, compiler, *compiling.FLAGS, *compiling.options(), _processor(), torch.__version__])
+    place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(inputs.encode(), digest_size=10).hexdigest()}.so"
+    try:
+        if not place.exists():
+            compiling.compile_kernels(compiler, place, compiling.options())
+    except (OSError, subprocess.SubprocessError) as e:
+        output = getattr(e, "stderr", b"") or str(e).encode()
+        _without(f"they do not compile: {output.decode(errors='replace').strip().splitlines()[-1]}")
+        return None
+    return place
 
 
 def _without(why: str) -> None:
     warnings.warn(f"fused CPU kernels are off, plain operators take their place: {why}", stacklevel=3)
-
-
-def _architecture() -> str:
-    """The compiler's option for this processor, or for as much of it as ATEN_CPU_CAPABILITY lets PyTorch use."""
-    limits = {"default": "x86-64", "avx2": "x86-64-v3"} if platform.machine() in ("x86_64", "AMD64") else {}
-    return f"-march={limits.get(os.environ.get('ATEN_CPU_CAPABILITY', ''), 'native')}"
 
 
 def _processor() -> str:
@@ -150,7 +137,8 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((n, Norm) for n in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")), *_fields("keys values", "window"),
+        *((n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("keys", Cache), ("values", Cache), ("window", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -158,7 +146,7 @@ class Step(ctypes.Structure):
     """One step of all layers."""
 
     _fields_ = [*_fields("x cosine sine slots"), ("pages", Pages),
-                *_fields("", "rows hidden heads groups width inner type act", "query_scale residual")]  # fmt: skip
+                *_fields("", "rows hidden heads groups width inner act", "query_scale residual")]  # fmt: skip
 
 
 class Choice(ctypes.Structure):
@@ -195,8 +183,8 @@ def sample(logits: Tensor, choices: list[tuple[float, float, float, float, int]]
     found = library()
     assert found is not None
     rows, width = logits.shape
-    tokens = (ctypes.c_int64 * rows)()
-    found.rl_sample(logits.data_ptr(), rows, width, (Choice * rows)(*choices), tokens, torch.get_num_threads())
+    tokens, asked = (ctypes.c_int64 * rows)(), (Choice * rows)(*(Choice(*c) for c in choices))
+    found.rl_sample(logits.data_ptr(), rows, width, asked, tokens, torch.get_num_threads())
     return list(tokens)
 
 

@@ -17,10 +17,13 @@ def cpu_paged_attention(q: Tensor, keys: PlainStore | Codes, values: PlainStore 
     groups, slots = held.shape[1], held.shape[2]
     pages = native.Pages(s.table.data_ptr(), s.lengths.data_ptr(), s.table.shape[1], s.block, slots, 0)
     scaled = q.to(torch.float32, memory_format=torch.contiguous_format) * q.shape[2] ** -0.5
-    return native.paged_attention(scaled.contiguous(), _cache(keys), _cache(values), pages, groups, window).to(q.dtype)
+    return native.paged_attention(scaled.contiguous(), described(keys), described(values), pages, groups, window).to(
+        q.dtype
+    )
 
 
-def _cache(store: PlainStore | Codes) -> native.Cache:
+def described(store: PlainStore | Codes) -> native.Cache:
+    """The store as the kernels read it."""
     if isinstance(store, PlainStore):
         return native.Cache(store.rows.data_ptr(), None, None, 0, native.TYPES[store.rows.dtype])
     if isinstance(store, ByteCodes):

@@ -8,15 +8,17 @@ Shapes: R rows (sequences), H hidden, G key/value heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import native
-from ridgeline.nn.kernels.native import Layer, Linear, Norm, Pages, Step
-from ridgeline.nn.model.attention import Attention, project
+from ridgeline.nn.kernels.native import Cache, Layer, Linear, Norm, Pages, Step
+from ridgeline.nn.memory.cpu_paged_attention import described
+from ridgeline.nn.memory.kv_pool import PagedCache, PlainStore, Singles
+from ridgeline.nn.model.attention import Attention, LayerCache, project
 from ridgeline.nn.model.fused import add_norm, project_merged
 from ridgeline.nn.model.mlp import MLP
 from ridgeline.nn.model.norm import LayerNorm, RMSNorm
@@ -24,38 +26,40 @@ from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock, add_then_norm
 from ridgeline.nn.quant.native_codes import NativeCodes
 from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.spec.decode_kernel import ACTIVATIONS, refusal
 from ridgeline.spec.lowbit import FEW_ROWS
 from ridgeline.spec.model import ModelSpec
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 DENSE_ROWS = 16
 """Rows up to which dense weights are read faster by our kernel than by a matrix product."""
-_UNDERSTOOD = frozenset({
-    "name", "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-    "intermediate_size", "max_positions", "norm", "norm_eps", "activation", "gated", "position", "rope_theta",
-    "rope_scaling", "position_offset", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tie_embeddings", "final_norm",
-    "head", "num_labels", "sliding_window", "token_types", "embedding_norm", "embedding_multiplier",
-    "attention_multiplier", "residual_multiplier", "logits_scaling", "published_parameters", "source", "num_experts",
-    "experts_per_token", "normalize_router", "moe_every", "dropout",
-})  # fmt: skip
-"""Fields of a model that the kernel implements, or that other parts of the model do."""
 
 
 @dataclass
 class Pool:
-    """Where the keys and values of a step's sequences are."""
+    """Where a model's keys and values are."""
 
-    keys: Sequence[Tensor]
-    """Of each layer, [1, G, slots, D], or [R, G, slots, D] with a part of its own for each sequence."""
-    values: Sequence[Tensor]
-    table: Tensor
-    """int32 [R, blocks]: the blocks of each sequence."""
-    lengths: Tensor
-    """int32 [R]: tokens of each sequence, the new one included."""
-    slots: Tensor
-    """int64 [R]: the new token's slot."""
-    block: int
-    """Slots of a block."""
+    caches: list[tuple[Cache, Cache]]
+    """Keys and values of each layer."""
+    slots: int
+    """Slots of a head."""
+    sequence: int = 0
+    """Slots between the sequences, where each has a part of its own; 0: all share the slots."""
+
+    @classmethod
+    def paged(cls, layers: Iterable[PagedCache]) -> Pool:
+        """The pool of a serving engine."""
+        stores = [layer.stores for layer in layers]
+        rows = stores[0][0]
+        held = rows.rows if isinstance(rows, PlainStore) else rows.codes
+        return cls([(described(k), described(v)) for k, v in stores], held.shape[2])
+
+    @classmethod
+    def contiguous(cls, layers: Iterable[LayerCache]) -> Pool:
+        """Caches [B, G, T, D] with a part for each sequence."""
+        pairs = [(layer.keys, layer.values) for layer in layers]
+        _, groups, slots, _ = pairs[0][0].shape
+        caches = [tuple(Cache(t.data_ptr(), None, None, 0, native.TYPES[t.dtype]) for t in pair) for pair in pairs]
+        return cls([(k, v) for k, v in caches], slots, slots * groups)
 
 
 class Decoder:
@@ -64,7 +68,8 @@ class Decoder:
     def __init__(self, model: Transformer) -> None:
         """Raises :class:`ValueError`, with the reason, for a model that the kernel does not compute."""
         spec = model.spec
-        _check(spec, model)
+        if native.library() is None or refusal(spec):
+            raise ValueError(refusal(spec) or "the compiled kernels are missing")
         self.spec = spec
         self._held: list[Tensor] = []
         blocks = list(model.layers.values())
@@ -72,40 +77,33 @@ class Decoder:
         kinds = {int(p.kind) for layer in self.layers for p in _linears(layer)}
         self.most_rows = FEW_ROWS if 0 not in kinds else DENSE_ROWS
         """Rows up to which this is faster than operator by operator."""
-        self._pointed: list[int] = []
+        self._pool: Pool | None = None
 
-    def __call__(self, x: Tensor, rope: Rope | None, pool: Pool) -> Tensor:
-        """``x`` [R, H] through all layers → [R, H] of the same dtype; new keys and values go to the pool."""
-        spec, rows = self.spec, x.shape[0]
-        self._point(pool)
+    def __call__(self, x: Tensor, rope: Rope | None, pool: Pool, at: Singles, slots: Tensor) -> Tensor:
+        """``x`` [R, H], the newest tokens of the sequences ``at``, through all layers → [R, H] of the same dtype. New
+        keys and values go to the ``slots`` [R] int64 of the pool."""
+        spec, rows, d = self.spec, x.shape[0], self.spec.head_dim
+        if pool is not self._pool:
+            for layer, (keys, values) in zip(self.layers, pool.caches, strict=True):
+                layer.keys, layer.values = keys, values
+            self._pool = pool
         stream = x.float() if x.dtype != torch.float32 else x.clone()
-        d = spec.head_dim
         tables = [t.reshape(-1, d).float().expand(rows, -1).contiguous() for t in rope or ()]
         cosine, sine = [t.data_ptr() for t in tables] or (None, None)
-        shape = pool.keys[0].shape
-        slots = shape[2]
-        pages = Pages(pool.table.data_ptr(), pool.lengths.data_ptr(), pool.table.shape[1], pool.block, slots,
-                      slots * shape[1] if shape[0] > 1 else 0)  # fmt: skip
+        pages = Pages(
+            at.table.data_ptr(), at.lengths.data_ptr(), at.table.shape[1], at.block, pool.slots, pool.sequence
+        )
         step = Step(
-            stream.data_ptr(), cosine, sine, pool.slots.data_ptr(), pages, rows, spec.hidden_size, spec.num_heads,
-            spec.num_kv_heads, d, spec.intermediate_size,
-            native.TYPES[pool.keys[0].dtype], _ACTIVATIONS[spec.activation],
-            spec.query_scale * spec.head_dim**-0.5, spec.residual_multiplier or 1.0,
+            stream.data_ptr(), cosine, sine, slots.data_ptr(), pages, rows, spec.hidden_size, spec.num_heads,
+            spec.num_kv_heads, d, spec.intermediate_size, ACTIVATIONS.index(spec.activation),
+            spec.query_scale * d**-0.5, spec.residual_multiplier or 1.0,
         )  # fmt: skip
         native.decode(step, self.layers)
         return stream.to(x.dtype)
 
-    def _point(self, pool: Pool) -> None:
-        """Tell the layers where their caches are, if that has changed."""
-        now = [t.data_ptr() for t in (*pool.keys, *pool.values)]
-        if now != self._pointed:
-            half = len(pool.keys)
-            for layer, keys, values in zip(self.layers, now[:half], now[half:], strict=True):
-                layer.keys, layer.values = keys, values
-            self._pointed = now
-
     def _layer(self, block: nn.Module, spec: ModelSpec) -> Layer:
-        if type(block) is not TransformerBlock or block.add_norm not in (add_then_norm, add_norm):
+        fused = getattr(block.add_norm, "func", block.add_norm)  # which may fold wide rows
+        if type(block) is not TransformerBlock or fused not in (add_then_norm, add_norm):
             raise ValueError("a layer is wrapped or replaced")
         attention, mlp = block.attention, block.mlp
         plain = type(attention) is Attention and attention.project in (project, project_merged)
@@ -117,7 +115,8 @@ class Decoder:
         norms = [block.attention_norm, block.mlp_norm, attention.q_norm, attention.k_norm]
         linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj,
                    mlp.down_proj]  # fmt: skip
-        return Layer(*map(self._norm, norms), *map(self._linear, linears), None, None, spec.sliding_window or 0)
+        return Layer(*map(self._norm, norms), *map(self._linear, linears), Cache(), Cache(),
+                     spec.sliding_window or 0)  # fmt: skip
 
     def _keep(self, t: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
         if t is None:
@@ -174,14 +173,3 @@ def _held_types() -> tuple[torch.dtype, ...]:
 def _linears(layer: Layer) -> list[Linear]:
     found = [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]
     return [p for p in found if p.weight]
-
-
-def _check(spec: ModelSpec, model: Transformer) -> None:
-    if native.library() is None:
-        raise ValueError("the compiled kernels are missing")
-    other = [k for k, v in spec.model_dump(exclude_defaults=True).items() if k not in _UNDERSTOOD and v is not None]
-    odd = [spec.post_norm, spec.window_every != 1, spec.num_experts > 0, not spec.causal, spec.position == "alibi"]
-    if other or any(odd):
-        raise ValueError(f"{', '.join(other) or 'its kind of layer'} is not in the kernel")
-    if spec.activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {spec.activation!r} is not in the kernel")
