@@ -1,5 +1,8 @@
 """Decode speed of a Llama of 100M random weights: plain fp32 and bf16 against weights in int8 and int4 codes; one run.
 
+Measured by ``generate``, operator by operator, and by a step of the serving engine, which computes all layers in one
+kernel (``engine``); both with the same batch.
+
 Variants take turns in every round, so that a disturbance hits all of them; a round's time is that of its quickest
 token, as other work on the machine only adds. Ratios are of medians over rounds, with the smallest and largest of any
 round beside them. The roof is the time that reading all that a token needs (every weight but
@@ -14,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from pathlib import Path
 
 import torch
 
+from ridgeline.jobs.job import ProbeOptions, RankContext
 from ridgeline.jobs.malloc import keep_freed_memory
 from ridgeline.measure.cells.generation_cell import timed_generation
 from ridgeline.measure.environment import fingerprint
@@ -27,11 +32,14 @@ from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.predict import predict
 from ridgeline.runtime.train_build import Build
+from ridgeline.serve.build_engine import make_engine
+from ridgeline.serve.engine import Engine
+from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.spec.device import Cluster, Device
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
-from ridgeline.spec.workload import Generate
+from ridgeline.spec.workload import Generate, Serve
 from ridgeline.techniques.registry import check, normalize
 
 MODEL = ModelSpec(
@@ -65,16 +73,39 @@ def model_of(e: Experiment) -> Transformer:
     return run.model
 
 
+def engine_of(device: Device, dtype: str, plan: list[str], batch: int) -> Engine:
+    """A serving engine whose sequences are all decoding."""
+    w = Serve(prompt_len=PROMPT, output_len=512, max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT, dtype=dtype,
+              max_model_len=1024)  # type: ignore[arg-type]  # fmt: skip
+    e = normalize(Experiment(model=MODEL, cluster=Cluster(device=device), workload=w, plan=Plan.parse(plan)))
+    engine = make_engine(e, torch.device("cpu"))
+    for i in range(batch):
+        sampling = Sampling(max_tokens=512, temperature=0.0, ignore_eos=True)
+        engine.add(EngineRequest(str(i), [i + 1] * PROMPT, sampling))
+    engine.step()
+    return engine
+
+
+def step_of(engine: Engine, steps: int) -> float:
+    """Seconds of the quickest of some steps."""
+    taken = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
 def main() -> None:
     args = argparse.ArgumentParser()
     args.add_argument("--rounds", type=int, default=5)
     args.add_argument("--tokens", type=int, default=16)
-    args.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    args.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     args.add_argument("--out", default="benchmarks/results/decode_speed.json")
     given = args.parse_args()
     keep_freed_memory()
     cpu = torch.device("cpu")
-    parts = [probe_rank(cpu, 0, 1, {"quick": True, "serving": s}, lambda _: None) for s in (False, True)]
+    parts = [probe_rank(None, ProbeOptions(quick=True, serving=s), RankContext(cpu)) for s in (False, True)]
     device = device_of({1: parts[0] | parts[1]})
     result: dict = {
         "environment": {**fingerprint(), "threads": torch.get_num_threads()}, "rounds": given.rounds,
@@ -84,6 +115,8 @@ def main() -> None:
     for batch in given.batch:
         asked = {name: experiment(device, *v, given.tokens, batch) for name, v in VARIANTS.items()}
         models = {name: model_of(e) for name, e in asked.items()}
+        engines = {name: engine_of(device, *v, batch) for name, v in VARIANTS.items()}
+        steps: dict[str, list[float]] = {name: [] for name in models}
         prompt = torch.randint(MODEL.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
         times: dict[str, list[float]] = {name: [] for name in models}
         first: dict[str, list[float]] = {name: [] for name in models}
@@ -94,22 +127,26 @@ def main() -> None:
                     if r:
                         first[name].append(taken[0])
                         times[name].append(min(taken[1:]))
+                        steps[name].append(step_of(engines[name], given.tokens))
         rows = result["batches"][str(batch)] = {}
         for name, model in models.items():
             held = sum(p.numel() * p.element_size() for p in model.parameters())
             each = statistics.median(times[name])
             ratios = [a / b for a, b in zip(times["fp32"], times[name], strict=True)]
             said = predict(asked[name]).metrics["tpot_s"].value
+            step = statistics.median(steps[name])
             rows[name] = {
                 "seconds_per_token": each, "speedup": statistics.median(times["fp32"]) / each, "lowest": min(ratios),
                 "highest": max(ratios), "parameter_bytes": held, "share_of_roof": held / device.memory_bandwidth / each,
                 "prefill_s": statistics.median(first[name]), "predicted_seconds_per_token": said,
-                "predicted_over_measured": said / each,
+                "predicted_over_measured": said / each, "engine_s": step, "engine_lowest": min(steps[name]),
+                "engine_highest": max(steps[name]), "engine_share_of_roof": held / device.memory_bandwidth / step,
             }  # fmt: skip
             row = rows[name]
             print(f"batch {batch} {name:22} {1e3 * each:7.1f} ms/token  {row['speedup']:.2f}x [{row['lowest']:.2f}, "
                   f"{row['highest']:.2f}]  {held / 2**20:6.1f} MiB  {row['share_of_roof']:.0%} of the roof  prefill "
-                  f"{1e3 * row['prefill_s']:.0f} ms  predicted {said / each - 1:+.0%}")  # fmt: skip
+                  f"{1e3 * row['prefill_s']:.0f} ms  predicted {said / each - 1:+.0%}  engine {1e3 * step:.1f} ms, "
+                  f"{row['engine_share_of_roof']:.0%} of the roof")  # fmt: skip
     Path(given.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -38,7 +38,8 @@ ROWS: dict[str, dict[str, str]] = {
 """Environment variables of each row."""
 SAMPLE = ("both AVX2", "no C++ compiler")
 FILES = [
-    "tests/nn/test_arena.py", "tests/nn/test_codec.py", "tests/nn/test_fp8.py", "tests/nn/test_functions.py",
+    "tests/nn/test_arena.py", "tests/nn/test_codec.py", "tests/nn/test_decoder.py", "tests/nn/test_fp8.py",
+    "tests/nn/test_functions.py", "tests/serve/test_sampler.py",
     "tests/nn/test_kernels.py", "tests/nn/test_kv_codes.py", "tests/nn/test_nf4.py", "tests/nn/test_packed_linear.py",
     "tests/nn/test_packed_model.py", "tests/nn/test_qft.py", "tests/nn/test_sparse.py", "tests/nn/test_transformer.py",
     "tests/compress/test_rows.py", "tests/compress/test_sweep.py", "tests/compress/test_inputs.py",
@@ -48,8 +49,8 @@ FILES = [
     "tests/measure/test_meter.py", "tests/measure/test_probe.py", "tests/predict/test_precision_memory.py",
 ]  # fmt: skip
 SAMPLE_FILES = [
-    "tests/nn/test_kernels.py", "tests/nn/test_packed_linear.py", "tests/serve/test_pairs.py",
-    "tests/serve/test_pass_memory.py", "tests/train/test_precision.py",
+    "tests/nn/test_kernels.py", "tests/nn/test_decoder.py", "tests/nn/test_packed_linear.py",
+    "tests/serve/test_pairs.py", "tests/serve/test_pass_memory.py", "tests/train/test_precision.py",
 ]  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def found():
     http = {"clients": 16, "alone_s": one + TRUE["serve.request"] + both + reply,
             "crowd_s": (sixteen + reply) / 16 + both, "token_s": sixteen + 15 * TRUE["serve.token"] + token,
             "lone_token_s": one + token}  # fmt: skip
-    return {"steps": steps, "deep": large, "attention": POOLS, "http": http}
+    return {"steps": steps, "deep": large, "attention": POOLS, "http": http, "served": steps}
 
 
 def test_known_costs_are_found_again():
@@ -82,6 +82,22 @@ def test_operators_are_slower_where_weights_outgrow_the_caches_and_faster_where_
     expected = [true, (true + warm) / 2, warm, (true + warm) / 2, true, true]
     assert [d.serving(few).in_step(rows) for rows in (1, 4.5, 8, 20, 32, 99)] == pytest.approx(expected, rel=0.02)
     assert bare().serving(1e9).in_step(4) == 0, "nothing was measured"
+
+
+def test_layers_in_one_kernel_have_costs_of_their_own():
+    costs = found()
+    costs["kernel"] = {k: v - 2e-3 for k, v in costs["deep"].items()}
+    d = with_serving(bare(), costs)
+
+    def tpot(machine, *plan):
+        e = serving_experiment(DECODE_REFERENCE, 8, machine, requests=16, prompt_len=100, output_len=50)
+        return predict(e.model_copy(update={"plan": Plan.parse([*SERVED, *plan])})).metrics["tpot_s"].value
+
+    plain = with_serving(bare(), found())
+    assert tpot(d) == pytest.approx(tpot(plain) - 2e-3, rel=0.15)
+    assert tpot(d, "kv_quant:dtype=int8") < tpot(plain, "kv_quant:dtype=int8")
+    for other in ("dynamic_memory", "multi_adapter"):  # layers as the kernel does not have them
+        assert tpot(d, other) == pytest.approx(tpot(plain, other))
 
 
 def test_noise_gives_no_negative_seconds():

@@ -35,7 +35,9 @@ def test_pages_give_what_gathered_keys_give(heads, groups, width, block, window)
 def test_an_engine_serves_through_it():
     made = model(dtype=torch.float32, sliding_window=40).to(DEVICE)
     eng = engine(made, "paged_kv:block_size=4", max_num_batched_tokens=24)
-    eng.runner.layout.kernel = paged_decode
+    eng.runner.layout.kernel = lambda q, k, v, s, window: paged_decode(
+        q, k.rows[0], v.rows[0], s.table, s.lengths, s.block, window
+    )
     prompts = [[(7 * i + 3 * j * j) % 300 for j in range(3 + 20 * i)] for i in range(3)]
     got, _ = run(eng, *[ask(str(i), p, 6) for i, p in enumerate(prompts)])
     assert got == {(str(i), 0): greedy(made, p, 6) for i, p in enumerate(prompts)}

@@ -12,12 +12,14 @@ import torch
 from tests.crossings import crossing
 from tests.serving import ask, collect, run
 
+from ridgeline.nn.kernels import native
 from ridgeline.nn.model.generate import make_cache
 from ridgeline.nn.model.init import build
-from ridgeline.nn.quant import packed_linear
+from ridgeline.nn.quant import native_codes, torch_codes
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.runtime.train_build import Build
 from ridgeline.serve.build_engine import make_engine
+from ridgeline.spec.decode_kernel import OTHER_PARTS, refusal
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
@@ -79,14 +81,25 @@ WIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", sorted(SERVES))
+def test_the_engine_computes_layers_in_one_kernel_where_predictions_say_so(name):
+    e = experiment(name)
+    parts = {part for t in check(e) for part in t.parts}
+    runner = make_engine(e, torch.device("cpu")).runner
+    wanted = native.library() is not None and not parts & OTHER_PARTS and not refusal(e.model)
+    assert (runner.decoder is not None) == wanted
+
+
 def test_some_formats_hold_codes():
     assert {"rtn", "gptq"} <= CODED
 
 
 @pytest.mark.parametrize(("names", "wide"), WIDE)
 def test_what_is_served_is_what_the_model_says(names, wide, monkeypatch):
-    if wide is not None:
-        monkeypatch.setattr(packed_linear, "wide_dtype", lambda: wide)
+    if wide is not None:  # as with matrix units, which take dequantized weights, and as without
+        for module in (native_codes, torch_codes):
+            monkeypatch.setattr(module, "wide_dtype", lambda: wide)
+        monkeypatch.setattr(native_codes, "FEW_ROWS", 0)
     e = experiment(*names)
     made = check(e)
     eng = make_engine(e, torch.device("cpu"))

@@ -57,6 +57,7 @@ def test_a_buffer_that_is_too_small_grows():
 def passes(made, name, requests, **fields):
     """Events of an engine with and without it, the memory, and what each of its passes did."""
     plain = engine(made, **fields)
+    plain.runner.decoder = None  # operator by operator, as in memory of a plan
     other = engine(made, name, **fields)
     return run(plain, *requests)[1], run(other, *requests)[1], other.runner.compute
 

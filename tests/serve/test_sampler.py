@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from ridgeline.nn.kernels import native
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.sampler import Occurred, Sampler
 from ridgeline.serve.sequence import Sequence, SequenceGroup
@@ -58,15 +59,32 @@ def test_draws_follow_the_distribution(settings, hierarchical):
     assert chi < degrees + 4 * (2 * degrees) ** 0.5 + 4
 
 
-def test_both_searches_choose_the_same():
-    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(2))
-    for settings in ({"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}):
-        chosen = []
-        for hierarchical in (False, True):
-            group = SequenceGroup(EngineRequest("r", [1], Sampling(**settings)), 0)
-            seqs = [Sequence(group, 0, [1], rng=random.Random(i)) for i in range(40)]
-            chosen.append(Sampler(frozenset(), hierarchical)(logits.clone(), seqs))
-        assert chosen[0] == chosen[1]
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.0}, {}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.97, "temperature": 9.0},
+     {"top_k": 3000}, {"top_k": 700, "top_p": 0.5, "min_p": 1e-3}, {"top_k": 40, "top_p": 0.99, "min_p": 0.3},
+     {"min_p": 1e-6, "top_p": 0.999999}, {"temperature": 1e-4}],
+)  # fmt: skip
+def test_both_searches_choose_the_same(settings):
+    logits = 3 * torch.randn(40, 5000, generator=torch.Generator().manual_seed(2))
+    logits[10:20, 60:] = float("-inf")
+    logits[20:25] /= 100
+    chosen = []
+    for hierarchical in (False, True):
+        group = SequenceGroup(EngineRequest("r", [1], Sampling(**settings)), 0)
+        seqs = [Sequence(group, 0, [1], rng=random.Random(i)) for i in range(40)]
+        chosen.append(Sampler(frozenset(), hierarchical)(logits.clone(), seqs))
+    assert chosen[0] == chosen[1]
+
+
+def test_a_row_without_an_allowed_token_is_refused():
+    logits = torch.zeros(3, 700)
+    logits[1] = float("-inf")
+    seqs = [Sequence(SequenceGroup(EngineRequest("r", [1], Sampling(top_p=0.5)), 0), 0, [1]) for _ in range(3)]
+    if native.library() is None:
+        pytest.skip("there is no C++ compiler")
+    with pytest.raises(ValueError, match="no token"):
+        Sampler(frozenset())(logits, seqs)
 
 
 def test_a_grammar_is_obeyed():

@@ -51,6 +51,8 @@ def dissect_serving(e: Experiment, options: DissectOptions, here: RankContext) -
     assert isinstance(w, Serve)
     here.report({"stage": "loading"})
     engine, arrivals = make_engine(e, device), requests(w)
+    whole = engine.runner.decoder is not None
+    engine.runner.decoder = None  # whose parts could not be told apart
     watch, profiler = StepWatch(engine), StepProfiler(engine.model, device, options.trace)
     with spare_core():  # as in the server
         serve(watch, Load(w, arrivals[:1], engine.spec.vocab_size, 0))  # pays for allocation and warm caches
@@ -64,6 +66,10 @@ def dissect_serving(e: Experiment, options: DissectOptions, here: RankContext) -
     engine.close()
     rows, total = attribute(profiler.roots[""], len(chosen))
     record_breakdown(result, rows, total, statistics.fmean(bare.seconds[i] for i in chosen), "profiled_step_s", "step")
+    if whole:
+        result.notes.append(
+            "computed operator by operator; the server computes the layers of a decode step in one kernel"
+        )
     same = (bare.phases, bare.sequences) == (again.phases, again.sequences)
     result.checks.append(Check(name="profiled steps hold the batches of the bare ones", passed=same))
     if len(chosen) < len(bare.seconds):

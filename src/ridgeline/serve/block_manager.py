@@ -144,7 +144,7 @@ class Blocks:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the blocks of ``parent`` with ``child``; the first to write copies."""
-        child.blocks, child.keys = list(parent.blocks), list(parent.keys)
+        child.blocks, child.keys = parent.blocks[:], list(parent.keys)
         child.n_computed, child.committed = parent.n_computed, parent.committed
         for block in child.blocks:
             self.refs[block] += 1
@@ -176,7 +176,7 @@ class Blocks:
                     self._empty(block)
                 else:
                     self.cached[block] = None
-        seq.blocks, seq.n_computed, seq.committed = [], 0, 0
+        seq.blocks, seq.n_computed, seq.committed = array("i"), 0, 0
         self.claim[self.claim == id(seq)] = -1
 
     def reset(self) -> int:

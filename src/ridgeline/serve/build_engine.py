@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ridgeline import catalog
+from ridgeline.nn.memory.decoder import find_decoder
 from ridgeline.nn.model.init import DTYPES, build
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.packed_model import load_packed
@@ -125,12 +126,15 @@ def _runner(run: ServeBuild, blocks: int) -> Runner:
         runner = Runner(run.model, blocks * run.block_size, run.block_size, longest, run.cache_kind, padded=padded)
         if run.memory is not None:
             runner.compute = run.memory(runner.compute, runner.layout, run.device)
+        elif not run.adapters:
+            runner.decoder = find_decoder(run.model)
         return runner
     counts = [blocks]
     dist.broadcast_object_list(counts)
     ranked = RankedRunner(run.mesh, run.model, counts[0] * run.block_size, run.block_size, longest, run.cache_kind,
                           kv_heads=run.kv_heads, padded=padded)  # fmt: skip
     ranked.followers = run.followers
+    ranked.decoder = find_decoder(run.model)
     return ranked
 
 

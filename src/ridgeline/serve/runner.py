@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, singles
+from ridgeline.nn.kernels import native
+from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
+from ridgeline.nn.memory.decoder import Decoder, Pool
+from ridgeline.nn.memory.kv_pool import BatchLayout, Kernel, PagedCache, Piece, singles
 from ridgeline.nn.memory.pass_memory import Forward
 from ridgeline.nn.model.attention import LayerCache, Mask
 from ridgeline.nn.model.rotary import Rope
@@ -17,6 +20,17 @@ from ridgeline.serve.block_manager import Copy, runs
 from ridgeline.serve.sequence import Sequence
 
 NO_MASK = Mask(None, False)
+
+
+def find_kernel(device: torch.device, dtype: torch.dtype, kind: str) -> Kernel | None:
+    """Attention of single new tokens over the pages of all sequences at once, where there is a kernel for it."""
+    if device.type == "cuda" and not kind and importlib.util.find_spec("triton") is not None:
+        from ridgeline.nn.kernels.paged_attention import paged_decode
+
+        return lambda q, k, v, s, window: paged_decode(q, k.rows[0], v.rows[0], s.table, s.lengths, s.block, window)
+    if device.type == "cpu" and dtype != torch.float64 and native.library() is not None:
+        return cpu_paged_attention
+    return None
 
 
 @dataclass
@@ -53,10 +67,10 @@ class Runner:
             name: PagedCache(self.layout, shape, weight.dtype, self.device, kind) for name in model.layers
         }
         self.keeps = slots > 0
-        if self.device.type == "cuda" and not kind and importlib.util.find_spec("triton") is not None:
-            from ridgeline.nn.kernels.paged_attention import paged_decode
-
-            self.layout.kernel = paged_decode
+        self.layout.kernel = find_kernel(self.device, weight.dtype, kind) if self.keeps else None
+        self.decoder: Decoder | None = None
+        """All layers in one kernel, for steps of one new token for each sequence."""
+        self._described: Pool | None = None
         self._tables: Rope | None = None
         if model.rotary is not None:  # one table for all sequences: scalings by length take the longest that may come
             self._tables = model.rotary.tables(None, 0, max_model_len, self.device, weight.dtype)
@@ -108,6 +122,9 @@ class Runner:
         n, size = stop - start, self.block_size
         if not self.keeps:
             return Piece(row, row + n, [], own=True)
+        if n == 1 and self.layout.kernel is not None:  # which reads the table: extents are not needed
+            slots.append(seq.blocks[start // size] * size + start % size)
+            return Piece(row, row + 1, [], False, stop, seq.blocks)
         for first, count in runs(seq.blocks, size, start, stop):
             slots += range(first, first + count)
         window = self.layout.window
@@ -129,6 +146,11 @@ class Runner:
     def layers(self, x: Tensor, at: Tensor) -> Tensor:
         """The layers on this rank, [1, T, H] → [1, T, H]."""
         rope = None if self._tables is None else (self._tables[0][at], self._tables[1][at])
+        s = self.layout.singles
+        if self.decoder is not None and s is not None and len(s.rows) == x.shape[1] <= self.decoder.most_rows:
+            if self._described is None:
+                self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
+            return self.decoder(x[0], rope, self._described, s, self.layout.slots)[None]
         for name, block in self.model.layers.items():
             x = block(x, NO_MASK, rope, self.cache[name])
         return x

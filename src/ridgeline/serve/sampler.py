@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ridgeline.nn.kernels import native
 from ridgeline.serve import topk
 from ridgeline.serve.request import Sampling, TokenLogprob
 from ridgeline.serve.sequence import Sequence
@@ -54,13 +55,15 @@ class Sampler:
     """Chooses tokens. ``hierarchical``: by two-level search of the vocabulary; else by PyTorch's own operators."""
 
     def __init__(self, ends: frozenset[int], hierarchical: bool = True) -> None:
-        self.ends = ends
+        self.ends, self.hierarchical = ends, hierarchical
         self.search: Search = topk.top_k if hierarchical else plain_search
         self.argmax = topk.argmax if hierarchical else (lambda x: x.argmax(1))
 
     def __call__(self, logits: Tensor, seqs: list[Sequence]) -> list[int]:
         """One token for each row of ``logits`` [R, V], which may be changed."""
         self.adjust(logits, seqs)
+        if self.hierarchical and logits.device.type == "cpu" and logits.dtype == torch.float32 and native.library():
+            return _by_kernel(logits, seqs)
         chosen = [0] * len(seqs)
         greedy = [i for i, s in enumerate(seqs) if s.group.request.sampling.greedy]
         if greedy:
@@ -141,9 +144,11 @@ class Sampler:
         inside = (p >= least).sum(1, keepdim=True)
         nucleus = torch.where(top_p < 1, torch.searchsorted(upto, top_p) + 1, width)
         keep = torch.minimum(nucleus, inside).clamp_(1, width)
-        end = upto.gather(1, keep - 1)
-        drawn = torch.minimum(torch.searchsorted(upto, uniform[:, None] * end, right=True), keep - 1)
-        chosen = ids.gather(1, drawn)[:, 0]
+        # The draw is in the order of the vocabulary.
+        ids, order = ids.masked_fill(place >= keep, x.shape[1]).sort(1)
+        upto = p.masked_fill_(place >= keep, 0).gather(1, order).cumsum(1)
+        drawn = torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)
+        chosen = ids.gather(1, torch.minimum(drawn, keep - 1))[:, 0]
         if width < x.shape[1]:
             wide = (~some & (nucleus >= width) & (inside >= width))[:, 0].nonzero()[:, 0]
             if len(wide):
@@ -161,6 +166,17 @@ class Sampler:
         values = values - whole[:, None]
         rows = zip(tokens, chosen.tolist(), ids.tolist(), values.tolist(), tops, strict=True)
         return [TokenLogprob(t, p, tuple(zip(i[:n], v[:n], strict=True))) for t, p, i, v, n in rows]
+
+
+def _by_kernel(logits: Tensor, seqs: list[Sequence]) -> list[int]:
+    """The same choices by the compiled kernel."""
+    asked = [(s.group.request.sampling, s.rng) for s in seqs]
+    choices = [(0.0, 1.0, 0.0, 0.0, 0) if s.greedy else (s.temperature, s.top_p, s.min_p, rng.random(), s.top_k)
+               for s, rng in asked]  # fmt: skip
+    tokens = native.sample(logits.contiguous(), choices)
+    if min(tokens) < 0:
+        raise ValueError("no token is allowed")
+    return tokens
 
 
 def nuclei(x: Tensor, whole: Tensor, top_p: Tensor, least: Tensor) -> Tensor:

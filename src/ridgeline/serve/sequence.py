@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ class Sequence:
     """Tokens whose keys and values are valid; the scheduler only advances it towards ``total``."""
     draft: list[int] = field(default_factory=list)
     """Tokens that a drafter proposes behind ``tokens``; they are computed with them, and kept as far as they agree."""
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     keys: list[bytes] = field(default_factory=list)
     """Chained hashes of the leading full blocks, as far as they are known."""
     committed: int = 0

@@ -163,6 +163,8 @@ class Device(BaseModel):
     """What an operator costs in a step of the serving engine beyond what it costs timed alone, by rising size of the
     model: [bytes of weights, seconds with 1 row, …] for each of ``STEP_ROWS``. Weights that caches hold are read faster
     than alone (negative seconds); where they outgrow them, every operator starts in cold ones."""
+    kernel_latency: list[list[float]] = Field(default_factory=list)
+    """The same where all layers of a decode step are one kernel, which saves what operators cost by themselves."""
     training_only: bool = False
     """Whether a probe measured what training needs and left out inference."""
     efficiency: Efficiency | None = None
@@ -185,13 +187,15 @@ class Device(BaseModel):
         latency = self.host_latency.get("decode")
         return self.model_copy(update={"host_latency": {} if latency is None else {"1": latency}})
 
-    def serving(self, weights: float = 0.0) -> Device:
-        """This device in a step of the serving engine with a model of this many bytes: one line of ``step_latency``."""
+    def serving(self, weights: float = 0.0, one_kernel: bool = False) -> Device:
+        """This device in a step of the serving engine with a model of this many bytes: one line of ``step_latency``,
+        or of ``kernel_latency`` where ``one_kernel`` computes all layers."""
         rates, line = {**self.rates, **self.ranks.get("serve", {})}, []
-        if self.step_latency:
+        table = (one_kernel and self.kernel_latency) or self.step_latency
+        if table:
             import numpy as np
 
-            sizes, *columns = zip(*self.step_latency, strict=True)
+            sizes, *columns = zip(*table, strict=True)
             line = [[weights, *(float(np.interp(weights, sizes, c)) for c in columns)]]
         return self.model_copy(update={"rates": rates, "host_latency": {}, "step_latency": line})
 

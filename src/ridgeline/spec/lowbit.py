@@ -5,58 +5,41 @@ Sizes in bytes. The form in memory depends on the available kernels (see :mod:`r
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ridgeline.spec.device import DTYPE_BYTES
 
-FEW_NIBBLES, FEW_BYTES = 48, 16
-"""Rows up to which kernels on quantized weights beat dequantizing first. Measured on one core with AVX512 at
-2048 × 2048: nibbles take 0.3 ms + 0.16 ms per row against 6 ms to dequantize, bytes 0.6 ms + 0.16 ms against 2.5."""
-GEMM_ROWS = (1, 2, 3, 4, 8, FEW_BYTES, FEW_NIBBLES, 128)
+FEW_ROWS = 64
+"""Rows up to which kernels on quantized weights beat dequantizing first, on a CPU with matrix units."""
+GEMM_ROWS = (1, 2, 3, 4, 8, 16, FEW_ROWS, 128)
 """Numbers of rows at which ``ridgeline probe`` times products that wait for their weights, as far as each kind's
 kernel for few rows goes."""
-NIBBLE_GROUPS = (256, 128, 64, 32)
-"""Group sizes of PyTorch's kernel for 4-bit weights."""
+LANES = 32
+"""Inputs that the CPU kernels take at a time: groups with one scale have a multiple of them."""
 SHAPE_BYTES = 16
 """Of ``weight_shape``, two int64 beside every packed weight of a checkpoint."""
 
 Form = Literal["nibbles", "bytes", "words"]
+"""How a layer holds a weight [out, in]: nibbles: two codes a byte; bytes: int8; words: the bits as stored."""
 
 
-class StoredWeight(NamedTuple):
-    """The form in which a layer stores a weight [out, in]."""
-
-    form: Form
-    """nibbles: planes of 4 bits for PyTorch's kernel; bytes: int8, a scale per row; words: the bits as stored."""
-    planes: int = 1
-    """Planes of nibbles: a code of 5 to 8 bits is its high and its low half."""
-    group: int = 0
-    """Inputs per scale as the kernel takes them: a divisor of the weight's own."""
-
-
-def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", fast: bool = True) -> StoredWeight:
+def held(out: int, width: int, bits: int, group_size: int, device: str = "cpu", fast: bool = True) -> Form:
     """The form in which a weight [out, width] is held on ``device`` (cpu or cuda); ``group_size`` 0: whole rows."""
     group = group_size or width
-    if fast and device == "cpu":
-        if bits > 4 and group == width:
-            return StoredWeight("bytes")
-        fitting = next((g for g in NIBBLE_GROUPS if group % g == 0), 0)
-        if out % 16 == 0 and fitting:
-            return StoredWeight("nibbles", 1 if bits <= 4 else 2, fitting)
-    return StoredWeight("words")
+    if fast and device == "cpu" and (group % LANES == 0 or group == width):
+        return "bytes" if bits > 4 else "nibbles"
+    return "words"
 
 
 def held_bytes(
     out: int, width: int, bits: int, group_size: int, symmetric: bool, device: str = "cpu", fast: bool = True
 ) -> int:
-    """Bytes of that form, scales and zero points included."""
-    form, planes, group = held(out, width, bits, group_size, device, fast)
-    if form == "bytes":
-        return out * width + 4 * out * (1 if symmetric else 2)
-    if form == "nibbles":
-        return planes * (out * width // 2 + 4 * out * (width // group))
-    groups = width // (group_size or width)
-    return word_bytes(out, width, bits) + out * groups * (2 if symmetric else 3)
+    """Bytes of that form, 16-bit scales and zero points included; on a CPU with our compiled kernels."""
+    form, groups = held(out, width, bits, group_size, device, fast), width // (group_size or width)
+    if form == "words":
+        return word_bytes(out, width, bits) + out * groups * (2 if symmetric else 3)
+    row = width if form == "bytes" else LANES * -(-width // (2 * LANES))
+    return out * (row + groups * (2 if symmetric else 4))
 
 
 def word_bytes(rows: int, n: int, bits: int) -> int:

@@ -151,17 +151,25 @@ def with_serving(device: Device, found: dict[str, Any]) -> Device:
     alone = {x: seconds[x, one] - x * layer - sequence for x in (few, many)}
     each = (alone[many] - alone[few]) / (operators[many] - operators[few])
     iteration = max(0.0, alone[few] - each * operators[few])
-    step_latency = [[4.0 * narrow(many).num_parameters, *(max(0.0, each) for _ in STEP_ROWS)]]
-    for layers in STEP_DEPTHS:
-        line = [4.0 * deep(layers).num_parameters]
-        for n in STEP_ROWS:
-            beside, count = _beside(deep(layers), n, found["deep"][f"{layers},{n}"], bare)
-            line.append((beside - iteration - n * (sequence + layers * layer)) / count)
-        step_latency.append(line)
+    least = [4.0 * narrow(many).num_parameters, *(max(0.0, each) for _ in STEP_ROWS)]
+
+    def table(steps: dict[str, float]) -> list[list[float]]:
+        """What operators cost in steps of the reference model, by its depth and the sequences."""
+        lines = []
+        for layers in STEP_DEPTHS:
+            line = [4.0 * deep(layers).num_parameters]
+            for n in STEP_ROWS:
+                beside, count = _beside(deep(layers), n, steps[f"{layers},{n}"], bare)
+                line.append((beside - iteration - n * (sequence + layers * layer)) / count)
+            lines.append(line)
+        return lines
+
     known = {"serve.sequence": sequence, "serve.iteration": iteration} | http_latency(found)
     pools = {k: r.model_copy(update={"latency": max(_LEAST, r.latency + layer)}) for k, r in pools.items()}
     return device.model_copy(update={
-        "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known, "step_latency": step_latency,
+        "rates": {**device.rates, **pools}, "host_latency": device.host_latency | known,
+        "step_latency": [least, *table(found["deep"])],
+        "kernel_latency": table(found["kernel"]) if found.get("kernel") else [],
     })  # fmt: skip
 
 
@@ -177,7 +185,7 @@ def _beside(model: ModelSpec, n: int, took: float, bare: Device) -> tuple[float,
 def http_latency(found: dict[str, Any]) -> dict[str, float]:
     """What HTTP and text add to the steps of the narrow model of two layers."""
     http, (layers, several) = found["http"], NARROW_STEPS[1]
-    one, many = (found["steps"][f"{layers},{n}"] for n in (1, several))
+    one, many = (found["served"][f"{layers},{n}"] for n in (1, several))
     step = one + (many - one) / (several - 1) * (http["clients"] - 1)
     lone = max(0.0, http["lone_token_s"] - one)
     token = max(0.0, http["token_s"] - step - lone) / (http["clients"] - 1)

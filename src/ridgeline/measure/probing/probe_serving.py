@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 from typing import Any
 
 import torch
 
 from ridgeline.measure.probing.probe import NARROW_STEPS, STEP_DEPTHS, deep, narrow, serving_experiment
-from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece
+from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, singles
 from ridgeline.nn.model.attention import BACKENDS, Mask
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.serve.build_engine import make_engine
 from ridgeline.serve.request import EngineRequest, Sampling
+from ridgeline.serve.runner import find_kernel
 from ridgeline.spec.device import STEP_ROWS
 from ridgeline.spec.lowbit import kv_bytes
 from ridgeline.spec.model import ModelSpec
@@ -28,19 +30,29 @@ CLIENTS = 16
 
 
 def serving_costs(device: torch.device, quick: bool = False) -> dict[str, Any]:
-    """``steps``: seconds of a decode step of narrow models by (layers, sequences); ``deep``: of the
-    reference model likewise; ``attention``: rates of attention over the pool, by the kind of its codes; ``http``:
-    seconds that requests take at the real server."""
+    """``steps``: seconds of a decode step of narrow models by (layers, sequences), operator by operator; ``deep``: of
+    the reference model likewise, and ``kernel`` with all its layers in one kernel, where there is one; ``served``: of
+    the narrow models as the server runs them; ``attention``: rates of attention over the pool, by the kind of its
+    codes; ``http``: seconds that requests take at the real server."""
     steps = {f"{layers},{n}": _step(device, narrow(layers), n, quick) for layers, n in NARROW_STEPS}
     attention = {kind: _attention(device, kind) for kind in ("", *KINDS)}
-    large = {f"{layers},{n}": _step(device, deep(layers), n, quick, 30) for layers in STEP_DEPTHS for n in STEP_ROWS}
-    return {"steps": steps, "deep": large, "attention": attention, "http": _http(device, quick)}
+    depths = [(layers, n) for layers in STEP_DEPTHS for n in STEP_ROWS]
+    large = {f"{layers},{n}": _step(device, deep(layers), n, quick, 30) for layers, n in depths}
+    found = {"steps": steps, "deep": large, "attention": attention, "http": _http(device, quick), "served": steps}
+    if make_engine(serving_experiment(narrow(2), 1), device).runner.decoder is not None:
+        found["kernel"] = {f"{layers},{n}": _step(device, deep(layers), n, quick, 30, True) for layers, n in depths}
+        found["served"] = {f"{k},{n}": _step(device, narrow(k), n, quick, 80, True) for k, n in NARROW_STEPS}
+    return found
 
 
-def _step(device: torch.device, model: ModelSpec, n: int, quick: bool, rounds: int = 80) -> float:
+def _step(
+    device: torch.device, model: ModelSpec, n: int, quick: bool, rounds: int = 80, one_kernel: bool = False
+) -> float:
     """Steady seconds of a decode step of ``n`` sequences, asked as the load generator asks."""
     rounds = 10 if quick else rounds
     engine = make_engine(serving_experiment(model, n), device)
+    if not one_kernel:
+        engine.runner.decoder = None
     for i in range(n):
         sampling = Sampling(max_tokens=rounds + 8, min_tokens=rounds + 8, temperature=0.0, ignore_eos=True)
         engine.add(EngineRequest(str(i), [i + 1] * 8, sampling))
@@ -65,7 +77,10 @@ def _attention(device: torch.device, kind: str) -> dict[str, float]:
     with torch.inference_mode():
         for length in (_SHORT, _LONG):
             layout.slots = torch.arange(_SEQUENCES, device=device) * _LONG + length - 1
-            layout.pieces = [Piece(i, i + 1, [(i * _LONG, length)], own=False) for i in range(_SEQUENCES)]
+            layout.pieces = [Piece(i, i + 1, [(i * _LONG, length)], False, length, array("i", [i]))
+                             for i in range(_SEQUENCES)]  # fmt: skip
+            layout.kernel = find_kernel(device, torch.float32, kind)
+            layout.singles = singles(layout.pieces, _LONG, device) if layout.kernel is not None else None
             times = []
             for i in range(40):
                 start = time.perf_counter()

@@ -39,7 +39,7 @@ from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.quantized import dequantize, quantize
 from ridgeline.paths import cache_dir
 from ridgeline.spec.device import DTYPE_BYTES
-from ridgeline.spec.lowbit import FEW_BYTES, FEW_NIBBLES, GEMM_ROWS
+from ridgeline.spec.lowbit import FEW_ROWS, GEMM_ROWS
 
 SMALL = (704, 256)
 """Outputs and inputs of a small model's product: large ones are faster, but small models live below them."""
@@ -166,7 +166,7 @@ def _low(timer: Timer, dtypes: dict[str, torch.dtype]) -> dict[str, dict[str, An
     with torch.inference_mode():
         for name, make in makers.items():
             dtype = dtypes.get(name, torch.float32)
-            few = max(GEMM_ROWS) if name in dtypes else FEW_NIBBLES if name == "int4" else FEW_BYTES
+            few = max(GEMM_ROWS) if name in dtypes else FEW_ROWS
             tiny, layers = _layers(timer, [make(64, 64)], dtype, 1), _copies(make(1024, 1024))
             for rows in (m for m in GEMM_ROWS if m <= few):
                 _, moved, seconds = _layers(timer, layers, dtype, rows)

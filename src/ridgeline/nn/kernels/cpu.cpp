@@ -8,92 +8,12 @@
 #include <limits>
 #include <vector>
 
+#include "mathematics.h"
+#include "storage.h"
+
 namespace {
 
-enum Type { F32 = 0, F64 = 1, BF16 = 2, F16 = 3 };
 enum Activation { SILU_GATED = 0, GELU_TANH = 1 };
-
-inline float bf16_to_float(uint16_t v) {
-  uint32_t bits = uint32_t(v) << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-inline uint16_t float_to_bf16(float f) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return uint16_t(nan ? 0x7fc0u : rounded);
-}
-
-template <class C>
-void load(const void* from, int type, int64_t at, int64_t n, C* __restrict to) {
-  switch (type) {
-    case F32: { auto p = static_cast<const float*>(from) + at;
-#pragma omp simd
-      for (int64_t i = 0; i < n; i++) to[i] = C(p[i]);
-      return; }
-    case F64: { auto p = static_cast<const double*>(from) + at;
-#pragma omp simd
-      for (int64_t i = 0; i < n; i++) to[i] = C(p[i]);
-      return; }
-    case BF16: { auto p = static_cast<const uint16_t*>(from) + at;
-#pragma omp simd
-      for (int64_t i = 0; i < n; i++) to[i] = C(bf16_to_float(p[i]));
-      return; }
-#ifdef __FLT16_MAX__
-    case F16: { auto p = static_cast<const _Float16*>(from) + at;
-      for (int64_t i = 0; i < n; i++) to[i] = C(float(p[i]));
-      return; }
-#endif
-  }
-}
-
-template <class C>
-void store(void* into, int type, int64_t at, int64_t n, const C* __restrict from) {
-  switch (type) {
-    case F32: { auto p = static_cast<float*>(into) + at;
-#pragma omp simd
-      for (int64_t i = 0; i < n; i++) p[i] = float(from[i]);
-      return; }
-    case F64: { auto p = static_cast<double*>(into) + at;
-#pragma omp simd
-      for (int64_t i = 0; i < n; i++) p[i] = double(from[i]);
-      return; }
-    case BF16: { auto p = static_cast<uint16_t*>(into) + at;
-#pragma omp simd
-      for (int64_t i = 0; i < n; i++) p[i] = float_to_bf16(float(from[i]));
-      return; }
-#ifdef __FLT16_MAX__
-    case F16: { auto p = static_cast<_Float16*>(into) + at;
-      for (int64_t i = 0; i < n; i++) p[i] = _Float16(float(from[i]));
-      return; }
-#endif
-  }
-}
-
-inline double exponential(double x) { return std::exp(x); }
-
-// exp(x) = 2^k exp(r) with |r| <= ln 2 / 2, a polynomial of degree 6; below 2 units in the last place.
-inline float exponential(float x) {
-  x = x < -87.3f ? -87.3f : (x > 88.3f ? 88.3f : x);
-  float k = std::nearbyint(x * 1.44269504f);
-  float r = std::fma(k, -0.693145752f, x);
-  r = std::fma(k, -1.42860677e-6f, r);
-  float p = 1.38888889e-3f;
-  p = std::fma(p, r, 8.33333333e-3f);
-  p = std::fma(p, r, 4.16666667e-2f);
-  p = std::fma(p, r, 1.66666667e-1f);
-  p = std::fma(p, r, 0.5f);
-  p = std::fma(p, r, 1.0f);
-  p = std::fma(p, r, 1.0f);
-  int32_t bits = (int32_t(k) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
-}
 
 template <class C>
 void add_norm(const void* x, int tx, const void* add, int ta, const void* w, int tw, const void* b, void* sum,
@@ -194,14 +114,6 @@ void add_norm_backward(const void* dy, int ty, const void* dsum, const void* x, 
   if (dw) store<C>(dw, tw, 0, n, dw_all.data());
   if (db) store<C>(db, tw, 0, n, db_all.data());
 }
-
-template <class C>
-inline C sigmoid(C x) { return C(1) / (C(1) + exponential(-x)); }
-
-template <class C>
-inline C tanh_of(C x) { return C(2) * sigmoid(C(2) * x) - C(1); }
-
-constexpr double kGelu = 0.7978845608028654, kCube = 0.044715;
 
 // Rows of `x` are [gate | up] for a gated activation, and the bare inputs (plus a bias) for the others.
 template <class C>

@@ -1,8 +1,7 @@
-"""Compiles the C++ kernels at first use and calls them on tensors.
+"""Loads the C++ kernels and calls them on tensors.
 
-The library uses no torch headers, so that it compiles in seconds; it is cached under Ridgeline's home by a digest of
-its source, compiler and processor. It is written to a temporary file and renamed: processes that compile at the same
-time replace each other's equal result, and a killed one leaves nothing that another would wait for.
+They come with the wheel, or are compiled at first use. The library uses no torch headers, so that it compiles in
+seconds; it is cached under Ridgeline's home by a digest of its source, compiler and processor.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -21,47 +19,53 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ridgeline.nn.kernels import compiling
 from ridgeline.paths import cache_dir
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=off",
-)  # fmt: skip
-COMPILE_SECONDS = 120
-"""Timeout of the compilation in seconds (a busy machine takes ten)."""
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with one warning that gives the reason, if there is no working compiler."""
+    place = compiling.shipped(_processor()) or _compiled()
+    if place is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(place))
+    except OSError as e:
+        _without(f"they do not load: {e}")
+        return None
+    loaded.rl_cross_entropy.restype = ctypes.c_double
+    whole, pointer = ctypes.c_int64, ctypes.c_void_p
+    loaded.rl_lowbit_linear.argtypes = [ctypes.POINTER(Linear), pointer, whole, pointer, *(whole,) * 4]
+    loaded.rl_paged_attention.argtypes = [pointer, pointer, *(ctypes.POINTER(Cache),) * 2, ctypes.POINTER(Pages),
+                                          *(whole,) * 6]  # fmt: skip
+    loaded.rl_decode.argtypes = [ctypes.POINTER(Step), ctypes.POINTER(Layer), whole, whole]
+    loaded.rl_sample.argtypes = [pointer, whole, whole, ctypes.POINTER(Choice), pointer, whole]
+    for function in (loaded.rl_lowbit_linear, loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample):
+        function.restype = None
+    return loaded
+
+
+def _compiled() -> Path | None:
+    """The library for this processor, compiled if it is not there yet; None without a working compiler."""
     named = os.environ.get("CXX")
     compiler = next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++"])), None)
     if compiler is None:
         _without(f"there is no compiler {named!r}, which CXX names" if named else "no C++ compiler is installed")
         return None
-    inputs = "\0".join([SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _processor(), torch.__version__])
+    texts = [p.read_text(encoding="utf-8") for p in (*compiling.SOURCES, *compiling.HEADERS)]
+    inputs = "\0".join([*texts, compiler, *compiling.FLAGS, *compiling.options(), _processor(), torch.__version__])
     place = cache_dir() / "kernels" / f"cpu-{hashlib.blake2b(inputs.encode(), digest_size=10).hexdigest()}.so"
     try:
         if not place.exists():
-            _compile(compiler, place)
-        loaded = ctypes.CDLL(str(place))
+            compiling.compile_kernels(compiler, place, compiling.options())
     except (OSError, subprocess.SubprocessError) as e:
         output = getattr(e, "stderr", b"") or str(e).encode()
         _without(f"they do not compile: {output.decode(errors='replace').strip().splitlines()[-1]}")
         return None
-    loaded.rl_cross_entropy.restype = ctypes.c_double
-    return loaded
-
-
-def _compile(compiler: str, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        draft = Path(folder) / place.name
-        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(draft)], check=True, capture_output=True,
-                       timeout=COMPILE_SECONDS)  # fmt: skip
-        os.replace(draft, place)
+    return place
 
 
 def _without(why: str) -> None:
@@ -94,3 +98,98 @@ def call(name: str, *args: Tensor | float | int | None) -> float:
             values.append(ctypes.c_double(a))
     result: float = getattr(found, name)(*values, ctypes.c_int64(torch.get_num_threads()))
     return result
+
+
+# ---- inference: structures as in decoder.cpp ------------------------------------------------------------------------
+
+
+def _fields(pointers: str, numbers: str = "", reals: str = "") -> list[tuple[str, type]]:
+    return [*((n, ctypes.c_void_p) for n in pointers.split()), *((n, ctypes.c_int64) for n in numbers.split()),
+            *((n, ctypes.c_double) for n in reals.split())]  # fmt: skip
+
+
+class Linear(ctypes.Structure):
+    """A linear layer: ``kind`` 0 dense, 4 or 8 in codes."""
+
+    _fields_ = [("kind", ctypes.c_int64), *_fields("weight scale zero bias", "type out width group")]
+
+
+class Norm(ctypes.Structure):
+    """A norm; without a weight there is none."""
+
+    _fields_ = _fields("weight bias", "type centered", "eps")
+
+
+class Cache(ctypes.Structure):
+    """Keys or values: ``store`` 0 plain, 1 int8, 2 int4 (``type``: its group), 3 fp8."""
+
+    _fields_ = _fields("rows scale least", "store type")
+
+
+class Pages(ctypes.Structure):
+    """Where the tokens of each sequence are in a cache."""
+
+    _fields_ = _fields("table lengths", "blocks block slots sequence")
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer."""
+
+    _fields_ = [
+        *((n, Norm) for n in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("keys", Cache), ("values", Cache), ("window", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """One step of all layers."""
+
+    _fields_ = [*_fields("x cosine sine slots"), ("pages", Pages),
+                *_fields("", "rows hidden heads groups width inner act", "query_scale residual")]  # fmt: skip
+
+
+class Choice(ctypes.Structure):
+    """How a row's token is chosen; ``temperature`` 0: the likeliest, ``top_k`` 0: no limit."""
+
+    _fields_ = [*_fields("", "", "temperature top_p min_p uniform"), ("top_k", ctypes.c_int64)]
+
+
+_SMALL = 1 << 17
+"""Products up to which one thread is faster than several."""
+
+
+def lowbit_linear(t: Linear, x: Tensor, y: Tensor, exact: bool) -> None:
+    """``y`` [M, out] = ``x`` [M, in] · Wᵀ + bias. Both are contiguous."""
+    found = library()
+    assert found is not None
+    threads = 1 if x.shape[0] * t.out * t.width < _SMALL else torch.get_num_threads()
+    found.rl_lowbit_linear(t, x.data_ptr(), TYPES[x.dtype], y.data_ptr(), TYPES[y.dtype], x.shape[0], exact, threads)
+
+
+def paged_attention(q: Tensor, keys: Cache, values: Cache, pages: Pages, groups: int, window: int) -> Tensor:
+    """Attention of ``q`` [B, H, D] (fp32, contiguous, scaled) over the cache → [B, H, D]."""
+    found = library()
+    assert found is not None
+    out = torch.empty_like(q)
+    found.rl_paged_attention(q.data_ptr(), out.data_ptr(), keys, values, pages, q.shape[0], q.shape[1], groups,
+                             q.shape[2], window, torch.get_num_threads())  # fmt: skip
+    return out
+
+
+def sample(logits: Tensor, choices: list[tuple[float, float, float, float, int]]) -> list[int]:
+    """A token for each row of ``logits`` [R, V] (fp32, contiguous), by (temperature, top-p, min-p, number in [0, 1),
+    top-k) of each; -1 for a row without a finite logit."""
+    found = library()
+    assert found is not None
+    rows, width = logits.shape
+    tokens, asked = (ctypes.c_int64 * rows)(), (Choice * rows)(*(Choice(*c) for c in choices))
+    found.rl_sample(logits.data_ptr(), rows, width, asked, tokens, torch.get_num_threads())
+    return list(tokens)
+
+
+def decode(step: Step, layers: ctypes.Array[Layer]) -> None:
+    """Decoder layers, in place."""
+    found = library()
+    assert found is not None
+    found.rl_decode(step, layers, len(layers), torch.get_num_threads())

@@ -11,10 +11,13 @@ Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +58,7 @@ class Piece:
     """Whether new tokens are read from the step itself, not from the pool."""
     length: int = 0
     """Number of tokens of the sequence after the step."""
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     """Its block table, for kernels that read it."""
     _split: tuple[list[tuple[int, int]], Tensor | None] | None = field(default=None, init=False, repr=False)
 
@@ -85,20 +88,21 @@ class Singles:
     block: int
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
-"""Attention over pages, as :func:`ridgeline.nn.kernels.paged_attention.paged_decode`."""
+Kernel = Callable[[Tensor, Any, Any, Singles, int], Tensor]
+"""Attention of queries [B, H, D] over two stores, of keys and of values: (queries, keys, values, sequences, window)."""
 
 
 def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | None:
     """The kernel's arguments for the pieces with one new token; None if there are none."""
-    some = [p for p in pieces if p.blocks and p.stop - p.start == 1 and not p.own]
+    some = [p for p in pieces if len(p.blocks) and p.stop - p.start == 1 and not p.own]
     if not some:
         return None
-    used = [p.blocks[: -(-p.length // block)] for p in some]
-    most = max(map(len, used))
-    table = torch.tensor([b + [0] * (most - len(b)) for b in used], dtype=torch.int32, device=device)
-    lengths = torch.tensor([p.length for p in some], dtype=torch.int32, device=device)
-    return Singles(torch.tensor([p.start for p in some], device=device), table, lengths, block)
+    used = [-(-p.length // block) for p in some]
+    table = np.zeros((len(some), max(used)), dtype=np.int32)
+    for row, p, n in zip(table, some, used, strict=True):
+        row[:n] = np.frombuffer(p.blocks, dtype=np.int32, count=n)
+    numbers = torch.tensor([[p.start for p in some], [p.length for p in some]], device=device)
+    return Singles(numbers[0], torch.from_numpy(table).to(device), numbers[1].to(torch.int32), block)
 
 
 @dataclass(slots=True)
@@ -161,12 +165,8 @@ class PagedCache(LayerCache):
         out = torch.empty((q.shape[2], q.shape[1], q.shape[3]), dtype=q.dtype, device=q.device)
         at_once = layout.singles is not None
         if layout.singles is not None and layout.kernel is not None:
-            s, (keys, values) = (
-                layout.singles,
-                (store.rows[0] for store in self.stores if isinstance(store, PlainStore)),
-            )
-            out[s.rows] = layout.kernel(q[0].transpose(0, 1)[s.rows], keys, values, s.table, s.lengths, s.block,
-                                        layout.window)  # fmt: skip
+            s, (keys, values) = layout.singles, self.stores
+            out[s.rows] = layout.kernel(q[0].transpose(0, 1)[s.rows], keys, values, s, layout.window)
         for piece in layout.pieces:
             n, rows = piece.stop - piece.start, slice(piece.start, piece.stop)
             if n == 1 and not piece.own:

@@ -15,6 +15,7 @@ from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import Room, pool_room, room
 from ridgeline.predict.serving.schedule import Simulation
 from ridgeline.predict.step.streams import breakdown
+from ridgeline.spec.decode_kernel import OTHER_PARTS, refusal
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
@@ -99,7 +100,9 @@ def _surface(e: Experiment, techniques: list[Technique], arrivals: Sequence[Arri
     engine = find_engine(w.engine, cluster.device)
     if engine.name == OWN:
         weights = rewritten(tokens_graph(e.model, 1, 1, 1, e.dtype), e, techniques).resident_bytes
-        cluster = cluster.model_copy(update={"device": cluster.device.serving(weights)})
+        other = OTHER_PARTS & {part for t in techniques for part in t.parts}
+        device = cluster.device.serving(weights, not other and not refusal(e.model))
+        cluster = cluster.model_copy(update={"device": device})
     contexts = min(r.prompt for r in arrivals), max(r.prompt + r.output for r in arrivals)
     return Iterations(e, techniques, cluster, engine, contexts)
 

@@ -12,7 +12,7 @@ from ridgeline.graph.graph import Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held, held_bytes
+from ridgeline.spec.lowbit import bits_per_weight, checkpoint_bytes, held_bytes
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.result import Metric, Result
 from ridgeline.spec.workload import Generate, Serve
@@ -90,8 +90,7 @@ def shrunk(g: Graph, e: Experiment, bits: int, group_size: int, symmetric: bool)
             if p.name.endswith(CODED) and p.dtype != "ternary":  # qmoe's experts are already quantized
                 out, width = p.shape[-2:]
                 each = held_bytes(out, width, bits, group_size, symmetric, device) / (out * width)
-                nibbles = held(out, width, bits, group_size, device).form == "nibbles"
-                dtype = "int4" if nibbles or bits <= 4 else "int8"
+                dtype = "int4" if bits <= 4 else "int8"
                 held_as[p.name] = each, p.bytes_per_element, dtype
                 p.bytes_per_element, p.dtype, p.trainable = each, dtype, False
         b.forward = [narrow(o, *held_as[o.param]) if o.kind == "gemm" and o.param in held_as else o

@@ -1,0 +1,155 @@
+"""What the serving engine does beside the model: choosing tokens, and describing a step.
+
+    python benchmarks/engine_host.py [--before PATH] [--out benchmarks/results/engine_host.json]
+
+``sampler``: milliseconds to choose the tokens of a batch, by vocabulary, rows, settings, and whether the logits are
+peaked as a language model's or nearly flat. ``penalty``: a repetition penalty for one sequence. ``step``: to describe a
+decode step (slots, tables, lengths) by sequences and their length, with tables of neighboring or scattered blocks.
+Medians and extremes over rounds. ``--before`` runs the same on the source tree at PATH and puts its medians beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0}, "temperature": {}, "top_k": {"top_k": 40}, "top_p": {"top_p": 0.9},
+    "top_p wide": {"top_p": 0.999}, "min_p": {"min_p": 0.05}, "all": {"top_k": 200, "top_p": 0.95, "min_p": 0.01},
+}  # fmt: skip
+SHAPES = [(32_000, 1), (32_000, 32), (128_256, 1), (128_256, 32), (128_256, 128)]
+STEPS = [(16, 1024), (128, 1024), (128, 8192)]
+
+
+def timed(run: Callable[[], Any], prepare: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """Median, least and largest milliseconds of ``run`` on what ``prepare`` gives."""
+    times = []
+    for i in range(rounds + 2):
+        given = prepare()
+        start = time.perf_counter()
+        run(given)  # type: ignore[call-arg]
+        if i > 1:
+            times.append(1e3 * (time.perf_counter() - start))
+    return {"median": statistics.median(times), "low": min(times), "high": max(times)}
+
+
+def sequences(count: int, settings: dict[str, Any], tokens: list[int] | None = None) -> list[Any]:
+    from ridgeline.serve.request import EngineRequest, Sampling
+    from ridgeline.serve.sequence import Sequence, SequenceGroup
+
+    group = SequenceGroup(EngineRequest("r", [1], Sampling(**settings)), 0)
+    return [Sequence(group, 0, list(tokens or [1]), rng=random.Random(i)) for i in range(count)]
+
+
+def sampler(rounds: int) -> dict[str, Any]:
+    from ridgeline.serve.sampler import Sampler
+
+    found: dict[str, Any] = {}
+    choose = Sampler(frozenset())
+    for vocab, rows in SHAPES:
+        peaked = 3.0 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+        peaked[:, :50] += 8
+        for kind, logits in (("peaked", peaked), ("flat", peaked / 100)):
+            for name, settings in SETTINGS.items():
+                seqs = sequences(rows, settings)
+                slow = kind == "flat" and rows > 32
+                taken = timed(lambda x, s=seqs: choose(x, s), logits.clone, 3 if slow else rounds)
+                found[f"{vocab} x {rows}, {kind}, {name}"] = taken
+    return found
+
+
+def penalty(rounds: int) -> dict[str, Any]:
+    from ridgeline.serve.sampler import Sampler
+
+    tokens = [random.Random(0).randrange(128_256) for _ in range(16_384)]
+    seqs = sequences(1, {"repetition_penalty": 1.1, "temperature": 0.0}, tokens)
+    sample = Sampler(frozenset())
+    logits = torch.randn(1, 128_256)
+    return {"16384 tokens": timed(lambda x: sample.adjust(x, seqs), logits.clone, rounds)}
+
+
+def step(rounds: int, size: int = 16) -> dict[str, Any]:
+    from ridgeline import catalog
+    from ridgeline.nn.model.init import build
+    from ridgeline.serve.block_manager import Blocks
+    from ridgeline.serve.runner import Runner
+
+    found: dict[str, Any] = {}
+    for count, length in STEPS:
+        blocks = count * (length // size + 1)
+        spec = catalog.model("llama-tiny").model_copy(update={"num_layers": 1, "max_positions": length + size})
+        runner = Runner(build(spec), blocks * size, size, length + size)
+        for kind in ("neighbors", "scattered"):
+            table = Blocks(blocks, size, share=False)
+            seqs = sequences(count, {}, [1] * length)
+            for seq in seqs:
+                assert table.grow(seq, length, length) is not None
+                seq.n_computed = length - 1
+            if kind == "scattered":
+                order = list(range(blocks))
+                random.Random(1).shuffle(order)
+                for seq in seqs:
+                    for i, b in enumerate(seq.blocks):
+                        seq.blocks[i] = order[b]
+
+            batch = [(s, 1) for s in seqs]
+            found[f"{count} x {length}, {kind}"] = timed(partial(described, runner, size), lambda b=batch: b, rounds)
+    return found
+
+
+def described(runner: Any, size: int, batch: Any) -> None:
+    """What a step needs besides the model: numbers, tensors, and the tables where a kernel reads them."""
+    from ridgeline.nn.memory.kv_pool import singles
+
+    made, layout = runner.describe(batch, []), runner.layout
+    layout.slots = torch.tensor(made.slots)
+    torch.tensor([made.ids, made.at])
+    if layout.kernel is not None:
+        layout.singles = singles(made.pieces, size, runner.device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine_host.json"))
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    with torch.inference_mode():
+        for part in (sampler, penalty, step):
+            found[part.__name__] = part(args.rounds)
+    if args.plain:
+        print(json.dumps(found))
+        return
+    from ridgeline.measure.environment import fingerprint
+
+    if args.before:
+        again = [sys.executable, __file__, "--plain", "--rounds", str(args.rounds)]
+        env = {**os.environ, "PYTHONPATH": str(args.before / "src")}
+        old = json.loads(subprocess.run(again, env=env, check=True, capture_output=True, text=True).stdout)
+        for part, rows in found.items():
+            for name, row in rows.items():
+                row["before"] = old[part][name]["median"]
+    result = {"environment": {**fingerprint(), "threads": torch.get_num_threads()}, "unit": "milliseconds", **found}
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for part, rows in found.items():
+        for name, row in rows.items():
+            before = f"  before {row['before']:9.2f}" if "before" in row else ""
+            print(f"{part:8} {name:36} {row['median']:9.3f} ms [{row['low']:.3f}, {row['high']:.3f}]{before}")
+
+
+if __name__ == "__main__":
+    main()

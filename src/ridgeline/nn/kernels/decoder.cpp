@@ -1,0 +1,481 @@
+// Inference kernels: products with quantized weights, attention over a paged cache, and whole decoder layers for a few
+// rows (one new token of each sequence) by one team of threads (Deep-Fusion of DeepSpeed-Inference, arXiv:2207.00032).
+// Everything between two barriers is fused; sums and what one part hands to the next are fp32.
+#include <limits>
+
+#include "lowbit.h"
+#include "mathematics.h"
+
+namespace {
+
+// ---- linear layers ---------------------------------------------------------------------------------------------------
+
+enum Kind { DENSE = 0, NIBBLES = 4, BYTES = 8 };
+
+struct Linear {
+  int64_t kind;
+  const void* weight;  // dense [out, width] of type `type`, or codes
+  const void* scale;   // [out, width / group] of type `type`
+  const void* zero;    // the same, or null
+  const float* bias;   // [out] or null
+  int64_t type, out, width, group;
+};
+
+// One row of a dense weight times M rows of inputs; four sums hide the latency of the products.
+template <int T, int M>
+inline void dense_row(const void* weight, int64_t first, const float* x, int64_t width, float* out) {
+  constexpr int kSums = M > 2 ? 2 : 4;
+  Floats f[kSums][M];
+  for (int u = 0; u < kSums; u++)
+    for (int m = 0; m < M; m++) f[u][m] = no_floats();
+  int64_t i = 0;
+  for (; i + kSums * kFloats <= width; i += kSums * kFloats) {
+    prefetch_dense<T>(weight, first + i);
+    for (int u = 0; u < kSums; u++) {
+      const Floats w = load_floats<T>(weight, first + i + u * kFloats);
+      for (int m = 0; m < M; m++) f[u][m] = multiply_add(w, load_floats<F32>(x, m * width + i + u * kFloats), f[u][m]);
+    }
+  }
+  for (int m = 0; m < M; m++) {
+    Floats all = f[0][m];
+    for (int u = 1; u < kSums; u++) all = add(all, f[u][m]);
+    out[m] = total(all);
+  }
+  for (; i < width; i++) {
+    float w;
+    load<float>(weight, T, first + i, 1, &w);
+    for (int m = 0; m < M; m++) out[m] += w * x[m * width + i];
+  }
+}
+
+template <int T>
+void team_dense(const Linear& t, const float* x, int64_t rows, const Output& o) {
+#pragma omp for schedule(static) nowait
+  for (int64_t n = 0; n < t.out; n++) {
+    const int64_t first = n * t.width;
+    float sums[4];
+    for (int64_t m = 0; m < rows; m += 4) {
+      const int64_t some = std::min<int64_t>(4, rows - m);
+      const float* v = x + m * t.width;
+      if (some == 1) dense_row<T, 1>(t.weight, first, v, t.width, sums);
+      else if (some == 2) dense_row<T, 2>(t.weight, first, v, t.width, sums);
+      else if (some == 3) dense_row<T, 3>(t.weight, first, v, t.width, sums);
+      else dense_row<T, 4>(t.weight, first, v, t.width, sums);
+      for (int64_t j = 0; j < some; j++) o.put((m + j) * t.out + n, n, sums[j]);
+    }
+  }
+}
+
+// Products of one input with several weights. Inputs are coded once for all that have the same groups.
+struct Team {
+  Scratch own;
+  Inputs in{};
+  int64_t coded = -1;  // the group that the input's codes were made for
+
+  void read(InputStore& store, const float* x, int64_t rows, const Linear& t) {
+    if (t.kind == DENSE) return;
+    const int64_t wanted = t.group < t.width ? t.group : 0;
+    if (coded == wanted) return;
+#pragma omp barrier
+#pragma omp single
+    store.make(rows, t.width, t.group);
+    in = store.make(rows, t.width, t.group);  // of the same size: nothing moves
+    team_code(in, x, F32, false, own);
+    coded = wanted;
+  }
+  void product(InputStore& store, const float* x, int64_t rows, const Linear& t, const Output& o) {
+    read(store, x, rows, t);
+    if (t.kind == DENSE) {
+      if (t.type == F32) return team_dense<F32>(t, x, rows, o);
+      return t.type == BF16 ? team_dense<BF16>(t, x, rows, o) : team_dense<F16>(t, x, rows, o);
+    }
+    Weight w{static_cast<const uint8_t*>(t.weight), t.scale, t.zero, int(t.type), t.out, t.width / t.group,
+             t.kind == NIBBLES ? 8.0f : 0.0f};
+    if (t.kind == NIBBLES) team_product<Nibbles>(w, in, o, own);
+    else team_product<Bytes>(w, in, o, own);
+  }
+};
+
+// ---- attention over a paged cache ------------------------------------------------------------------------------------
+
+enum Store { PLAIN = 0, INT8 = 1, INT4 = 2, FP8 = 3 };
+
+struct Cache {
+  void* rows;              // [G, slots, width] of `type`, or codes [G, slots, width or width / 2]
+  uint16_t* scale;         // fp16 [G, slots, scales]
+  uint16_t* least;         // fp16, the same (INT4)
+  int64_t store, type;     // INT4: `type` is the group that shares a scale
+};
+
+struct Pages {
+  const int32_t* table;    // [rows, blocks]
+  const int32_t* lengths;  // [rows]: tokens of each sequence, the new one included
+  int64_t blocks, block, slots, sequence;  // `sequence`: slots between the sequences of a cache without pages, else 0
+};
+
+float half_to_float(uint16_t h) {
+  float f;
+  load<float>(&h, F16, 0, 1, &f);
+  return f;
+}
+
+float fp8_to_float(uint8_t v) {  // e4m3fn
+  int exponent = (v >> 3) & 15, mantissa = v & 7;
+  float size = exponent ? std::ldexp(1.0f + mantissa / 8.0f, exponent - 7) : std::ldexp(mantissa / 8.0f, -6);
+  if ((v & 127) == 127) size = std::numeric_limits<float>::quiet_NaN();
+  return v & 128 ? -size : size;
+}
+
+struct Fp8Table {
+  float value[256];
+  Fp8Table() {
+    for (int i = 0; i < 256; i++) value[i] = fp8_to_float(uint8_t(i));
+  }
+};
+
+// The key or value in slot `at` of the cache (counted over all heads): in place, or expanded into `buffer`.
+inline const float* cached(const Cache& c, int64_t at, int64_t width, float* buffer) {
+  switch (c.store) {
+    case INT8: {
+      auto p = static_cast<const int8_t*>(c.rows) + at * width;
+      float scale = half_to_float(c.scale[at]);
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) buffer[i] = float(p[i]) * scale;
+      return buffer; }
+    case INT4: {  // two codes a byte: the first half of the row in the low bits; groups of 64 or what divides the width
+      auto p = static_cast<const uint8_t*>(c.rows) + at * (width / 2);
+      const int64_t group = c.type, groups = width / group;
+#pragma omp simd
+      for (int64_t i = 0; i < width / 2; i++) {
+        buffer[i] = float(p[i] & 15);
+        buffer[i + width / 2] = float(p[i] >> 4);
+      }
+      for (int64_t g = 0; g < groups; g++) {
+        float scale = half_to_float(c.scale[at * groups + g]), least = half_to_float(c.least[at * groups + g]);
+#pragma omp simd
+        for (int64_t i = g * group; i < (g + 1) * group; i++) buffer[i] = least + buffer[i] * scale;
+      }
+      return buffer; }
+    case FP8: {
+      static const Fp8Table table;
+      auto p = static_cast<const uint8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) buffer[i] = table.value[p[i]];
+      return buffer; }
+    default:
+      if (c.type == F32) return static_cast<const float*>(c.rows) + at * width;
+      load<float>(c.rows, int(c.type), at * width, width, buffer);
+      return buffer;
+  }
+}
+
+uint16_t half_of(float v) {
+  uint16_t h;
+  store<float>(&h, F16, 0, 1, &v);
+  return h;
+}
+
+uint8_t fp8_of(float v) {  // to the nearest, ties to even; beyond 448 the largest
+  const uint8_t sign = std::signbit(v) ? 128 : 0;
+  if (std::isnan(v)) return sign | 127;
+  const float size = std::min(std::fabs(v), 448.0f);
+  if (size < 0.015625f) return sign | uint8_t(std::nearbyint(size * 512.0f));
+  int exponent;
+  std::frexp(size, &exponent);  // size in [2^(exponent - 1), 2^exponent)
+  const int mantissa = int(std::nearbyint(std::ldexp(size, 4 - exponent)));  // 8 … 16
+  return sign | uint8_t(((exponent + 6) << 3) + mantissa - 8);
+}
+
+float scale_of(float v) { return half_to_float(half_of(std::min(65504.0f, std::max(5.9604645e-8f, v)))); }
+
+inline float code_of(float v, float low, float high) { return std::min(high, std::max(low, std::nearbyint(v))); }
+
+// Write a key or value to slot `at`, as nn/quant/quantized_kv.py does.
+void put_cached(const Cache& c, int64_t at, int64_t width, const float* x) {
+  switch (c.store) {
+    case INT8: {
+      float peak = 0;
+      for (int64_t i = 0; i < width; i++) peak = std::max(peak, std::fabs(x[i]));
+      const float scale = scale_of(peak / 127.0f);
+      auto to = static_cast<int8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) to[i] = int8_t(code_of(x[i] / scale, -127, 127));
+      c.scale[at] = half_of(scale);
+      return; }
+    case INT4: {
+      const int64_t group = c.type, groups = width / group, half = width / 2;
+      auto to = static_cast<uint8_t*>(c.rows) + at * half;
+      std::memset(to, 0, half);
+      for (int64_t g = 0; g < groups; g++) {
+        const float* from = x + g * group;
+        const float lowest = *std::min_element(from, from + group), highest = *std::max_element(from, from + group);
+        const float least = half_to_float(half_of(lowest)), scale = scale_of((highest - least) / 15.0f);
+        for (int64_t i = g * group; i < (g + 1) * group; i++) {
+          const uint8_t code = uint8_t(code_of((x[i] - least) / scale, 0, 15));
+          to[i % half] |= i < half ? code : code << 4;
+        }
+        c.least[at * groups + g] = half_of(least);
+        c.scale[at * groups + g] = half_of(scale);
+      }
+      return; }
+    case FP8: {
+      auto to = static_cast<uint8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) to[i] = fp8_of(x[i]);
+      return; }
+    default: store<float>(c.rows, int(c.type), at * width, width, x);
+  }
+}
+
+constexpr int64_t kKeys = 32;  // keys whose scores are weighted at a time
+
+// The query heads of one key head of one sequence, [repeat, width], already scaled → out [repeat, width].
+void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cache& keys, const Cache& values,
+            const Pages& p, int64_t row, int64_t head, int64_t window, std::vector<float>& room) {
+  float* buffer = Scratch::at_least(room, width + repeat * (kKeys + 2));
+  float *scores = buffer + width, *peak = scores + repeat * kKeys, *sum = peak + repeat;
+  const int64_t length = p.lengths[row], first = window && window < length ? length - window : 0;
+  const int32_t* table = p.table + row * p.blocks;
+  const int64_t base = head * p.slots + row * p.sequence;
+  for (int64_t r = 0; r < repeat; r++) {
+    peak[r] = -std::numeric_limits<float>::infinity();
+    sum[r] = 0;
+  }
+  std::memset(out, 0, repeat * width * sizeof(float));
+  for (int64_t start = first; start < length; start += kKeys) {
+    const int64_t n = std::min(kKeys, length - start);
+    int64_t slot[kKeys];
+    for (int64_t i = 0; i < n; i++) slot[i] = base + int64_t(table[(start + i) / p.block]) * p.block + (start + i) % p.block;
+    for (int64_t i = 0; i < n; i++) {
+      const float* k = cached(keys, slot[i], width, buffer);
+      for (int64_t r = 0; r < repeat; r++) {
+        const float* one = q + r * width;
+        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (int64_t j = 0; j < width; j++) dot += one[j] * k[j];
+        scores[r * kKeys + i] = dot;
+      }
+    }
+    for (int64_t r = 0; r < repeat; r++) {
+      float* s = scores + r * kKeys;
+      float higher = peak[r];
+      for (int64_t i = 0; i < n; i++) higher = std::max(higher, s[i]);
+      const float shrink = peak[r] == -std::numeric_limits<float>::infinity() ? 0.0f : std::exp(peak[r] - higher);
+      float added = 0;
+#pragma omp simd reduction(+ : added)
+      for (int64_t i = 0; i < n; i++) {
+        s[i] = s[i] - higher < -87.0f ? 0.0f : exponential(s[i] - higher);
+        added += s[i];
+      }
+      sum[r] = sum[r] * shrink + added;
+      peak[r] = higher;
+      if (shrink != 1.0f) {
+        float* to = out + r * width;
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) to[j] *= shrink;
+      }
+    }
+    for (int64_t i = 0; i < n; i++) {
+      const float* v = cached(values, slot[i], width, buffer);
+      for (int64_t r = 0; r < repeat; r++) {
+        const float weight = scores[r * kKeys + i];
+        float* to = out + r * width;
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) to[j] += weight * v[j];
+      }
+    }
+  }
+  for (int64_t r = 0; r < repeat; r++) {
+    const float inverse = 1.0f / sum[r];
+#pragma omp simd
+    for (int64_t j = 0; j < width; j++) out[r * width + j] *= inverse;
+  }
+}
+
+// ---- whole layers ----------------------------------------------------------------------------------------------------
+
+struct Norm {
+  const void* weight;  // [size] of `type`
+  const void* bias;    // or null
+  int64_t type, centered;  // centered: LayerNorm, else RMSNorm
+  double eps;
+};
+
+enum Act { SILU = 0, GELU_TANH_ACT = 1, GELU = 2, RELU = 3 };
+
+struct Layer {
+  Norm attention_norm, mlp_norm, q_norm, k_norm;  // the last two may have no weight
+  Linear q, k, v, o, gate, up, down;              // gate may have no weight
+  Cache keys, values;
+  int64_t window;
+};
+
+struct Step {
+  float* x;                  // [rows, hidden]: the residual stream, in place
+  const float *cosine, *sine;  // [rows, width], or null: no rotary embedding; sine as in nn/model/rotary.py
+  const int64_t* slots;      // [rows]: where the new keys and values go
+  Pages pages;
+  int64_t rows, hidden, heads, groups, width, inner, act;
+  double query_scale, residual;
+};
+
+void norm_row(const float* x, const Norm& n, int64_t size, float* y, float* weight) {
+  float mean = 0, square = 0;
+  if (n.centered) {
+#pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < size; i++) mean += x[i];
+    mean /= float(size);
+  }
+#pragma omp simd reduction(+ : square)
+  for (int64_t i = 0; i < size; i++) square += (x[i] - mean) * (x[i] - mean);
+  const float inverse = 1.0f / std::sqrt(square / float(size) + float(n.eps));
+  load<float>(n.weight, int(n.type), 0, size, weight);
+#pragma omp simd
+  for (int64_t i = 0; i < size; i++) y[i] = (x[i] - mean) * inverse * weight[i];
+  if (!n.bias) return;
+  load<float>(n.bias, int(n.type), 0, size, weight);
+#pragma omp simd
+  for (int64_t i = 0; i < size; i++) y[i] += weight[i];
+}
+
+void turn(float* x, const float* cosine, const float* sine, int64_t width, float* other) {
+  const int64_t half = width / 2;
+  std::memcpy(other, x, width * sizeof(float));
+#pragma omp simd
+  for (int64_t i = 0; i < half; i++) {
+    x[i] = other[i] * cosine[i] + other[i + half] * sine[i];
+    x[i + half] = other[i + half] * cosine[i + half] + other[i] * sine[i + half];
+  }
+}
+
+inline float activated(float v, int64_t act) {
+  switch (act) {
+    case SILU: return v * sigmoid(v);
+    case GELU_TANH_ACT: return 0.5f * v * (1.0f + tanh_of(float(kGelu) * (v + float(kCube) * v * v * v)));
+    case GELU: return 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
+    default: return v > 0 ? v : 0;
+  }
+}
+
+struct Rooms {  // shared by a team
+  std::vector<float> normed, q, k, v, mixed, gate, up;
+  InputStore codes;
+};
+
+void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int threads) {
+  const int64_t rows = s.rows, queries = s.heads * s.width, others = s.groups * s.width, repeat = s.heads / s.groups;
+  float* normed = Scratch::at_least(rooms.normed, rows * s.hidden);
+  float *q = Scratch::at_least(rooms.q, rows * queries), *k = Scratch::at_least(rooms.k, rows * others),
+        *v = Scratch::at_least(rooms.v, rows * others), *mixed = Scratch::at_least(rooms.mixed, rows * queries),
+        *gate = Scratch::at_least(rooms.gate, rows * s.inner), *up = Scratch::at_least(rooms.up, rows * s.inner);
+#pragma omp parallel num_threads(threads)
+  {
+    Team team;
+    std::vector<float> room(std::max(s.hidden, 2 * s.width)), scores;
+    auto norm = [&](const Norm& n) {
+      team.coded = -1;
+#pragma omp for
+      for (int64_t i = 0; i < rows; i++) norm_row(s.x + i * s.hidden, n, s.hidden, normed + i * s.hidden, room.data());
+    };
+    auto product = [&](const Linear& t, const float* x, const Output& o) { team.product(rooms.codes, x, rows, t, o); };
+    auto adds = [&](const Linear& t) { return Output{s.x, F32, t.bias, true, float(s.residual)}; };
+    for (int64_t l = 0; l < count; l++) {
+      const Layer& layer = all[l];
+      norm(layer.attention_norm);
+      product(layer.q, normed, {q, F32, layer.q.bias});
+      product(layer.k, normed, {k, F32, layer.k.bias});
+      product(layer.v, normed, {v, F32, layer.v.bias});
+#pragma omp barrier
+#pragma omp for collapse(2)
+      for (int64_t i = 0; i < rows; i++)
+        for (int64_t h = 0; h < s.heads + 2 * s.groups; h++) {
+          const bool query = h < s.heads, key = !query && h < s.heads + s.groups;
+          const int64_t g = h - s.heads - (key ? 0 : s.groups);
+          float* one = query ? q + i * queries + h * s.width : (key ? k : v) + i * others + g * s.width;
+          const Norm& n = query ? layer.q_norm : layer.k_norm;
+          if ((query || key) && n.weight) norm_row(one, n, s.width, one, room.data());
+          if ((query || key) && s.cosine)
+            turn(one, s.cosine + i * s.width, s.sine + i * s.width, s.width, room.data());
+          if (query) {
+#pragma omp simd
+            for (int64_t j = 0; j < s.width; j++) one[j] *= float(s.query_scale);
+          } else {
+            const int64_t at = g * s.pages.slots + i * s.pages.sequence + s.slots[i];
+            put_cached(key ? layer.keys : layer.values, at, s.width, one);
+          }
+        }
+#pragma omp for collapse(2) schedule(dynamic)
+      for (int64_t i = 0; i < rows; i++)
+        for (int64_t g = 0; g < s.groups; g++) {
+          const int64_t at = i * queries + g * repeat * s.width;
+          attend(q + at, mixed + at, repeat, s.width, layer.keys, layer.values, s.pages, i, g, layer.window, scores);
+        }
+      team.coded = -1;
+      product(layer.o, mixed, adds(layer.o));
+#pragma omp barrier
+      norm(layer.mlp_norm);
+      if (layer.gate.weight) product(layer.gate, normed, {gate, F32, layer.gate.bias});
+      product(layer.up, normed, {up, F32, layer.up.bias});
+#pragma omp barrier
+#pragma omp for
+      for (int64_t at = 0; at < rows * s.inner; at += 64) {
+        const int64_t end = std::min(rows * s.inner, at + 64);
+        if (layer.gate.weight && s.act == SILU) {
+#pragma omp simd
+          for (int64_t i = at; i < end; i++) up[i] *= gate[i] * sigmoid(gate[i]);
+        } else if (layer.gate.weight) {
+          for (int64_t i = at; i < end; i++) up[i] *= activated(gate[i], s.act);
+        } else {
+          for (int64_t i = at; i < end; i++) up[i] = activated(up[i], s.act);
+        }
+      }
+      team.coded = -1;
+      product(layer.down, up, adds(layer.down));
+#pragma omp barrier
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// y[rows, out] = x[rows, width] · Wᵀ + bias. `kind`: 4 (codes 0 … 15 as Nibbles, rows padded to 32 bytes) or 8 (signed).
+// `group`: inputs that share a scale, a multiple of 32 that divides the width, or the width itself. `zero` in steps of
+// the codes as they are held; null: 8 for nibbles, 0 for bytes. `exact`: inputs are whole numbers up to 32767.
+void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64_t ty, int64_t rows, int64_t exact,
+                      int64_t threads) {
+  static thread_local InputStore held;
+  const Inputs in = held.make(rows, t->width, t->group);
+  const Weight w{static_cast<const uint8_t*>(t->weight), t->scale, t->zero, int(t->type), t->out, t->width / t->group,
+                 t->kind == NIBBLES ? 8.0f : 0.0f};
+  const Output o{y, int(ty), t->bias};
+#pragma omp parallel num_threads(int(threads))
+  {
+    Scratch own;
+    team_code(in, x, int(tx), exact, own);
+    if (t->kind == NIBBLES) team_product<Nibbles>(w, in, o, own);
+    else team_product<Bytes>(w, in, o, own);
+  }
+}
+
+// out[rows, heads, width] (fp32) of queries q (fp32, scaled) over the cache of their sequences.
+void rl_paged_attention(const float* q, float* out, const Cache* keys, const Cache* values, const Pages* pages,
+                        int64_t rows, int64_t heads, int64_t groups, int64_t width, int64_t window, int64_t threads) {
+  const int64_t repeat = heads / groups;
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<float> room;
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (i * heads + g * repeat) * width;
+        attend(q + at, out + at, repeat, width, *keys, *values, *pages, i, g, window, room);
+      }
+  }
+}
+
+// Decoder layers on the newest token of each sequence, in place.
+void rl_decode(const Step* step, const Layer* all, int64_t count, int64_t threads) {
+  static thread_local Rooms rooms;
+  layers(*step, all, count, rooms, int(threads));
+}
+
+}  // extern "C"

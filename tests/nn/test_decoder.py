@@ -1,0 +1,177 @@
+"""All layers in one kernel, against the same model operator by operator."""
+
+from array import array
+
+import pytest
+import torch
+from tests.nn.conftest import CONFIGS
+
+from ridgeline.nn.kernels import native
+from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
+from ridgeline.nn.memory.decoder import Decoder, Pool, find_decoder
+from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, PlainStore, Singles
+from ridgeline.nn.model.attention import Mask, naive_attention
+from ridgeline.nn.model.generate import decode, make_cache, prefill
+from ridgeline.nn.model.init import build
+from ridgeline.nn.quant.packed import Packed
+from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.quantized_kv import KINDS
+from ridgeline.spec.model import ModelSpec
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
+
+BEFORE, BATCH = 9, 3
+OTHERS = {"mixtral", "qwen3_moe", "bert", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4", "t5"}
+"""Families with layers that the kernel does not compute."""
+
+
+def made(name, dtype=torch.float32, **changed):
+    spec = ModelSpec.from_config(CONFIGS[name], name=name).model_copy(update=changed)
+    model = build(spec, torch.device("cpu"), dtype, seed=3).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():  # norms and biases that do something
+        if p.dim() == 1:
+            p.add_(0.2 * torch.randn(p.shape, generator=generator).to(dtype))
+    return model
+
+
+def both(model):
+    """Logits after one more token, by the model and by the kernel, and how far their caches are apart."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.spec.vocab_size, (BATCH, BEFORE + 1), generator=generator)
+    caches = [make_cache(model, BATCH, BEFORE + 2) for _ in range(2)]
+    with torch.inference_mode():
+        for cache in caches:
+            prefill(model, ids[:, :-1], cache)
+        want = decode(model, ids[:, -1], caches[0])
+        x = model.embed(ids[:, -1:], None, None, BEFORE)[:, 0]
+        rope = None if model.rotary is None else model.rotary.tables(None, BEFORE, 1, x.device, x.dtype)
+        held = list(caches[1].values())
+        at = Singles(torch.arange(BATCH), torch.zeros(BATCH, 1, dtype=torch.int32),
+                     torch.full((BATCH,), BEFORE + 1, dtype=torch.int32), BEFORE + 2)  # fmt: skip
+        y = Decoder(model)(x, rope, Pool.contiguous(held), at, torch.full((BATCH,), BEFORE))
+        got = model.head(y if model.norm is None else model.norm(y))
+    apart = max(
+        float((getattr(a, at)[:, :, : BEFORE + 1] - getattr(b, at)[:, :, : BEFORE + 1]).abs().max())
+        for a, b in zip(caches[0].values(), held, strict=True) for at in ("keys", "values")
+    )  # fmt: skip
+    return got, want, apart
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if CONFIGS[n].get("model_type") not in OTHERS])
+def test_every_family_is_computed_or_left_alone(name):
+    model = made(name)
+    if find_decoder(model) is None:
+        pytest.skip("its layers are computed one operator after the other")
+    got, want, apart = both(model)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert apart < 1e-5
+
+
+def test_the_common_families_are_computed():
+    for name in ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "opt", "granite", "phi3"):
+        assert find_decoder(made(name)) is not None, name
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_activations(activation, gated):
+    got, want, _ = both(made("llama", activation=activation, gated=gated))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_in_codes(bits, symmetric):
+    model = made("llama_mha_bias_tied")
+    generator = torch.Generator().manual_seed(2)
+    for parent in [m for block in model.layers.values() for m in (block.attention, block.mlp)]:
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, torch.nn.Linear):
+                out, width = layer.weight.shape
+                codes = torch.randint(1 << bits, (out, width), generator=generator, dtype=torch.int32).to(torch.uint8)
+                zero = None if symmetric else torch.full((out, 1), 1 << (bits - 1), dtype=torch.uint8)
+                packed = Packed(codes, torch.full((out, 1), 2.0**-bits).half(), zero, bits, width)
+                setattr(parent, name, PackedLinear(packed, layer.bias))
+    got, want, _ = both(model)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_16_bit_weights():
+    got, want, _ = both(made("llama", torch.bfloat16))
+    assert float((got - want).float().norm() / want.float().norm()) < 2e-2  # bf16 rounds after every operator
+
+
+def test_what_is_changed_is_not_computed():
+    model = made("llama")
+    model.layers["0"].register_forward_hook(lambda *_: None)
+    assert find_decoder(model) is None
+    model = made("llama")
+    model.layers["1"].mlp.down_proj = torch.nn.Sequential(model.layers["1"].mlp.down_proj)
+    with pytest.raises(ValueError, match="Sequential"):
+        Decoder(model)
+
+
+@pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize("block", [1, 16])
+def test_attention_over_pages(kind, window, block):
+    heads, groups, width, lengths = 6, 2, 24, [1, 40, 130]
+    generator = torch.Generator().manual_seed(4)
+    blocks = -(-max(lengths) // block)
+    table = torch.randperm(3 * blocks, generator=generator).view(3, blocks).int()
+    shape = (1, groups, 3 * blocks * block, width)
+    stores = [KINDS[kind](shape, torch.device("cpu")) if kind else PlainStore(shape, torch.float32, torch.device("cpu"))
+              for _ in range(2)]  # fmt: skip
+    for store in stores:
+        store.write(torch.arange(shape[2]), torch.randn(shape, generator=generator))
+    q = torch.randn(3, heads, width, generator=generator)
+    singles = Singles(torch.arange(3), table, torch.tensor(lengths, dtype=torch.int32), block)
+    got = cpu_paged_attention(q, *stores, singles, window)
+    for b, n in enumerate(lengths):
+        at = torch.arange(max(0, n - window) if window else 0, n)
+        slots = table[b].long()[at // block] * block + at % block
+        k, v = (s.read(slots, torch.float32).repeat_interleave(heads // groups, 1).double() for s in stores)
+        mask = type("Mask", (), {"bias": None})
+        want = naive_attention(q[b][None, :, None].double(), k, v, mask)[0, :, 0]
+        torch.testing.assert_close(got[b].double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_writes_the_codes_that_operators_write(kind, dtype):
+    """The engine's cache after a step by the kernel, and after one operator by operator."""
+    model, layout, block, blocks = made("qwen3", dtype), BatchLayout(), 4, 12
+    spec, pools = model.spec, []
+    generator = torch.Generator().manual_seed(5)
+    past = torch.randn(2, spec.num_kv_heads, 40, spec.head_dim, generator=generator)
+    table = torch.randperm(blocks, generator=generator)[: 2 * 5].view(2, 5).int()
+    at = Singles(torch.arange(2), table, torch.tensor([18, 7], dtype=torch.int32), block)
+    new = torch.tensor(
+        [int(row[(n - 1) // block]) * block + (n - 1) % block for row, n in zip(table, (18, 7), strict=True)]
+    )
+    x = torch.randn(2, spec.hidden_size, generator=generator).to(dtype)
+    assert model.rotary is not None
+    rope = model.rotary.tables(torch.tensor([17, 6]), 0, 1, x.device, dtype)
+    layout.slots, layout.singles, layout.kernel = new, at, cpu_paged_attention
+    layout.pieces = [Piece(i, i + 1, [], False, n, array("i", row.tolist())) for i, (row, n) in
+                     enumerate(zip(table, (18, 7), strict=True))]  # fmt: skip
+    for _ in range(2):
+        shape = (1, spec.num_kv_heads, blocks * block, spec.head_dim)
+        layers = [PagedCache(layout, shape, dtype, x.device, kind) for _ in model.layers]
+        for layer in layers:
+            for store, rows in zip(layer.stores, past, strict=True):
+                store.write(torch.arange(40), rows[None].to(dtype))
+        pools.append(layers)
+    with torch.inference_mode():
+        got = Decoder(model)(x, rope, Pool.paged(pools[0]), at, new)
+        want = x[None]
+        for block_, cache in zip(model.layers.values(), pools[1], strict=True):
+            want = block_(want, Mask(None, False), rope, cache)
+    close = 1e-4 if dtype == torch.float32 else 3e-2
+    assert float((got - want[0]).float().norm() / want.float().norm()) < (close if not kind else max(close, 5e-3))
+    first = [layers[0].stores for layers in pools]  # what later layers store follows inputs that differ by rounding
+    for one, other in zip(*first, strict=True):
+        a, b = (store.read(new, torch.float32) for store in (one, other))
+        far = (a - b).abs() > (1e-5 if dtype == torch.float32 else 3e-2) * (1 + b.abs())
+        assert far.float().mean() <= 0.05, (a, b)  # a value at the edge of two codes
