@@ -22,13 +22,6 @@ constexpr int64_t kChunk = 128;   // logits whose weights are summed together
 constexpr int kBuckets = 1024;    // of candidates by their logits
 constexpr int64_t kSorted = 256;  // candidates that are sorted without buckets
 
-struct Candidate {
-  float x, weight;
-  int32_t id;
-};
-
-inline bool before(const Candidate& a, const Candidate& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); }
-
 inline float weight_of(float x, float peak, float inverse) {
   const float d = (x - peak) * inverse;
   return d < -87.0f ? 0.0f : exponential(d);
@@ -51,10 +44,30 @@ int64_t largest(const float* x, int64_t n, float& peak) {
   return at;
 }
 
+// Entries of a row that may be kept, in the order of the vocabulary.
+struct Candidates {
+  std::vector<float> x, weight;
+  std::vector<int32_t> id;
+  int64_t count = 0;
+
+  void room(int64_t n) {
+    if (int64_t(x.size()) >= n) return;
+    x.resize(n);
+    weight.resize(n);
+    id.resize(n);
+  }
+  double sum() const {
+    double all = 0;
+#pragma omp simd reduction(+ : all)
+    for (int64_t i = 0; i < count; i++) all += weight[i];
+    return all;
+  }
+};
+
 struct Work {
   std::vector<double> sums;
-  std::vector<Candidate> found, edge;
-  std::vector<int32_t> bucket;
+  Candidates found;
+  std::vector<int32_t> bucket, edge;
 };
 
 // Sums of the weights of chunks of a row; returns all of it.
@@ -96,46 +109,54 @@ int64_t draw(const float* x, int64_t n, float peak, float inverse, double unifor
   return last;
 }
 
-// Those within `depth` of the largest, in the order of the vocabulary; returns the sum of their weights.
-double gather(const float* x, int64_t n, float peak, float inverse, float depth, std::vector<Candidate>& found) {
-  const float least = std::isinf(depth) ? kNone : peak - depth / inverse;
-  found.clear();
-  double sum = 0;
+// Those within `depth` of the largest, with their weights.
+void gather(const float* x, int64_t n, float peak, float inverse, float depth, Candidates& found) {
+  const float lowest = -std::numeric_limits<float>::max();
+  const float least = std::isinf(depth) ? lowest : std::max(lowest, peak - depth / inverse);
+  found.room(n + 16);
+  int64_t count = 0;
+  float* values = found.x.data();
+  int32_t* ids = found.id.data();
   for (int64_t at = 0; at < n; at += 16) {
     const int64_t end = std::min(n, at + 16);
     int any = 0;
 #pragma omp simd reduction(| : any)
     for (int64_t i = at; i < end; i++) any |= x[i] >= least;
     if (!any) continue;
-    for (int64_t i = at; i < end; i++)
-      if (x[i] >= least && x[i] > kNone) found.push_back({x[i], 0, int32_t(i)});
+    for (int64_t i = at; i < end; i++) {  // without a branch: overwritten unless it counts
+      values[count] = x[i];
+      ids[count] = int32_t(i);
+      count += x[i] >= least;
+    }
   }
-  const int64_t count = int64_t(found.size());
-  for (int64_t i = 0; i < count; i++) found[i].weight = weight_of(found[i].x, peak, inverse);
-  for (const Candidate& c : found) sum += c.weight;
-  return sum;
+  found.count = count;
+  float* weights = found.weight.data();
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) weights[i] = weight_of(values[i], peak, inverse);
 }
 
-// Cut `found` to its prefix in the order of the logits that has `most` entries or reaches `mass`, whichever is shorter;
-// what is left keeps its order.
+// Cut `found` to its prefix in the order of the logits that has `most` entries or reaches `mass`, whichever is shorter.
 void cut(Work& work, float peak, int64_t most, double mass) {
-  std::vector<Candidate>&found = work.found, &edge = work.edge;
-  const int64_t n = int64_t(found.size());
-  edge.clear();
+  Candidates& found = work.found;
+  std::vector<int32_t>& edge = work.edge;
+  const int64_t n = found.count;
   int64_t count = 0;
   double sum = 0;
+  edge.clear();
   if (n > kSorted) {
     float lowest = peak;
-    for (const Candidate& c : found) lowest = std::min(lowest, c.x);
+#pragma omp simd reduction(min : lowest)
+    for (int64_t i = 0; i < n; i++) lowest = std::min(lowest, found.x[i]);
     const float scale = lowest < peak ? (kBuckets - 1) / (peak - lowest) : 0.0f;
-    work.bucket.resize(n);
+    if (int64_t(work.bucket.size()) < n) work.bucket.resize(n);
+    int32_t* bucket = work.bucket.data();
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) bucket[i] = int32_t((peak - found.x[i]) * scale);
     int64_t counts[kBuckets] = {};
     double masses[kBuckets] = {};
     for (int64_t i = 0; i < n; i++) {
-      const int b = std::min(kBuckets - 1, int((peak - found[i].x) * scale));
-      work.bucket[i] = b;
-      counts[b]++;
-      masses[b] += found[i].weight;
+      counts[bucket[i]]++;
+      masses[bucket[i]] += found.weight[i];
     }
     int b = 0;
     while (b < kBuckets && count + counts[b] < most && sum + masses[b] < mass) {
@@ -144,19 +165,29 @@ void cut(Work& work, float peak, int64_t most, double mass) {
     }
     if (b == kBuckets) return;
     for (int64_t i = 0; i < n; i++)
-      if (work.bucket[i] == b) edge.push_back(found[i]);
+      if (bucket[i] == b) edge.push_back(int32_t(i));
   } else {
-    edge = found;
+    for (int64_t i = 0; i < n; i++) edge.push_back(int32_t(i));
   }
-  std::sort(edge.begin(), edge.end(), before);
+  const float* x = found.x.data();
+  std::sort(edge.begin(), edge.end(), [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); });
   size_t last = 0;
   for (; last + 1 < edge.size(); last++) {
     count++;
-    sum += edge[last].weight;
+    sum += found.weight[edge[last]];
     if (count >= most || sum >= mass) break;
   }
-  const Candidate end = edge[last];
-  found.erase(std::remove_if(found.begin(), found.end(), [&](const Candidate& c) { return before(end, c); }), found.end());
+  const float end = x[edge[last]];
+  const int32_t end_at = edge[last];
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const bool stays = found.x[i] > end || (found.x[i] == end && int32_t(i) <= end_at);
+    found.x[kept] = found.x[i];
+    found.weight[kept] = found.weight[i];
+    found.id[kept] = found.id[i];
+    kept += stays;
+  }
+  found.count = kept;
 }
 
 int64_t choose(const float* x, int64_t n, const Choice& c, Work& work) {
@@ -165,42 +196,32 @@ int64_t choose(const float* x, int64_t n, const Choice& c, Work& work) {
   if (best < 0 || c.temperature <= 0) return best;
   const float inverse = float(1.0 / c.temperature);
   if (!c.top_k && c.top_p >= 1 && c.min_p <= 0) return draw(x, n, peak, inverse, c.uniform, work);
-  std::vector<Candidate>& found = work.found;
+  Candidates& found = work.found;
   const float infinite = std::numeric_limits<float>::infinity();
-  // Without top-k, a nucleus is a share of the whole row.
-  const double whole = !c.top_k && c.top_p < 1 ? weigh(x, n, peak, inverse, work.sums) : 0;
+  // Without top-k, a nucleus is a share of the whole row; with it, of what top-k keeps before min-p.
+  double whole = !c.top_k && c.top_p < 1 ? weigh(x, n, peak, inverse, work.sums) : 0;
   const float within = c.min_p > 0 ? float(-std::log(c.min_p)) : infinite;  // min-p is a distance from the largest
+  const bool counts_all = c.top_k && c.top_p < 1;
   for (float depth = 8;; depth *= 3) {
-    const bool all = depth > 80 || depth >= within;
-    const double sum = gather(x, n, peak, inverse, all ? within : depth, found);
-    if (all || (c.top_k ? int64_t(found.size()) >= c.top_k : sum >= c.top_p * whole)) break;
+    const float most = counts_all ? infinite : within;
+    const bool all = depth > 80 || depth >= most;
+    gather(x, n, peak, inverse, all ? most : depth, found);
+    if (all || (c.top_k ? found.count >= c.top_k : found.sum() >= c.top_p * whole)) break;
   }
-  if (c.top_k && int64_t(found.size()) > c.top_k) cut(work, peak, c.top_k, infinite);
-  if (c.top_p < 1) {
-    double sum = whole;
-    if (c.top_k) {
-      sum = 0;
-      for (const Candidate& one : found) sum += one.weight;
-      if (c.min_p > 0 && int64_t(found.size()) < c.top_k) {  // what min-p removed counts in the share
-        std::vector<Candidate> kept;
-        kept.swap(found);
-        gather(x, n, peak, inverse, infinite, found);
-        if (int64_t(found.size()) > c.top_k) cut(work, peak, c.top_k, infinite);
-        sum = 0;
-        for (const Candidate& one : found) sum += one.weight;
-        found.swap(kept);
-      }
-    }
-    cut(work, peak, std::numeric_limits<int64_t>::max(), c.top_p * sum);
-  }
+  if (c.top_k && found.count > c.top_k) cut(work, peak, c.top_k, infinite);
+  if (counts_all) whole = found.sum();
+  if (c.top_p < 1) cut(work, peak, std::numeric_limits<int64_t>::max(), c.top_p * whole);
+  const float least = std::isinf(within) ? kNone : peak - within / inverse;
   double total = 0, upto = 0;
-  for (const Candidate& one : found) total += one.weight;
+  for (int64_t i = 0; i < found.count; i++) total += found.x[i] >= least ? found.weight[i] : 0.0f;
   const double aim = c.uniform * total;
-  for (const Candidate& one : found) {
-    upto += one.weight;
-    if (upto > aim) return one.id;
+  int64_t last = 0;
+  for (int64_t i = 0; i < found.count; i++) {
+    if (!(found.x[i] >= least)) continue;
+    upto += found.weight[last = i];
+    if (upto > aim) break;
   }
-  return found.back().id;
+  return found.id[last];
 }
 
 }  // namespace
