@@ -26,12 +26,13 @@ from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock, add_then_norm
 from ridgeline.nn.quant.native_codes import NativeCodes
 from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.torch_codes import wide_dtype
 from ridgeline.spec.decode_kernel import ACTIVATIONS, refusal
 from ridgeline.spec.lowbit import FEW_ROWS
 from ridgeline.spec.model import ModelSpec
 
-DENSE_ROWS = 16
-"""Rows up to which dense weights are read faster by our kernel than by a matrix product."""
+DENSE_ROWS, UNITS_ROWS = 16, 8
+"""Rows up to which dense weights are read faster by our kernel than by a matrix product; by matrix units for bf16."""
 
 
 @dataclass
@@ -74,8 +75,9 @@ class Decoder:
         self._held: list[Tensor] = []
         blocks = list(model.layers.values())
         self.layers = (Layer * len(blocks))(*(self._layer(b, spec) for b in blocks))
-        kinds = {int(p.kind) for layer in self.layers for p in _linears(layer)}
-        self.most_rows = FEW_ROWS if 0 not in kinds else DENSE_ROWS
+        dense = {int(p.type) for layer in self.layers for p in _linears(layer) if p.kind == 0}
+        wide = dense - {native.TYPES[torch.float32]} and wide_dtype() is torch.bfloat16
+        self.most_rows = FEW_ROWS if not dense else UNITS_ROWS if wide else DENSE_ROWS
         """Rows up to which this is faster than operator by operator."""
         self._pool: Pool | None = None
 
