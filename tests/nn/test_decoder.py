@@ -97,12 +97,14 @@ def test_weights_in_codes(bits, symmetric):
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
-def test_16_bit_weights():
-    got, want, _ = both(made("llama", torch.bfloat16))
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_16_bit_weights(name):
+    got, want, _ = both(made(name, torch.bfloat16))
     assert float((got - want).float().norm() / want.float().norm()) < 2e-2  # bf16 rounds after every operator
 
 
 def test_what_is_changed_is_not_computed():
+    assert find_decoder(made("llama", torch.float64)) is None
     model = made("llama")
     model.layers["0"].register_forward_hook(lambda *_: None)
     assert find_decoder(model) is None

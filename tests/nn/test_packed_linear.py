@@ -135,6 +135,17 @@ def test_bias_and_shape_and_dtype():
     assert torch.allclose(y.float(), F.linear(x.float(), p.dense(), bias), rtol=3e-2, atol=3e-2)
 
 
+@compiled
+def test_biases_of_16_bits_and_gradients():
+    p, bias = record(64, 64, 8, 32, True), torch.randn(64).bfloat16()
+    x = rows(5, 64)
+    layer = PackedLinear(p, bias)
+    assert torch.allclose(layer(x), F.linear(x, p.dense(), bias.float()), rtol=1e-3, atol=1e-3)
+    x.requires_grad_(True)
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad, p.dense().sum(0).expand(5, -1), rtol=3e-2, atol=3e-2)
+
+
 def test_forms_are_chosen_by_what_kernels_take():
     assert held(64, 128, 4, 128) == "nibbles"
     assert held(64, 128, 8, 32) == held(64, 128, 8, 0) == "bytes"

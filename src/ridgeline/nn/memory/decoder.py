@@ -146,7 +146,7 @@ class Decoder:
             return Linear()
         if type(module) is nn.Linear:
             weight = module.weight
-            if weight.dtype not in native.TYPES:
+            if weight.dtype not in native.TYPES or weight.dtype == torch.float64:
                 raise ValueError(f"a weight of {weight.dtype} is not read by the kernel")
             out, width = weight.shape
             return Linear(0, self._keep(weight), None, None, self._keep(module.bias, torch.float32),
@@ -155,9 +155,11 @@ class Decoder:
         if not isinstance(codes, NativeCodes) or not module.fast or module.input or module.aside is not None:
             raise ValueError(f"a {type(module).__name__} is not computed by the kernel")
         assert isinstance(module, PackedLinear)
-        for t in (codes.codes, codes.scale, codes.zero, module.bias):
+        for t in (codes.codes, codes.scale, codes.zero):
             self._keep(t)
-        return codes.described(module.bias)
+        described = codes.described(None)
+        described.bias = self._keep(module.bias, torch.float32)
+        return described
 
 
 def find_decoder(model: Transformer) -> Decoder | None:

@@ -96,13 +96,15 @@ class NativeCodes(Codes):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See :class:`Codes`."""
-        if few(len(x)) and x.dtype in native.TYPES:
-            return self._call(x.contiguous(), bias, x.dtype, False)
+        if few(len(x)) and x.dtype in native.TYPES and not _differentiated(x):
+            return self._call(x.contiguous(), None if bias is None else bias.float(), x.dtype, False)
         return super().linear(x, bias)
 
     def product(self, x: Tensor) -> Tensor:
         """Few rows by our kernel, and many too, unless the processor has matrix units."""
-        return self._call(x.contiguous(), None, torch.float32, False) if few(len(x)) else self.expanded(x, wide_dtype())
+        if few(len(x)) and not _differentiated(x):
+            return self._call(x.contiguous(), None, torch.float32, False)
+        return self.expanded(x, wide_dtype())
 
     def integer_product(self, q: Tensor) -> Tensor:
         """Whole numbers are the kernel's own."""
@@ -112,6 +114,11 @@ class NativeCodes(Codes):
 def few(rows: int) -> bool:
     """Whether our kernel is the fastest way for this number of rows."""
     return rows <= FEW_ROWS or wide_dtype() is torch.float32
+
+
+def _differentiated(x: Tensor) -> bool:
+    """Whether a gradient will be asked for, which the kernel does not have."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _pairs(codes: Tensor) -> Tensor:
