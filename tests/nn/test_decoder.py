@@ -15,13 +15,14 @@ from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import PackedExperts
 from ridgeline.nn.quant.quantized_kv import KINDS
 from ridgeline.spec.model import ModelSpec
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
 BEFORE, BATCH = 9, 3
-OTHERS = {"mixtral", "qwen3_moe", "bert", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4", "t5"}
+OTHERS = {"bert", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4", "t5"}
 """Families with layers that the kernel does not compute."""
 
 
@@ -69,7 +70,8 @@ def test_every_family_is_computed_or_left_alone(name):
 
 
 def test_the_common_families_are_computed():
-    for name in ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "opt", "granite", "phi3"):
+    for name in ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "opt", "granite", "phi3", "mixtral",
+                 "qwen3_moe"):  # fmt: skip
         assert find_decoder(made(name)) is not None, name
 
 
@@ -95,6 +97,25 @@ def test_weights_in_codes(bits, symmetric):
                 setattr(parent, name, PackedLinear(packed, layer.bias))
     got, want, _ = both(model)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_in_codes(bits):
+    model = made("mixtral", hidden_size=64, intermediate_size=96)
+    generator = torch.Generator().manual_seed(2)
+
+    def packed(out, width):
+        codes = torch.randint(1 << bits, (out, width), generator=generator, dtype=torch.int32).to(torch.uint8)
+        return PackedLinear(Packed(codes, torch.full((out, width // 32), 2.0**-bits).half(), None, bits, 32))
+
+    for block in model.layers.values():
+        count, h, f = model.spec.num_experts, 64, 96
+        lists = [[packed(*shape) for _ in range(count)] for shape in ((f, h), (f, h), (h, f))]
+        block.mlp.experts = PackedExperts("silu", *lists)
+    got, want, _ = both(model)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+    block.mlp.run = lambda experts, rows, counts: experts(rows, counts)
+    assert find_decoder(model) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

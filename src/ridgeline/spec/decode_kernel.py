@@ -14,7 +14,8 @@ _UNDERSTOOD = frozenset({
     "intermediate_size", "max_positions", "norm", "norm_eps", "activation", "gated", "position", "rope_theta",
     "rope_scaling", "position_offset", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tie_embeddings", "final_norm",
     "head", "num_labels", "sliding_window", "token_types", "embedding_norm", "embedding_multiplier",
-    "attention_multiplier", "residual_multiplier", "logits_scaling", "published_parameters", "source",
+    "attention_multiplier", "residual_multiplier", "logits_scaling", "published_parameters", "source", "num_experts",
+    "experts_per_token", "normalize_router", "moe_every",
 })  # fmt: skip
 """Fields of a model that the kernel implements, or that other parts of the model do."""
 OTHER_PARTS = frozenset({

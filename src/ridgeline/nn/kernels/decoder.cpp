@@ -83,8 +83,23 @@ struct Team {
     team_code(in, x, F32, false, own);
     coded = wanted;
   }
+  // The product of `some` rows from `first` of the `rows` that are coded together.
+  void product(InputStore& store, const float* x, int64_t rows, const Linear& t, const Output& o, int64_t first,
+               int64_t some) {
+    read(store, x, rows, t);
+    const Inputs all = in;
+    in.rows = some;
+    in.codes += first * in.steps * kLanes;
+    in.scale += first * in.groups;
+    in.sum += first * in.groups;
+    multiply(x + first * t.width, some, t, o);
+    in = all;
+  }
   void product(InputStore& store, const float* x, int64_t rows, const Linear& t, const Output& o) {
     read(store, x, rows, t);
+    multiply(x, rows, t, o);
+  }
+  void multiply(const float* x, int64_t rows, const Linear& t, const Output& o) {
     if (t.kind == DENSE) {
       if (t.type == F32) return team_dense<F32>(t, x, rows, o);
       return t.type == BF16 ? team_dense<BF16>(t, x, rows, o) : team_dense<F16>(t, x, rows, o);
@@ -302,7 +317,10 @@ enum Act { SILU = 0, GELU_TANH_ACT = 1, GELU = 2, RELU = 3 };
 
 struct Layer {
   Norm attention_norm, mlp_norm, q_norm, k_norm;  // the last two may have no weight
-  Linear q, k, v, o, gate, up, down;              // gate may have no weight
+  Linear q, k, v, o, gate, up, down;              // gate may have no weight; of a mixture, those of one expert's shape
+  Linear router;                                  // of a mixture: [experts, hidden]; without a weight there is none
+  const Linear* experts;                          // gate, up and down of each expert
+  int64_t chosen, normalized;                     // experts of a row; whether their weights sum to 1
   Cache keys, values;
   int64_t window;
 };
@@ -354,17 +372,117 @@ inline float activated(float v, int64_t act) {
   }
 }
 
-struct Rooms {  // shared by a team
-  std::vector<float> normed, q, k, v, mixed, gate, up;
-  InputStore codes;
+// Which rows of a step each expert of a mixture computes.
+struct Routes {
+  std::vector<int64_t> order, first;  // pairs (row · chosen + place) by expert, and where each expert's begin
+  std::vector<int32_t> expert;        // of each pair
+  std::vector<float> weight;          // of each pair
+
+  void choose(const float* logits, int64_t rows, int64_t experts, int64_t chosen, bool normalized) {
+    const int64_t pairs = rows * chosen;
+    order.resize(pairs);
+    expert.resize(pairs);
+    weight.resize(pairs);
+    first.assign(experts + 1, 0);
+    std::vector<float> p(experts);
+    for (int64_t i = 0; i < rows; i++) {
+      const float* x = logits + i * experts;
+      const float peak = *std::max_element(x, x + experts);
+      float all = 0, taken = 0;
+      for (int64_t e = 0; e < experts; e++) all += p[e] = std::exp(x[e] - peak);
+      for (int64_t j = 0; j < chosen; j++) {
+        const int64_t best = std::max_element(p.begin(), p.end()) - p.begin();
+        expert[i * chosen + j] = int32_t(best);
+        taken += weight[i * chosen + j] = p[best] / all;
+        p[best] = -1;
+        first[best + 1]++;
+      }
+      if (normalized)
+        for (int64_t j = 0; j < chosen; j++) weight[i * chosen + j] /= taken;
+    }
+    for (int64_t e = 0; e < experts; e++) first[e + 1] += first[e];
+    std::vector<int64_t> next(first.begin(), first.end() - 1);
+    for (int64_t at = 0; at < pairs; at++) order[next[expert[at]]++] = at;
+  }
 };
+
+struct Rooms {  // shared by a team
+  std::vector<float> normed, q, k, v, mixed, gate, up, logits, gathered, results;
+  InputStore codes;
+  Routes routes;
+};
+
+// By a team: up = act(gate) · up, or act(up) without a gate.
+void activate(const float* gate, float* up, int64_t n, bool gated, int64_t act) {
+#pragma omp for
+  for (int64_t at = 0; at < n; at += 64) {
+    const int64_t end = std::min(n, at + 64);
+    if (gated && act == SILU) {
+#pragma omp simd
+      for (int64_t i = at; i < end; i++) up[i] *= gate[i] * sigmoid(gate[i]);
+    } else if (gated) {
+      for (int64_t i = at; i < end; i++) up[i] *= activated(gate[i], act);
+    } else {
+      for (int64_t i = at; i < end; i++) up[i] = activated(up[i], act);
+    }
+  }
+}
+
+// By a team: a mixture's feed-forward part, added to the residual stream. Each expert's weights are read once.
+void mixture(const Step& s, const Layer& layer, Rooms& rooms, Team& team, const float* normed, float* gate, float* up) {
+  const int64_t experts = layer.router.out, pairs = s.rows * layer.chosen;
+  Routes& routes = rooms.routes;
+#pragma omp single
+  {
+    Scratch::at_least(rooms.logits, s.rows * experts);
+    Scratch::at_least(rooms.gathered, pairs * s.hidden);
+    Scratch::at_least(rooms.results, pairs * s.hidden);
+  }
+  float *logits = rooms.logits.data(), *gathered = rooms.gathered.data(), *results = rooms.results.data();
+  team.product(rooms.codes, normed, s.rows, layer.router, {logits, F32, layer.router.bias});
+#pragma omp barrier
+#pragma omp single
+  routes.choose(logits, s.rows, experts, layer.chosen, layer.normalized);
+#pragma omp for
+  for (int64_t at = 0; at < pairs; at++)
+    std::memcpy(gathered + at * s.hidden, normed + routes.order[at] / layer.chosen * s.hidden, s.hidden * sizeof(float));
+  auto each = [&](int which, const float* x, float* y) {  // one projection of every expert
+    team.coded = -1;
+    for (int64_t e = 0; e < experts; e++) {
+      const int64_t first = routes.first[e], some = routes.first[e + 1] - first;
+      const Linear& t = layer.experts[3 * e + which];
+      if (some) team.product(rooms.codes, x, pairs, t, {y + first * t.out, F32, t.bias}, first, some);
+    }
+  };
+  if (layer.gate.weight) each(0, gathered, gate);
+  each(1, gathered, up);
+#pragma omp barrier
+  activate(gate, up, pairs * s.inner, layer.gate.weight, s.act);
+  each(2, up, results);
+#pragma omp barrier
+  float* weights = Scratch::at_least(team.own.row, pairs);  // in the order of the results
+  std::vector<int64_t> place(pairs);
+  for (int64_t at = 0; at < pairs; at++) place[routes.order[at]] = at;
+  std::copy(routes.weight.begin(), routes.weight.end(), weights);
+#pragma omp for
+  for (int64_t i = 0; i < s.rows; i++)
+    for (int64_t j = 0; j < layer.chosen; j++) {
+      const float factor = weights[i * layer.chosen + j] * float(s.residual);
+      const float* from = results + place[i * layer.chosen + j] * s.hidden;
+#pragma omp simd
+      for (int64_t h = 0; h < s.hidden; h++) s.x[i * s.hidden + h] += factor * from[h];
+    }
+}
 
 void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int threads) {
   const int64_t rows = s.rows, queries = s.heads * s.width, others = s.groups * s.width, repeat = s.heads / s.groups;
   float* normed = Scratch::at_least(rooms.normed, rows * s.hidden);
+  int64_t most = 1;  // experts that compute a row
+  for (int64_t l = 0; l < count; l++) most = std::max(most, all[l].chosen);
   float *q = Scratch::at_least(rooms.q, rows * queries), *k = Scratch::at_least(rooms.k, rows * others),
         *v = Scratch::at_least(rooms.v, rows * others), *mixed = Scratch::at_least(rooms.mixed, rows * queries),
-        *gate = Scratch::at_least(rooms.gate, rows * s.inner), *up = Scratch::at_least(rooms.up, rows * s.inner);
+        *gate = Scratch::at_least(rooms.gate, rows * most * s.inner),
+        *up = Scratch::at_least(rooms.up, rows * most * s.inner);
 #pragma omp parallel num_threads(threads)
   {
     Team team;
@@ -411,21 +529,14 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
       product(layer.o, mixed, adds(layer.o));
 #pragma omp barrier
       norm(layer.mlp_norm);
+      if (layer.router.weight) {
+        mixture(s, layer, rooms, team, normed, gate, up);
+        continue;
+      }
       if (layer.gate.weight) product(layer.gate, normed, {gate, F32, layer.gate.bias});
       product(layer.up, normed, {up, F32, layer.up.bias});
 #pragma omp barrier
-#pragma omp for
-      for (int64_t at = 0; at < rows * s.inner; at += 64) {
-        const int64_t end = std::min(rows * s.inner, at + 64);
-        if (layer.gate.weight && s.act == SILU) {
-#pragma omp simd
-          for (int64_t i = at; i < end; i++) up[i] *= gate[i] * sigmoid(gate[i]);
-        } else if (layer.gate.weight) {
-          for (int64_t i = at; i < end; i++) up[i] *= activated(gate[i], s.act);
-        } else {
-          for (int64_t i = at; i < end; i++) up[i] = activated(up[i], s.act);
-        }
-      }
+      activate(gate, up, rows * s.inner, layer.gate.weight, s.act);
       team.coded = -1;
       product(layer.down, up, adds(layer.down));
 #pragma omp barrier

@@ -137,7 +137,8 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((n, Norm) for n in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down", "router")),
+        *_fields("experts", "chosen normalized"),
         ("keys", Cache), ("values", Cache), ("window", ctypes.c_int64),
     ]  # fmt: skip
 

@@ -8,10 +8,12 @@ Shapes: R rows (sequences), H hidden, G key/value heads, D head dimension.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.nn.kernels import native
@@ -21,11 +23,13 @@ from ridgeline.nn.memory.kv_pool import PagedCache, PlainStore, Singles
 from ridgeline.nn.model.attention import Attention, LayerCache, project
 from ridgeline.nn.model.fused import add_norm, project_merged
 from ridgeline.nn.model.mlp import MLP
+from ridgeline.nn.model.moe import Experts, MoE, run_here
 from ridgeline.nn.model.norm import LayerNorm, RMSNorm
 from ridgeline.nn.model.rotary import Rope
 from ridgeline.nn.model.transformer import Transformer, TransformerBlock, add_then_norm
 from ridgeline.nn.quant.native_codes import NativeCodes
 from ridgeline.nn.quant.packed_linear import PackedLinear
+from ridgeline.nn.quant.packed_model import Dense, PackedExperts
 from ridgeline.nn.quant.torch_codes import wide_dtype
 from ridgeline.spec.decode_kernel import ACTIVATIONS, refusal
 from ridgeline.spec.lowbit import FEW_ROWS
@@ -73,6 +77,7 @@ class Decoder:
             raise ValueError(refusal(spec) or "the compiled kernels are missing")
         self.spec = spec
         self._held: list[Tensor] = []
+        self._experts: list[ctypes.Array[Linear]] = []
         blocks = list(model.layers.values())
         self.layers = (Layer * len(blocks))(*(self._layer(b, spec) for b in blocks))
         dense = {int(p.type) for layer in self.layers for p in _linears(layer) if p.kind == 0}
@@ -108,17 +113,42 @@ class Decoder:
         if type(block) is not TransformerBlock or fused not in (add_then_norm, add_norm):
             raise ValueError("a layer is wrapped or replaced")
         attention, mlp = block.attention, block.mlp
-        plain = type(attention) is Attention and attention.project in (project, project_merged)
-        if not plain or type(mlp) is not MLP:
-            raise ValueError("a layer's attention or feed-forward part is replaced, or it has experts")
+        if type(attention) is not Attention or attention.project not in (project, project_merged):
+            raise ValueError("a layer's attention is replaced")
         for m in block.modules():
             if m._forward_hooks or m._forward_pre_hooks:
                 raise ValueError("a layer has hooks")
         norms = [block.attention_norm, block.mlp_norm, attention.q_norm, attention.k_norm]
-        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj,
-                   mlp.down_proj]  # fmt: skip
-        return Layer(*map(self._norm, norms), *map(self._linear, linears), Cache(), Cache(),
-                     spec.sliding_window or 0)  # fmt: skip
+        heads = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        layer = Layer(*map(self._norm, norms), *map(self._linear, heads))
+        layer.window = spec.sliding_window or 0
+        if type(mlp) is MLP:
+            layer.gate, layer.up, layer.down = map(self._linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        elif type(mlp) is MoE and mlp.run is run_here:
+            self._mixture(layer, mlp)
+        else:
+            raise ValueError("a layer's feed-forward part is replaced")
+        return layer
+
+    def _mixture(self, layer: Layer, mlp: MoE) -> None:
+        """The router and the experts, of whom all have weights of one kind."""
+        found: list[Linear] = []
+        experts = mlp.experts
+        if type(experts) is Experts and experts.linear is F.linear:
+            stacks = (experts.gate_proj, experts.up_proj, experts.down_proj)
+            found = [self._dense(None if t is None else t[e], None) for e in range(mlp.num_experts) for t in stacks]
+        elif isinstance(experts, PackedExperts):
+            lists = (experts.gate_proj, experts.up_proj, experts.down_proj)
+            found = [self._linear(None if m is None else m[e]) for e in range(mlp.num_experts) for m in lists]
+        kinds = {(t.kind, t.group if t.kind else 0, t.out, t.width) for t in found[1::3]}
+        if len(kinds) != 1 or len({(t.kind, t.group) for t in found[2::3]}) != 1:
+            raise ValueError("a mixture's experts are replaced, or of several kinds")
+        layer.router = self._linear(mlp.router)
+        array = (Linear * len(found))(*found)
+        self._experts.append(array)
+        layer.experts = ctypes.cast(array, ctypes.c_void_p)
+        layer.gate, layer.up, layer.down = found[:3]
+        layer.chosen, layer.normalized = mlp.k, mlp.normalize
 
     def _keep(self, t: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
         if t is None:
@@ -141,16 +171,20 @@ class Decoder:
         shift = self._keep(bias, weight.dtype)
         return Norm(self._keep(weight), shift, native.TYPES[weight.dtype], type(module) is LayerNorm, eps)
 
+    def _dense(self, weight: Tensor | None, bias: Tensor | None) -> Linear:
+        if weight is None:
+            return Linear()
+        if weight.dtype not in native.TYPES or weight.dtype == torch.float64:
+            raise ValueError(f"a weight of {weight.dtype} is not read by the kernel")
+        out, width = weight.shape
+        return Linear(0, self._keep(weight), None, None, self._keep(bias, torch.float32), native.TYPES[weight.dtype],
+                      out, width, width)  # fmt: skip
+
     def _linear(self, module: nn.Module | None) -> Linear:
         if module is None:
             return Linear()
-        if type(module) is nn.Linear:
-            weight = module.weight
-            if weight.dtype not in native.TYPES or weight.dtype == torch.float64:
-                raise ValueError(f"a weight of {weight.dtype} is not read by the kernel")
-            out, width = weight.shape
-            return Linear(0, self._keep(weight), None, None, self._keep(module.bias, torch.float32),
-                          native.TYPES[weight.dtype], out, width, width)  # fmt: skip
+        if type(module) is nn.Linear or type(module) is Dense:
+            return self._dense(module.weight, getattr(module, "bias", None))
         codes = module.codes if type(module) is PackedLinear else None
         if not isinstance(codes, NativeCodes) or not module.fast or module.input or module.aside is not None:
             raise ValueError(f"a {type(module).__name__} is not computed by the kernel")
@@ -175,5 +209,5 @@ def _held_types() -> tuple[torch.dtype, ...]:
 
 
 def _linears(layer: Layer) -> list[Linear]:
-    found = [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]
+    found = [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]  # the router is small
     return [p for p in found if p.weight]

@@ -49,6 +49,12 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
 
+def run_here(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
+    """The experts on their sorted rows, on this device."""
+    out: Tensor = experts(rows, counts)
+    return out
+
+
 class MoE(nn.Module):
     """Router, dispatch of every token to its k experts, and the weighted sum of their outputs."""
 
@@ -58,7 +64,7 @@ class MoE(nn.Module):
         self.normalize = spec.normalize_router
         self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=False)
         self.experts = Experts(spec)
-        self.run: Callable[[Experts, Tensor, list[int]], Tensor] = lambda experts, rows, counts: experts(rows, counts)
+        self.run: Callable[[Experts, Tensor, list[int]], Tensor] = run_here
         """Runs the experts on sorted rows: here, or wherever they are held."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
