@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / name for name in ("cpu.cpp", "decoder.cpp", "sampler.cpp")]
-HEADERS = [FOLDER / name for name in ("storage.h", "mathematics.h", "lowbit.h")]
+HEADERS = [FOLDER / name for name in ("storage.h", "mathematics.h", "vectors.h", "lowbit.h", "paged.h")]
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=off")  # fmt: skip
 COMPILE_SECONDS = 120

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -77,6 +78,13 @@ void store(void* into, int type, int64_t at, int64_t n, const C* __restrict from
       return; }
 #endif
   }
+}
+
+// Room that grows, and is kept.
+template <class T>
+T* at_least(std::vector<T>& v, size_t n) {
+  if (v.size() < n) v.resize(n);
+  return v.data();
 }
 
 }  // namespace

@@ -1,0 +1,206 @@
+// Attention over a paged cache of keys and values, plain or in codes, and how a new one is written to it.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "mathematics.h"
+#include "storage.h"
+
+namespace {
+
+enum Store { PLAIN = 0, INT8 = 1, INT4 = 2, FP8 = 3 };
+
+struct Cache {
+  void* rows;              // [G, slots, width] of `type`, or codes [G, slots, width or width / 2]
+  uint16_t* scale;         // fp16 [G, slots, scales]
+  uint16_t* least;         // fp16, the same (INT4)
+  int64_t store, type;     // INT4: `type` is the group that shares a scale
+};
+
+struct Pages {
+  const int32_t* table;    // [rows, blocks]
+  const int32_t* lengths;  // [rows]: tokens of each sequence, the new one included
+  int64_t blocks, block, slots, sequence;  // `sequence`: slots between the sequences of a cache without pages, else 0
+};
+
+float half_to_float(uint16_t h) {
+  float f;
+  load<float>(&h, F16, 0, 1, &f);
+  return f;
+}
+
+float fp8_to_float(uint8_t v) {  // e4m3fn
+  int exponent = (v >> 3) & 15, mantissa = v & 7;
+  float size = exponent ? std::ldexp(1.0f + mantissa / 8.0f, exponent - 7) : std::ldexp(mantissa / 8.0f, -6);
+  if ((v & 127) == 127) size = std::numeric_limits<float>::quiet_NaN();
+  return v & 128 ? -size : size;
+}
+
+struct Fp8Table {
+  float value[256];
+  Fp8Table() {
+    for (int i = 0; i < 256; i++) value[i] = fp8_to_float(uint8_t(i));
+  }
+};
+
+// The key or value in slot `at` of the cache (counted over all heads): in place, or expanded into `buffer`.
+inline const float* cached(const Cache& c, int64_t at, int64_t width, float* buffer) {
+  switch (c.store) {
+    case INT8: {
+      auto p = static_cast<const int8_t*>(c.rows) + at * width;
+      float scale = half_to_float(c.scale[at]);
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) buffer[i] = float(p[i]) * scale;
+      return buffer; }
+    case INT4: {  // two codes a byte: the first half of the row in the low bits; groups of 64 or what divides the width
+      auto p = static_cast<const uint8_t*>(c.rows) + at * (width / 2);
+      const int64_t group = c.type, groups = width / group;
+#pragma omp simd
+      for (int64_t i = 0; i < width / 2; i++) {
+        buffer[i] = float(p[i] & 15);
+        buffer[i + width / 2] = float(p[i] >> 4);
+      }
+      for (int64_t g = 0; g < groups; g++) {
+        float scale = half_to_float(c.scale[at * groups + g]), least = half_to_float(c.least[at * groups + g]);
+#pragma omp simd
+        for (int64_t i = g * group; i < (g + 1) * group; i++) buffer[i] = least + buffer[i] * scale;
+      }
+      return buffer; }
+    case FP8: {
+      static const Fp8Table table;
+      auto p = static_cast<const uint8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) buffer[i] = table.value[p[i]];
+      return buffer; }
+    default:
+      if (c.type == F32) return static_cast<const float*>(c.rows) + at * width;
+      load<float>(c.rows, int(c.type), at * width, width, buffer);
+      return buffer;
+  }
+}
+
+uint16_t half_of(float v) {
+  uint16_t h;
+  store<float>(&h, F16, 0, 1, &v);
+  return h;
+}
+
+uint8_t fp8_of(float v) {  // to the nearest, ties to even; beyond 448 the largest
+  const uint8_t sign = std::signbit(v) ? 128 : 0;
+  if (std::isnan(v)) return sign | 127;
+  const float size = std::min(std::fabs(v), 448.0f);
+  if (size < 0.015625f) return sign | uint8_t(std::nearbyint(size * 512.0f));
+  int exponent;
+  std::frexp(size, &exponent);  // size in [2^(exponent - 1), 2^exponent)
+  const int mantissa = int(std::nearbyint(std::ldexp(size, 4 - exponent)));  // 8 … 16
+  return sign | uint8_t(((exponent + 6) << 3) + mantissa - 8);
+}
+
+float scale_of(float v) { return half_to_float(half_of(std::min(65504.0f, std::max(5.9604645e-8f, v)))); }
+
+inline float code_of(float v, float low, float high) { return std::min(high, std::max(low, std::nearbyint(v))); }
+
+// Write a key or value to slot `at`, as nn/quant/quantized_kv.py does.
+void put_cached(const Cache& c, int64_t at, int64_t width, const float* x) {
+  switch (c.store) {
+    case INT8: {
+      float peak = 0;
+      for (int64_t i = 0; i < width; i++) peak = std::max(peak, std::fabs(x[i]));
+      const float scale = scale_of(peak / 127.0f);
+      auto to = static_cast<int8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) to[i] = int8_t(code_of(x[i] / scale, -127, 127));
+      c.scale[at] = half_of(scale);
+      return; }
+    case INT4: {
+      const int64_t group = c.type, groups = width / group, half = width / 2;
+      auto to = static_cast<uint8_t*>(c.rows) + at * half;
+      std::memset(to, 0, half);
+      for (int64_t g = 0; g < groups; g++) {
+        const float* from = x + g * group;
+        const float lowest = *std::min_element(from, from + group), highest = *std::max_element(from, from + group);
+        const float least = half_to_float(half_of(lowest)), scale = scale_of((highest - least) / 15.0f);
+        for (int64_t i = g * group; i < (g + 1) * group; i++) {
+          const uint8_t code = uint8_t(code_of((x[i] - least) / scale, 0, 15));
+          to[i % half] |= i < half ? code : code << 4;
+        }
+        c.least[at * groups + g] = half_of(least);
+        c.scale[at * groups + g] = half_of(scale);
+      }
+      return; }
+    case FP8: {
+      auto to = static_cast<uint8_t*>(c.rows) + at * width;
+      for (int64_t i = 0; i < width; i++) to[i] = fp8_of(x[i]);
+      return; }
+    default: store<float>(c.rows, int(c.type), at * width, width, x);
+  }
+}
+
+constexpr int64_t kKeys = 32;  // keys whose scores are weighted at a time
+
+// The query heads of one key head of one sequence, [repeat, width], already scaled → out [repeat, width].
+void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cache& keys, const Cache& values,
+            const Pages& p, int64_t row, int64_t head, int64_t window, std::vector<float>& room) {
+  float* buffer = at_least(room, width + repeat * (kKeys + 2));
+  float *scores = buffer + width, *peak = scores + repeat * kKeys, *sum = peak + repeat;
+  const int64_t length = p.lengths[row], first = window && window < length ? length - window : 0;
+  const int32_t* table = p.table + row * p.blocks;
+  const int64_t base = head * p.slots + row * p.sequence;
+  for (int64_t r = 0; r < repeat; r++) {
+    peak[r] = -std::numeric_limits<float>::infinity();
+    sum[r] = 0;
+  }
+  std::memset(out, 0, repeat * width * sizeof(float));
+  for (int64_t start = first; start < length; start += kKeys) {
+    const int64_t n = std::min(kKeys, length - start);
+    int64_t slot[kKeys];
+    for (int64_t i = 0; i < n; i++) slot[i] = base + int64_t(table[(start + i) / p.block]) * p.block + (start + i) % p.block;
+    for (int64_t i = 0; i < n; i++) {
+      const float* k = cached(keys, slot[i], width, buffer);
+      for (int64_t r = 0; r < repeat; r++) {
+        const float* one = q + r * width;
+        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (int64_t j = 0; j < width; j++) dot += one[j] * k[j];
+        scores[r * kKeys + i] = dot;
+      }
+    }
+    for (int64_t r = 0; r < repeat; r++) {
+      float* s = scores + r * kKeys;
+      float higher = peak[r];
+      for (int64_t i = 0; i < n; i++) higher = std::max(higher, s[i]);
+      const float shrink = peak[r] == -std::numeric_limits<float>::infinity() ? 0.0f : std::exp(peak[r] - higher);
+      float added = 0;
+#pragma omp simd reduction(+ : added)
+      for (int64_t i = 0; i < n; i++) {
+        s[i] = s[i] - higher < -87.0f ? 0.0f : exponential(s[i] - higher);
+        added += s[i];
+      }
+      sum[r] = sum[r] * shrink + added;
+      peak[r] = higher;
+      if (shrink != 1.0f) {
+        float* to = out + r * width;
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) to[j] *= shrink;
+      }
+    }
+    for (int64_t i = 0; i < n; i++) {
+      const float* v = cached(values, slot[i], width, buffer);
+      for (int64_t r = 0; r < repeat; r++) {
+        const float weight = scores[r * kKeys + i];
+        float* to = out + r * width;
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) to[j] += weight * v[j];
+      }
+    }
+  }
+  for (int64_t r = 0; r < repeat; r++) {
+    const float inverse = 1.0f / sum[r];
+#pragma omp simd
+    for (int64_t j = 0; j < width; j++) out[r * width + j] *= inverse;
+  }
+}
+
+}  // namespace
