@@ -273,6 +273,8 @@ def test_a_limit_on_goodput_is_the_least_allowed():
 def test_techniques_that_cannot_be_in_a_plan_are_not_silently_left_out():
     with pytest.raises(UserError, match="gptq does not apply to task 'finetune'"):
         replace(TUNED, allow=frozenset({"gptq"}))
+    with pytest.raises(UserError, match="no technique of --only applies to task 'finetune': gptq"):
+        replace(TUNED, only=frozenset({"gptq"}))
     with pytest.raises(UserError, match="lora is both allowed and forbidden"):
         replace(TUNED, allow=frozenset({"lora"}), forbid=frozenset({"lora"}))
     with pytest.raises(UserError, match="lora is in every plan and forbidden"):

@@ -59,6 +59,9 @@ class Question:
             if self.workload.kind not in (tasks := registry()[name].card.tasks):
                 raise UserError(f"{name} does not apply to task {self.workload.kind!r}",
                                 f"it works in: {', '.join(sorted(tasks))}")  # fmt: skip
+        if self.only and not any(self.workload.kind in registry()[name].card.tasks for name in self.only):
+            raise UserError(f"no technique of --only applies to task {self.workload.kind!r}: {', '.join(self.only)}",
+                            "name one that does, or leave --only out")  # fmt: skip
         for call in self.fixed.calls:
             if call.name in self.forbid:
                 raise UserError(f"{call.name} is in every plan and forbidden", "leave out --with or --forbid")

@@ -26,7 +26,7 @@ class Incompatible(UserError):
 def nearest(name: str, choices: Iterable[str], n: int = 3) -> list[str]:
     """The up to ``n`` choices most similar to ``name``, in whole or in one of their words, best first (any case)."""
     by_lower = {choice.lower(): choice for choice in choices}
-    hits = difflib.get_close_matches(name.lower(), by_lower, n=n, cutoff=0.5)
+    hits = difflib.get_close_matches(name.lower(), by_lower, n=n, cutoff=0.55)
     hits += [low for low in by_lower if len(name) > 2 and name.lower() in low and low not in hits]
     words = {word: low for low in reversed(by_lower) for word in re.split(r"[-_./ ]", low) if len(word) > 2}
     close = (words[word] for word in difflib.get_close_matches(name.lower(), words, n=n, cutoff=0.75))
