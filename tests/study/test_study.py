@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import time
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def found(file):
 def cell(found, table, **axes):
     (one,) = (c for c in found.cells if c.table == table and axes.items() <= c.axes.items())
     return one
+
+
+def test_a_worker_that_is_killed_costs_nothing_but_time(file, found, monkeypatch):
+    here, made = os.getpid(), study_run.experiment_of
+
+    def dies(study, table, axes, scale=None):
+        if os.getpid() != here and axes.get("plan") == "z3":
+            os._exit(9)
+        return made(study, table, axes, scale)
+
+    monkeypatch.setattr(study_run, "experiment_of", dies)
+    labels = []
+    again = run_study(load_study(file), file.parent, workers=2, done=labels.append)
+    assert [c.predicted for c in again.cells] == [c.predicted for c in found.cells]
+    assert len(labels) == len(again.cells)
 
 
 def test_a_cell_is_its_experiment(found):

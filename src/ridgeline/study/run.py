@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from multiprocessing import get_context
@@ -107,18 +109,18 @@ def _predicted(
     study: StudyFile, todo: list[PlannedCell], workers: int, scale: StudyScale | None, done: Done | None
 ) -> list[StudyCell]:
     run = partial(predicted_cell, study, scale=scale)
-    cells = []
-    if workers == 1:
-        for place in todo:
-            cells.append(run(place))
-            if done:
-                done(_label(place))
-        return cells
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        for place, cell in zip(todo, pool.map(run, todo, chunksize=4), strict=True):
+    cells: list[StudyCell] = []
+
+    def take(found: Iterable[StudyCell]) -> None:
+        for cell in found:
             cells.append(cell)
             if done:
-                done(_label(place))
+                done(_label(todo[len(cells) - 1]))
+
+    if workers > 1:
+        with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, get_context("fork")) as pool:
+            take(pool.map(run, todo, chunksize=4))
+    take(map(run, todo[len(cells) :]))  # also what a worker that was killed has left
     return cells
 
 
