@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -268,6 +270,20 @@ def test_a_limit_on_goodput_is_the_least_allowed():
     assert search(q, workers=1).best
     assert q.misses({"slo_share": 0.5}) == ["slo_share 0.5 below the limit 0.9"]
     assert q.misses({"slo_share": 0.0}) == ["slo_share 0 below the limit 0.9"]
+
+
+def test_a_worker_that_is_killed_costs_nothing_but_time(monkeypatch):
+    module, here = sys.modules[search.__module__], os.getpid()
+    plans = {str(t.experiment.plan) for t in search(question(), workers=1).best}
+    nodes = module._nodes
+
+    def dies(*args):
+        if os.getpid() != here:
+            os._exit(9)
+        return nodes(*args)
+
+    monkeypatch.setattr(module, "_nodes", dies)
+    assert {str(t.experiment.plan) for t in search(question(), workers=2).best} == plans
 
 
 def test_techniques_that_cannot_be_in_a_plan_are_not_silently_left_out():

@@ -11,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -70,12 +72,15 @@ def search(
     if workers == 1:
         found.merge(run(shapes, progress=progress))
     else:
-        fork = get_context("fork")
-        with ProcessPoolExecutor(workers, fork, share, (fork.Value("d", math.inf),)) as pool:
-            for done, part in enumerate(pool.map(run, [shapes[i::workers] for i in range(workers)]), 1):
+        fork, parts, done = get_context("fork"), [shapes[i::workers] for i in range(workers)], 0
+        shared = (fork.Value("d", math.inf),)
+        with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, fork, share, shared) as pool:
+            for done, part in enumerate(pool.map(run, parts), 1):
                 found.merge(part)
                 if progress:
                     progress(done, workers)
+        for left in parts[done:]:  # what a worker that was killed has left
+            found.merge(run(left))
     answer = Answer(question, found, settled.evidence, settled.without_effect, 0.0)
     if question.training and question.goal != "memory" and answer.best:  # beyond the bound's reach it is incomplete
         limit = SLACK * min(t.weighed(question) for t in answer.best)
