@@ -10,7 +10,7 @@ from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.sampler import Occurred, Sampler
 from ridgeline.serve.sequence import Sequence, SequenceGroup
 
-DRAWS = 6000
+DRAWS = 3000
 
 
 def expected(logits, s):
