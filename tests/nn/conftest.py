@@ -27,6 +27,12 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_GEMMA = {**_LLAMA, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5,
+          "tie_word_embeddings": True}  # fmt: skip
+_NEOX = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": 64, "rotary_pct": 0.5}  # fmt: skip
+_FALCON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "max_position_embeddings": 64}  # fmt: skip
 
 CONFIGS = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -80,6 +86,25 @@ CONFIGS = {
         },
         "pad_token_id": 0,
     },
+    "gemma": {**_LLAMA, "model_type": "gemma", "head_dim": 16, "hidden_act": "gelu_pytorch_tanh",
+              "tie_word_embeddings": True},
+    "gemma2": {**_GEMMA, "model_type": "gemma2", "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 3.0},
+    "gemma3": {**_GEMMA, "model_type": "gemma3_text", "query_pre_attn_scalar": 12, "num_hidden_layers": 3,
+               "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+               "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                                   "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0}}},
+    "olmo2": {**_LLAMA, "model_type": "olmo2", "pad_token_id": 0},
+    "olmo3": {**_LLAMA, "model_type": "olmo3", "pad_token_id": 0, "sliding_window": 5, "num_hidden_layers": 2,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_neox": {**_NEOX, "model_type": "gpt_neox"},
+    "gpt_neox_sequential": {**_NEOX, "model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 1.0},
+    "falcon": {**_FALCON, "model_type": "falcon"},
+    "falcon_grouped": {**_FALCON, "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon_shared": {**_FALCON, "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2,
+                      "num_ln_in_parallel_attn": 1, "bias": True},
+    "bloom": {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4,
+              "seq_length": 64},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "opt": {
         "model_type": "opt",

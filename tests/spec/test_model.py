@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline import catalog
 from ridgeline.spec.errors import UserError
-from ridgeline.spec.huggingface import READERS
+from ridgeline.spec.families import FAMILIES as READERS
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.unsupported import UNLIKE
 
@@ -113,7 +113,7 @@ def test_a_window_counts_only_where_it_is_used():
                 },
                 "max_position_embeddings": 8,
             },
-            ["head_dim 8"],
+            ["8 rotated dimensions"],
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["no key 'low_freq_factor'"]),
     ],

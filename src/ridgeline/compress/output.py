@@ -20,7 +20,7 @@ from torch import Tensor
 from ridgeline.nn.checkpoint.checkpoint import INDEX, SINGLE
 from ridgeline.nn.checkpoint.formats import Format
 from ridgeline.nn.checkpoint.formats.ridgeline import Ridgeline
-from ridgeline.nn.checkpoint.hf_names import NamePair, links
+from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Packed
 from ridgeline.runtime.compress_build import LinearLayer
@@ -207,8 +207,7 @@ def their_tensors(
             if own is None and link.expert is not None:
                 piece = piece[link.expert]
             found.append(piece.t() if link.transpose else piece)
-        part = group[0].part
-        tensors[theirs] = (found[0] if part is None else torch.cat(found, part[3])).to(dtype)
+        tensors[theirs] = joined(found, group[0].part).to(dtype)
     return tensors, stored
 
 

@@ -91,16 +91,15 @@ class Walker:
         for ids, x in zip(torch.split(windows, into.step), into.chunks(), strict=False):  # no windows: no chunks
             x.copy_(self.skeleton.embed(ids, None, None))
 
-    def mask_and_rope(self, x: Tensor) -> tuple[Any, Any]:
-        """Mask and rotary tables for a chunk [windows, seq, hidden]."""
+    def mask_and_rope(self, x: Tensor, windowed: bool) -> tuple[Any, Any]:
+        """Mask and rotary tables for a chunk [windows, seq, hidden], in layers with a sliding window or the others."""
         spec, length = self.skeleton.spec, x.shape[1]
-        mask = make_mask(spec, None, 0, length, False, x.device, x.dtype)
-        rotary = self.skeleton.rotary
-        return mask, None if rotary is None else rotary.tables(None, 0, length, x.device, x.dtype)
+        mask = make_mask(spec, windowed, None, 0, length, False, x.device, x.dtype)
+        return mask, self.skeleton.rope(windowed, None, 0, length, x.device, x.dtype)
 
     def forward(self, block: TransformerBlock, x: Tensor) -> Tensor:
         """Run a whole block on a chunk."""
-        mask, rope = self.mask_and_rope(x)
+        mask, rope = self.mask_and_rope(x, block.windowed)
         out: Tensor = block(x, mask, rope)
         return out
 
@@ -136,12 +135,18 @@ class Walker:
             fold(job)
         self._round(block)
         with torch.no_grad():
-            self._attention(prefix, block, hidden, peaks)
+            # Where the MLP reads the same stream as attention, it still reads it without what attention adds.
+            added = Hidden(*hidden.shape, self.folder, "added") if block.parallel else None
+            self._attention(prefix, block, hidden, peaks, added)
             if isinstance(block.mlp, MoE):
                 assert expert is not None
                 self._experts(prefix, block, hidden, expert)
             else:
                 self._mlp(prefix, block, hidden, peaks)
+            if added is not None:
+                for x, update in zip(hidden.chunks(), added.chunks(), strict=True):
+                    x += update
+                added.close()
         for tune in run.after_block:
             tune(job)
         self._round(block)
@@ -170,7 +175,7 @@ class Walker:
                 if isinstance(block.mlp, MLP):
                     self.forward(block, x)
                 else:
-                    block.attention(block.attention_norm(x), *self.mask_and_rope(x))
+                    block.attention(block.attention_norm(x), *self.mask_and_rope(x, block.windowed))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -187,7 +192,9 @@ class Walker:
         self.observe(block, hidden, visit)
         return {name: peak.value for name, peak in found.items()}
 
-    def _attention(self, prefix: str, block: TransformerBlock, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
+    def _attention(self, prefix: str, block: TransformerBlock, hidden: Hidden, peaks: dict[str, Tensor],
+                   added: Hidden | None) -> None:  # fmt: skip
+        """``added`` takes what attention adds to the hidden states; None: they take it themselves."""
         attention = block.attention
         read = _same if block.post_norm else block.attention_norm
         self._site(f"{prefix}.attention.qkv", attention, ("q_proj", "k_proj", "v_proj"), peaks,
@@ -195,11 +202,16 @@ class Walker:
         mixed = Hidden(*hidden.shape[:2], attention.o_proj.in_features, self.folder, "mixed")
         projection, attention.o_proj = attention.o_proj, nn.Identity()  # type: ignore[assignment]
         for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
-            m.copy_(attention(read(x), *self.mask_and_rope(x)))
+            m.copy_(attention(read(x), *self.mask_and_rope(x, block.windowed)))
         attention.o_proj = projection
         self._site(f"{prefix}.attention.o", attention, ("o_proj",), peaks, mixed.chunks())
+        if added is not None:
+            for y, m in zip(added.chunks(), mixed.chunks(), strict=True):
+                y.copy_(block.attention_update(attention.o_proj(m)))
+            mixed.close()
+            return
         for x, m in zip(hidden.chunks(), mixed.chunks(), strict=True):
-            x += block.scaled(attention.o_proj(m))
+            x += block.attention_update(attention.o_proj(m))
             if block.post_norm:
                 x.copy_(block.attention_norm(x))
         mixed.close()
@@ -207,13 +219,13 @@ class Walker:
     def _mlp(self, prefix: str, block: TransformerBlock, hidden: Hidden, peaks: dict[str, Tensor]) -> None:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
-        read = _same if block.post_norm else block.mlp_norm
+        read = _same if block.post_norm else block.attention_norm if block.shared_norm else block.mlp_norm
         names = ("up_proj",) if mlp.gate_proj is None else ("gate_proj", "up_proj")
         self._site(f"{prefix}.mlp.up", mlp, names, peaks, (read(x) for x in hidden.chunks()))
         self._site(f"{prefix}.mlp.down", mlp, ("down_proj",), peaks,
                    (mlp.expand(mlp, read(x)) for x in hidden.chunks()))  # fmt: skip
         for x in hidden.chunks():
-            x += block.scaled(mlp(read(x)))
+            x += block.mlp_update(mlp(read(x)))
             if block.post_norm:
                 x.copy_(block.mlp_norm(x))
 
@@ -243,7 +255,7 @@ class Walker:
             self._sites([_Visit(f"{w}.down", own, ("down_proj",), iter((x,)), f"{w}.")
                          for w, own, x in zip(where, owns, inner, strict=True)])  # fmt: skip
             for own, x, place in zip(owns, inner, places, strict=True):
-                self._add(hidden, block.scaled(own["down_proj"](x)), routed, place)
+                self._add(hidden, block.mlp_update(own["down_proj"](x)), routed, place)
 
     def _at_once(self, hidden: int, inner: int, matrices: int) -> int:
         """Number of experts that all steps can process together."""

@@ -91,7 +91,8 @@ def _graph(
     g = Graph(blocks, tokens=batch * q_len, length=q_len, dtype=dtype)
     g.sizes = GraphSizes(batch, q_len, kv_len, dtype, training, last_only, windows)
     if m.position == "rope":
-        g.buffers += 2.0 * max(128, 1 << (kv_len - 1).bit_length()) * m.head_dim * 4  # cos and sin tables
+        tables = 1 if m.local_rope_theta is None else 2
+        g.buffers += 2.0 * tables * max(128, 1 << (kv_len - 1).bit_length()) * m.rotated * 4  # cos and sin
     return g
 
 
@@ -151,15 +152,30 @@ def _layer(b: Builder, moe: bool, stack: str) -> Block:
         b.residual("mlp_residual")
         b.norm("mlp_norm", "mlp_sum", h)
         return b.block
-    b.norm("attention_norm", "input", h)
+    if s.parallel_residual:
+        b.norm("attention_norm", "input", h)
+        b.attention("attention", "attention_input")
+        if not s.shared_norm:
+            b.norm("mlp_norm", "input", h)
+        feed("mlp", "attention_input" if s.shared_norm else "mlp_input")
+        b.residual("attention_residual")
+        b.residual("mlp_residual")
+        return b.block
+    if s.input_norms:
+        b.norm("attention_norm", "input", h)
     b.attention("attention", "attention_input")
+    if s.output_norms:
+        b.norm("attention_out_norm", "attention_out", h)
     b.residual("attention_residual")
     if s.is_encoder_decoder and stack == "layers":
         b.norm("cross_norm", "cross_input", h)
         b.attention("cross_attention", "cross_normed", cross=True)
         b.residual("cross_residual")
-    b.norm("mlp_norm", "mlp_sum", h)
+    if s.input_norms:
+        b.norm("mlp_norm", "mlp_sum", h)
     feed("mlp", "mlp_input")
+    if s.output_norms:
+        b.norm("mlp_out_norm", "mlp_out", h)
     b.residual("mlp_residual")
     return b.block
 
@@ -185,6 +201,10 @@ def _head(b: Builder, last_only: bool) -> Block:
     b.linear("head.out", "head", rows, s.vocab_size, h, "head.normed", weight=weight, shared=s.tie_embeddings)
     if s.head == "mlm":
         b.param("head.out.bias", (s.vocab_size,))
+    if s.logits_soft_cap is not None:
+        size = rows * s.vocab_size
+        b.pointwise("head.soft_cap", "head", "activation", size, size, 2 * size, size)
+        b.save("head.capped", size, ["head.soft_cap.bwd"])
     if b.training:
         # The gradient, softmax - onehot, replaces the logits in place: one [rows, V] tensor in total.
         logits = float(rows * s.vocab_size)

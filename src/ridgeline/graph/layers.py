@@ -138,8 +138,9 @@ class Builder:
         self.linear(f"{prefix}.k_proj", m, kv_rows, kv, h, kv_source, bias=s.qkv_bias)
         self.linear(f"{prefix}.v_proj", m, kv_rows, kv, h, kv_source, bias=s.qkv_bias)
         if s.qk_norm:
-            self.norm(f"{prefix}.q_norm", f"{prefix}.q_raw", d, t * s.num_heads, m)
-            self.norm(f"{prefix}.k_norm", f"{prefix}.k_raw", d, t * s.num_kv_heads, m)
+            for part, width, heads in (("q", q, s.num_heads), ("k", kv, s.num_kv_heads)):
+                size, rows = (width, t) if s.joint_qk_norm else (d, t * heads)
+                self.norm(f"{prefix}.{part}_norm", f"{prefix}.{part}_raw", size, rows, m)
         if s.attention_sinks:
             self.param(f"{prefix}.sinks", (s.num_heads,))
         if s.position == "rope":
@@ -153,7 +154,11 @@ class Builder:
         shape = (b * hq, sq, sk, d)
         fwd, bwd = self.block.forward, self.block.backward
         fwd.append(Op(f"{prefix}.scores", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=shape))
-        fwd.append(Op(f"{prefix}.mask", m, "mask", bytes=2 * scores * w, dtype=self.dtype))
+        if s.attention_soft_cap is not None:
+            self.pointwise(f"{prefix}.soft_cap", m, "activation", scores, scores, 2 * scores, scores)
+            self.save(f"{prefix}.capped", scores, [f"{prefix}.soft_cap.bwd"])
+        added = 2 if s.position == "alibi" else 1  # its bias is another addition
+        fwd.append(Op(f"{prefix}.mask", m, "mask", bytes=2 * added * scores * w, dtype=self.dtype))
         drop = (2 * w + 1) * scores if s.dropout else 0.0  # probabilities read and written again, with their mask
         fwd.append(Op(f"{prefix}.softmax", m, "softmax", bytes=2 * scores * w + drop, dtype=self.dtype))
         fwd.append(Op(f"{prefix}.values", m, "bmm", flops=flops, bytes=qk, dtype=self.dtype, shape=(b * hq, sq, d, sk)))

@@ -27,7 +27,9 @@ def find_kernel(device: torch.device, dtype: torch.dtype, kind: str) -> Kernel |
     if device.type == "cuda" and not kind and importlib.util.find_spec("triton") is not None:
         from ridgeline.nn.kernels.paged_attention import paged_decode
 
-        return lambda q, k, v, s, window: paged_decode(q, k.rows[0], v.rows[0], s.table, s.lengths, s.block, window)
+        return lambda q, k, v, s, window, changes: paged_decode(
+            q, k.rows[0], v.rows[0], s.table, s.lengths, s.block, window, changes
+        )
     if device.type == "cpu" and dtype != torch.float64 and native.library() is not None:
         return cpu_paged_attention
     return None
@@ -61,19 +63,22 @@ class Runner:
         self.padded = padded
         self.compute: Forward = self.forward
         """The pass over a step's rows; a technique may put memory of its own around it."""
-        self.layout = BatchLayout(causal=spec.causal, window=spec.sliding_window or 0)
+        window = spec.sliding_window or 0
+        self.layout = BatchLayout(causal=spec.causal, window=window if spec.window_every == 1 else 0)
         shape = (1, kv_heads or spec.num_kv_heads, slots, spec.head_dim)
         self.cache: dict[str, LayerCache] = {
-            name: PagedCache(self.layout, shape, weight.dtype, self.device, kind) for name in model.layers
+            name: PagedCache(self.layout, shape, weight.dtype, self.device, kind, window if block.windowed else 0)
+            for name, block in model.layers.items()
         }
         self.keeps = slots > 0
         self.layout.kernel = find_kernel(self.device, weight.dtype, kind) if self.keeps else None
         self.decoder: Decoder | None = None
         """All layers in one kernel, for steps of one new token for each sequence."""
         self._described: Pool | None = None
-        self._tables: Rope | None = None
-        if model.rotary is not None:  # one table for all sequences: scalings by length take the longest that may come
-            self._tables = model.rotary.tables(None, 0, max_model_len, self.device, weight.dtype)
+        self._tables: dict[bool, Rope | None] = {  # of layers with a window and the others; one for all sequences:
+            kind: model.rope(kind, None, 0, max_model_len, self.device, weight.dtype)  # scalings by length take the
+            for kind in {block.windowed for block in model.layers.values()}  # longest that may come
+        }
 
     def pool(self) -> list[Tensor]:
         """The tensors of the pool, [1, G, slots, ·] each, of all layers."""
@@ -145,14 +150,14 @@ class Runner:
 
     def layers(self, x: Tensor, at: Tensor) -> Tensor:
         """The layers on this rank, [1, T, H] → [1, T, H]."""
-        rope = None if self._tables is None else (self._tables[0][at], self._tables[1][at])
+        ropes = {kind: None if t is None else (t[0][at], t[1][at]) for kind, t in self._tables.items()}
         s = self.layout.singles
         if self.decoder is not None and s is not None and len(s.rows) == x.shape[1] <= self.decoder.most_rows:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
-            return self.decoder(x[0], rope, self._described, s, self.layout.slots)[None]
+            return self.decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
         for name, block in self.model.layers.items():
-            x = block(x, NO_MASK, rope, self.cache[name])
+            x = block(x, NO_MASK, ropes[block.windowed], self.cache[name])
         return x
 
     def norm(self, x: Tensor) -> Tensor:

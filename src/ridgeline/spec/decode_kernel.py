@@ -15,7 +15,7 @@ _UNDERSTOOD = frozenset({
     "rope_scaling", "position_offset", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tie_embeddings", "final_norm",
     "head", "num_labels", "sliding_window", "token_types", "embedding_norm", "embedding_multiplier",
     "attention_multiplier", "residual_multiplier", "logits_scaling", "published_parameters", "source", "num_experts",
-    "experts_per_token", "normalize_router", "moe_every",
+    "experts_per_token", "normalize_router", "moe_every", "window_every", "logits_soft_cap",
 })  # fmt: skip
 """Fields of a model that the kernel implements, or that other parts of the model do."""
 OTHER_PARTS = frozenset({

@@ -27,8 +27,12 @@ Head = Literal["lm", "mlm", "classify"]
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
           "max_positions", "moe_every", "window_every")  # fmt: skip
 
-_LATER = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-"""Fields that a dump leaves out while they are None, so that the ids of experiments stored before them still hold."""
+_POSITIVE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+             "attention_soft_cap", "logits_soft_cap", "local_rope_theta")  # fmt: skip
+"""Numbers that are None or positive."""
+_LATER = (*_POSITIVE, "rotary_dim", "norm_offset", "input_norms", "output_norms", "parallel_residual", "shared_norm",
+          "joint_qk_norm")  # fmt: skip
+"""Fields that a dump leaves out at their defaults, so that the ids of experiments stored before them still hold."""
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Linear layers whose outputs tensor parallelism divides (Megatron's column-parallel layers)."""
@@ -59,8 +63,7 @@ class ModelSpec(BaseModel):
 
     name: str = "custom"
     family: str
-    """llama, mistral, qwen2, qwen3, qwen3_moe, phi3, granite, mixtral, gpt2, opt, bert; spec only: gpt_oss, bloom,
-    t5."""
+    """A ``model_type`` of Hugging Face's configurations: one of :data:`ridgeline.spec.families.FAMILIES`."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -75,6 +78,12 @@ class ModelSpec(BaseModel):
     norm_eps: float = 1e-5
     norm_bias: bool = True
     """Whether a LayerNorm has a bias (MPT's have none)."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms (Gemma: 1)."""
+    input_norms: bool = True
+    """Whether what each sub-layer reads is normalized (OLMo 2: no)."""
+    output_norms: bool = False
+    """Whether what each sub-layer adds to the residual stream is normalized (Gemma 2, OLMo 2)."""
     dropout: float = 0.0
     """Dropout rate on attention probabilities and on the output of each sub-layer (spec only)."""
     activation: Activation = "silu"
@@ -83,6 +92,10 @@ class ModelSpec(BaseModel):
     position: Position = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    """Leading dimensions of each head that are rotated (GPT-NeoX: a quarter); None: all."""
+    local_rope_theta: float | None = None
+    """Base of the unscaled rotary embedding in layers with a sliding window (Gemma 3); None: theirs is that of all."""
     position_offset: int = 0
     """Rows of the learned position table before position 0 (OPT: 2)."""
     relative_buckets: int = 0
@@ -91,10 +104,16 @@ class ModelSpec(BaseModel):
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys (Qwen3)."""
+    joint_qk_norm: bool = False
+    """Whether these norms are over all heads together (OLMo 2)."""
     tie_embeddings: bool = False
     causal: bool = True
     post_norm: bool = False
     """Normalize after each residual addition instead of before each sub-layer (BERT)."""
+    parallel_residual: bool = False
+    """Whether attention and MLP read the same residual stream, and both are added to it (GPT-NeoX, Falcon)."""
+    shared_norm: bool = False
+    """Whether both read it through one norm (Falcon 7B)."""
     token_types: int = 0
     embedding_norm: bool = False
     final_norm: bool = True
@@ -105,9 +124,12 @@ class ModelSpec(BaseModel):
     """Classes of a "classify" head."""
     sliding_window: int | None = None
     window_every: int = 1
-    """The sliding window is in every N-th layer (1: all; 2: layers 0, 2, 4, … as in gpt-oss)."""
+    """With a sliding window: every N-th layer attends to everything nevertheless (Gemma 2, gpt-oss: layers 1, 3, 5, …;
+    Gemma 3: every sixth); 1: none does."""
     attention_sinks: bool = False
     """One learned logit per head that absorbs attention (gpt-oss's sinks)."""
+    attention_soft_cap: float | None = None
+    """Attention scores s become cap · tanh(s / cap) (Gemma 2)."""
     num_experts: int = 0
     experts_per_token: int = 0
     normalize_router: bool = True
@@ -126,6 +148,8 @@ class ModelSpec(BaseModel):
     """Multiplies what each sub-layer adds to the residual stream (Granite); None: 1."""
     logits_scaling: float | None = None
     """Divides the logits (Granite); None: 1."""
+    logits_soft_cap: float | None = None
+    """Logits s become cap · tanh(s / cap) (Gemma 2)."""
     published_parameters: float | None = None
     """Parameter count that the model's authors publish, for the catalog's own check."""
     source: str = ""
@@ -143,12 +167,21 @@ class ModelSpec(BaseModel):
             raise ValueError("a classifier has nothing to tie to the embeddings")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is not in [0, 1)")
-        for field in _LATER:
+        for field in _POSITIVE:
             if (value := getattr(self, field)) is not None and value <= 0:
                 raise ValueError(f"{field} {value} is not positive")
+        rotated = self.rotated
+        if self.position == "rope" and (not 0 < rotated <= self.head_dim or rotated % 2):
+            raise ValueError(f"rotary_dim {rotated} is not an even number up to head_dim {self.head_dim}")
         factors = self.rope_scaling.short_factor if self.rope_scaling else ()
-        if factors and 2 * len(factors) != self.head_dim:
-            raise ValueError(f"{len(factors)} longrope factors are not half of head_dim {self.head_dim}")
+        if factors and 2 * len(factors) != rotated:
+            raise ValueError(f"{len(factors)} longrope factors are not half of {rotated} rotated dimensions")
+        if self.shared_norm and not self.parallel_residual:
+            raise ValueError("shared_norm needs parallel_residual")
+        if self.post_norm and (self.parallel_residual or self.output_norms or not self.input_norms):
+            raise ValueError("post_norm does not go with another place of the norms or of the residual additions")
+        if self.num_experts and (self.output_norms or self.parallel_residual):
+            raise ValueError("a mixture of experts does not go with output_norms or parallel_residual")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
         return self
@@ -156,7 +189,8 @@ class ModelSpec(BaseModel):
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        return {k: v for k, v in fields.items() if k not in _LATER or v is not None}
+        default = type(self).model_fields
+        return {k: v for k, v in fields.items() if k not in _LATER or getattr(self, k) != default[k].default}
 
     def changed(self, **fields: Any) -> ModelSpec:
         """A validated copy with other values in some fields. (``model_copy`` would keep derived counts too.)"""
@@ -175,6 +209,18 @@ class ModelSpec(BaseModel):
         return self.num_kv_heads * self.head_dim
 
     @property
+    def rotated(self) -> int:
+        """Dimensions of each head that rotary embedding rotates."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def score_changes(self) -> tuple[str, ...]:
+        """What attention does to its scores beside masking them, which not every implementation can."""
+        return tuple(name for name, has in (
+            ("ALiBi", self.position == "alibi"), ("soft caps on scores", self.attention_soft_cap is not None),
+            ("attention sinks", self.attention_sinks)) if has)  # fmt: skip
+
+    @property
     def query_scale(self) -> float:
         """What queries are multiplied by before an attention that divides its scores by sqrt(head_dim)."""
         given = self.attention_multiplier
@@ -191,7 +237,7 @@ class ModelSpec(BaseModel):
 
     def is_windowed_layer(self, index: int) -> bool:
         """Whether layer ``index`` attends to at most ``sliding_window`` tokens."""
-        return self.sliding_window is not None and index % self.window_every == 0
+        return self.sliding_window is not None and (self.window_every == 1 or (index + 1) % self.window_every != 0)
 
     @property
     def windowed_layers(self) -> int:
@@ -253,12 +299,22 @@ class ModelSpec(BaseModel):
     def block_parameters(self, index: int, stack: str = "layers") -> Iterator[Parameter]:
         """The parameters of one transformer block of ``stack`` ("layers" or "encoder")."""
         h, block = self.hidden_size, f"{stack}.{index}"
-        yield from self._norm(f"{block}.attention_norm", h, block)
+        if self.input_norms:
+            yield from self._norm(f"{block}.attention_norm", h, block)
         yield from self._attention(f"{block}.attention", block)
+        if self.output_norms:
+            yield from self._norm(f"{block}.attention_out_norm", h, block)
         if self.is_encoder_decoder and stack == "layers":
             yield from self._norm(f"{block}.cross_norm", h, block)
             yield from self._attention(f"{block}.cross_attention", block)
-        yield from self._norm(f"{block}.mlp_norm", h, block)
+        if self.input_norms and not self.shared_norm:
+            yield from self._norm(f"{block}.mlp_norm", h, block)
+        yield from self._feed_forward(index, block)
+        if self.output_norms:
+            yield from self._norm(f"{block}.mlp_out_norm", h, block)
+
+    def _feed_forward(self, index: int, block: str) -> Iterator[Parameter]:
+        h = self.hidden_size
         f = self.intermediate_size
         if self.is_moe_layer(index):
             e = self.num_experts
@@ -284,8 +340,9 @@ class ModelSpec(BaseModel):
         yield from self._linear(f"{prefix}.v_proj", self.kv_size, h, self.qkv_bias, block)
         yield from self._linear(f"{prefix}.o_proj", h, self.q_size, self.out_bias, block)
         if self.qk_norm:
-            yield Parameter(f"{prefix}.q_norm.weight", (self.head_dim,), block)
-            yield Parameter(f"{prefix}.k_norm.weight", (self.head_dim,), block)
+            joint = self.joint_qk_norm
+            yield Parameter(f"{prefix}.q_norm.weight", (self.q_size if joint else self.head_dim,), block)
+            yield Parameter(f"{prefix}.k_norm.weight", (self.kv_size if joint else self.head_dim,), block)
         if self.attention_sinks:
             yield Parameter(f"{prefix}.sinks", (self.num_heads,), block)
 
@@ -308,13 +365,13 @@ class ModelSpec(BaseModel):
 
         Raises :class:`UserError` for an unsupported ``model_type`` or a missing key.
         """
-        from ridgeline.spec.huggingface import READERS
+        from ridgeline.spec.families import FAMILIES
 
         kind = str(config.get("model_type", ""))
-        if kind not in READERS:
-            raise refuse(kind) or unknown("model_type", kind, READERS, "config.json")
+        if kind not in FAMILIES:
+            raise refuse(kind) or unknown("model_type", kind, FAMILIES, "config.json")
         try:
-            return cls(**{"name": name or kind, **READERS[kind](config)})
+            return cls(**{"name": name or kind, **FAMILIES[kind].read(config)})
         except KeyError as e:
             raise UserError(f"config.json of model_type {kind!r} has no key {e.args[0]!r}", "add it") from None
         except ValueError as e:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ridgeline.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from ridgeline.spec.model import ModelSpec
 
 Config = dict[str, Any]
 RopeKind = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
@@ -73,17 +76,22 @@ class RopeScaling(BaseModel):
         return length >= first if self.kind == "dynamic" else self.kind == "longrope" and length == first
 
 
-def read_rope(c: Config) -> Config:
-    """Rotary settings; transformers ≥ 5 nests them in ``rope_parameters``, earlier ones keep two keys."""
+def read_rope(c: Config, partial: bool = False) -> Config:
+    """Rotary settings; transformers ≥ 5 nests them in ``rope_parameters``, earlier ones keep two keys.
+
+    ``partial``: whether the family can rotate a part of each head. Raises :class:`UserError` for what is not supported.
+    """
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     fields: Config = {"rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0)}
-    partial = float(rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0)
-    if partial != 1:
-        raise UserError(
-            f"rotary embedding of {partial:.0%} of each head is not supported", "use a model that rotates all"
-        )
+    share = float(rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0)
+    if share != 1 and not partial:
+        raise UserError(f"rotary embedding of {share:.0%} of each head is not supported in {c.get('model_type')}",
+                        "remove partial_rotary_factor from config.json")  # fmt: skip
+    if share != 1:
+        head = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+        fields["rotary_dim"] = int(head * share)
     kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     if kind == "default":
         return fields
@@ -156,11 +164,13 @@ _READ = {
 }
 
 
-def write_rope(theta: float, s: RopeScaling | None) -> Config:
+def write_rope(spec: ModelSpec) -> Config:
     """The ``rope_parameters`` that :func:`read_rope` reads back to the same."""
+    s = spec.rope_scaling
+    part: Config = {} if spec.rotary_dim is None else {"partial_rotary_factor": spec.rotary_dim / spec.head_dim}
     if s is None:
-        return {"rope_type": "default", "rope_theta": theta}
-    rope: Config = {"rope_type": s.kind, "rope_theta": theta, "factor": s.factor}
+        return {"rope_type": "default", "rope_theta": spec.rope_theta, **part}
+    rope: Config = {"rope_type": s.kind, "rope_theta": spec.rope_theta, "factor": s.factor, **part}
     if s.kind == "llama3":
         rope |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
     if s.kind == "yarn":

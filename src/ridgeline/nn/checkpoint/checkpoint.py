@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.checkpoint.formats import Format, reader
-from ridgeline.nn.checkpoint.hf_names import NamePair, links, spellings, stacked
+from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links, spellings, stacked, whole_shape
 from ridgeline.nn.model.init import allocate, assign
 from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.quant.activation_quant import InputCode
@@ -157,12 +157,15 @@ class _Files:
             if link.part is None:
                 tensor: Tensor = piece[...]
             else:
-                first, count, n, dim = link.part
+                first, count, of, dim, groups = link.part
                 shape = piece.get_shape()
                 cut: list[slice] = [slice(None)] * len(shape)
-                step = shape[dim] // n
-                cut[dim] = slice(first * step, (first + count) * step)
+                step = shape[dim] // (of * groups)
+                if groups == 1:
+                    cut[dim] = slice(first * step, (first + count) * step)
                 tensor = piece[tuple(cut)]
+                if groups > 1:
+                    tensor = tensor.unflatten(0, (groups, of, step))[:, first : first + count].flatten(0, 2)
         except (SafetensorError, OSError) as e:
             raise UserError(f"tensor {name!r} in {self.where[name]} cannot be read: {e}", _AGAIN) from None
         return tensor.t() if link.transpose else tensor
@@ -306,15 +309,11 @@ def _gather(files: _Files, pieces: list[NamePair], shape: tuple[int, ...]) -> Te
                 f"tensor {link.theirs!r} is missing in {files.names_of()}",
                 "check that config.json belongs to these files",
             )
-        wanted = list(shape if link.expert is None else shape[1:])
-        if link.transpose:
-            wanted.reverse()
-        if link.part is not None:
-            wanted[link.part[3]] = wanted[link.part[3]] // link.part[1] * link.part[2]
-        if files.shape(name) != tuple(wanted):
+        wanted = whole_shape(link, shape if link.expert is None else shape[1:])
+        if files.shape(name) != wanted:
             raise UserError(
                 f"tensor {name!r} in {files.where[name]} has shape {list(files.shape(name))}, "
-                f"config.json asks for {wanted}",
+                f"config.json asks for {list(wanted)}",
                 "check that config.json belongs to these files",
             )
         found.append((name, link))
@@ -379,12 +378,8 @@ def _their_tensors(spec: ModelSpec, parameters: dict[str, torch.nn.Parameter]) -
             raise UserError(
                 f"parameter {link.ours!r} has dtype {parameter.dtype}, which is not saved", "cast the model"
             )
-        shape = list(parameter.shape if link.expert is None else parameter.shape[1:])
-        if link.transpose:
-            shape.reverse()
-        if link.part is not None:
-            shape[link.part[3]] = shape[link.part[3]] // link.part[1] * link.part[2]
-        tensors.setdefault(link.theirs, (tuple(shape), parameter.dtype, []))[2].append(link)
+        shape = whole_shape(link, parameter.shape if link.expert is None else parameter.shape[1:])
+        tensors.setdefault(link.theirs, (shape, parameter.dtype, []))[2].append(link)
     return tensors
 
 
@@ -418,9 +413,7 @@ def _join(entry: Entry, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
             tensor = tensor.full_tensor()
         tensor = tensor if link.expert is None else tensor[link.expert]
         pieces.append(tensor.t() if link.transpose else tensor)
-    part = entry[2][0].part
-    joined = pieces[0] if part is None else torch.cat(pieces, part[3])
-    return joined.cpu().contiguous()
+    return joined(pieces, entry[2][0].part).cpu().contiguous()
 
 
 def _write_shard(file: Path, tensors: dict[str, Entry], parameters: dict[str, torch.nn.Parameter]) -> None:

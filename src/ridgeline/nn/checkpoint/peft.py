@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ridgeline.nn.checkpoint.hf_names import links, spellings
+from ridgeline.spec.families.family import Part
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.targets import linears, shortest
@@ -31,11 +32,11 @@ _NOT_READ = ("modules_to_save", "lora_bias", "layer_replication", "target_parame
 
 
 class PeftTensor(NamedTuple):
-    """Location of one of our linear layers in the Hugging Face model: its module, and its rows among all of that
-    module's output, where it is one of several parts."""
+    """Location of one of our linear layers in the Hugging Face model: its module, its rows among all ``whole`` of that
+    module's output, and their number."""
 
     theirs: str
-    first: int
+    rows: Tensor
     height: int
     whole: int
 
@@ -47,10 +48,11 @@ def places(spec: ModelSpec) -> dict[str, PeftTensor]:
     for link in links(spec):
         name = link.ours.removesuffix(".weight")
         if name in known and link.ours.endswith(".weight"):
-            first, count, n, _ = link.part or (0, 1, 1, 0)
+            part = link.part or Part(0, 1, 1)
             height = known[name][0]
-            unit = height // count
-            out[name] = PeftTensor(link.theirs.removesuffix(".weight"), first * unit, height, n * unit)
+            whole = height // part.count * part.of
+            rows = torch.arange(whole).view(part.groups, part.of, -1)[:, part.first : part.first + part.count]
+            out[name] = PeftTensor(link.theirs.removesuffix(".weight"), rows.flatten(), height, whole)
     return out
 
 
@@ -82,8 +84,7 @@ def save_lora(folder: Path, spec: ModelSpec, options: Mapping[str, Any], state: 
             rank = a[0].shape[0]
             joined = b[0].new_zeros(whole, rank * len(names))
             for i, name in enumerate(names):
-                first = where[name].first
-                joined[first : first + len(b[i]), i * rank : (i + 1) * rank] = b[i]
+                joined[where[name].rows, i * rank : (i + 1) * rank] = b[i]
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = torch.cat(a), joined
             ranks[theirs] = len(names)
         if options.get("dora"):
@@ -91,7 +92,10 @@ def save_lora(folder: Path, spec: ModelSpec, options: Mapping[str, Any], state: 
                 together = " and ".join(n.rpartition(".")[2] for n, p in where.items() if p.theirs == theirs)
                 raise UserError(f"DoRA on a part of {theirs} has no form that peft reads",
                                 f"adapt {together} together")  # fmt: skip
-            tensors[f"{key}.lora_magnitude_vector"] = torch.cat([state[f"{n}.lora_m"] for n in names])
+            vector = a[0].new_empty(whole)
+            for name in names:
+                vector[where[name].rows] = state[f"{name}.lora_m"].to(vector.dtype)
+            tensors[f"{key}.lora_magnitude_vector"] = vector
     alpha, rank = float(options["alpha"]), int(options["rank"])
     grow = math.sqrt if options.get("rslora") else float
     one = {} if len(set(ranks.values())) != 1 else {next(iter(ranks)).rpartition(".")[2]: next(iter(ranks.values()))}
@@ -215,8 +219,7 @@ def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dic
         alpha = float(_pattern(config, "alpha_pattern", theirs, config.get("lora_alpha", rank)))
         trained = bool(b.any())
         for name, place in spelled[theirs]:
-            rows = slice(place.first, place.first + place.height)
-            piece = b[rows]
+            piece = b[place.rows]
             used = piece.any(0).nonzero().flatten()
             if (
                 whole > place.height and trained and not dora
@@ -226,7 +229,7 @@ def _ours(folder: Path, spec: ModelSpec, config: Mapping[str, Any], tensors: dic
                 piece, own = piece[:, used], a[used]
             else:
                 own = a
-            row = None if m is None else m.flatten()[rows]
+            row = None if m is None else m.flatten()[place.rows]
             out[name] = _Found(own.clone(), piece.clone(), row, rank, alpha)
     if left:
         raise UserError(f"{folder / TENSORS} holds {next(iter(left))}, which is not read here", "save LoRA alone")

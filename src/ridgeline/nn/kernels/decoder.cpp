@@ -131,6 +131,7 @@ struct Layer {
   int64_t chosen, normalized;                     // experts of a row; whether their weights sum to 1
   Cache keys, values;
   int64_t window;
+  Changes changes;
 };
 
 struct Step {
@@ -331,7 +332,8 @@ void layers(const Step& s, const Layer* all, int64_t count, Rooms& rooms, int th
       for (int64_t i = 0; i < rows; i++)
         for (int64_t g = 0; g < s.groups; g++) {
           const int64_t at = i * queries + g * repeat * s.width;
-          attend(q + at, mixed + at, repeat, s.width, layer.keys, layer.values, s.pages, i, g, layer.window, scores);
+          attend(q + at, mixed + at, repeat, s.width, layer.keys, layer.values, s.pages, i, g, layer.window, layer.changes,
+                 scores);
         }
       team.coded = -1;
       product(layer.o, mixed, adds(layer.o));
@@ -377,7 +379,8 @@ void rl_lowbit_linear(const Linear* t, const void* x, int64_t tx, void* y, int64
 
 // out[rows, heads, width] (fp32) of queries q (fp32, scaled) over the cache of their sequences.
 void rl_paged_attention(const float* q, float* out, const Cache* keys, const Cache* values, const Pages* pages,
-                        int64_t rows, int64_t heads, int64_t groups, int64_t width, int64_t window, int64_t threads) {
+                        int64_t rows, int64_t heads, int64_t groups, int64_t width, int64_t window,
+                        const Changes* changes, int64_t threads) {
   const int64_t repeat = heads / groups;
 #pragma omp parallel num_threads(int(threads))
   {
@@ -386,7 +389,7 @@ void rl_paged_attention(const float* q, float* out, const Cache* keys, const Cac
     for (int64_t i = 0; i < rows; i++)
       for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (i * heads + g * repeat) * width;
-        attend(q + at, out + at, repeat, width, *keys, *values, *pages, i, g, window, room);
+        attend(q + at, out + at, repeat, width, *keys, *values, *pages, i, g, window, *changes, room);
       }
   }
 }

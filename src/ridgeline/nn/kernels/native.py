@@ -132,6 +132,12 @@ class Pages(ctypes.Structure):
     _fields_ = _fields("table lengths", "blocks block slots sequence")
 
 
+class Changes(ctypes.Structure):
+    """What attention does to its scores: ALiBi's slopes and sinks (fp32 [heads] or null), a soft cap (0: none)."""
+
+    _fields_ = _fields("slopes sinks", "", "cap")
+
+
 class Layer(ctypes.Structure):
     """A decoder layer."""
 
@@ -140,6 +146,7 @@ class Layer(ctypes.Structure):
         *((n, Linear) for n in ("q", "k", "v", "o", "gate", "up", "down", "router")),
         *_fields("experts", "chosen normalized"),
         ("keys", Cache), ("values", Cache), ("window", ctypes.c_int64),
+        ("changes", Changes),
     ]  # fmt: skip
 
 
@@ -168,13 +175,15 @@ def lowbit_linear(t: Linear, x: Tensor, y: Tensor, exact: bool) -> None:
     found.rl_lowbit_linear(t, x.data_ptr(), TYPES[x.dtype], y.data_ptr(), TYPES[y.dtype], x.shape[0], exact, threads)
 
 
-def paged_attention(q: Tensor, keys: Cache, values: Cache, pages: Pages, groups: int, window: int) -> Tensor:
+def paged_attention(
+    q: Tensor, keys: Cache, values: Cache, pages: Pages, groups: int, window: int, changes: Changes
+) -> Tensor:
     """Attention of ``q`` [B, H, D] (fp32, contiguous, scaled) over the cache → [B, H, D]."""
     found = library()
     assert found is not None
     out = torch.empty_like(q)
     found.rl_paged_attention(q.data_ptr(), out.data_ptr(), keys, values, pages, q.shape[0], q.shape[1], groups,
-                             q.shape[2], window, torch.get_num_threads())  # fmt: skip
+                             q.shape[2], window, changes, torch.get_num_threads())  # fmt: skip
     return out
 
 

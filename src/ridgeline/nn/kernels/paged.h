@@ -140,17 +140,25 @@ void put_cached(const Cache& c, int64_t at, int64_t width, const float* x) {
 
 constexpr int64_t kKeys = 32;  // keys whose scores are weighted at a time
 
+// What a model's attention does to its scores beside scaling and masking them, as ScoreChanges of nn/model/attention.py.
+struct Changes {
+  const float* slopes;  // [heads] of ALiBi, or null
+  const float* sinks;   // [heads]: the score of one more key without a value, or null
+  double cap;           // of soft caps; 0: none
+};
+
 // The query heads of one key head of one sequence, [repeat, width], already scaled → out [repeat, width].
 void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cache& keys, const Cache& values,
-            const Pages& p, int64_t row, int64_t head, int64_t window, std::vector<float>& room) {
+            const Pages& p, int64_t row, int64_t head, int64_t window, const Changes& changes,
+            std::vector<float>& room) {
   float* buffer = at_least(room, width + repeat * (kKeys + 2));
   float *scores = buffer + width, *peak = scores + repeat * kKeys, *sum = peak + repeat;
   const int64_t length = p.lengths[row], first = window && window < length ? length - window : 0;
   const int32_t* table = p.table + row * p.blocks;
   const int64_t base = head * p.slots + row * p.sequence;
   for (int64_t r = 0; r < repeat; r++) {
-    peak[r] = -std::numeric_limits<float>::infinity();
-    sum[r] = 0;
+    peak[r] = changes.sinks ? changes.sinks[head * repeat + r] : -std::numeric_limits<float>::infinity();
+    sum[r] = changes.sinks ? 1.0f : 0.0f;
   }
   std::memset(out, 0, repeat * width * sizeof(float));
   for (int64_t start = first; start < length; start += kKeys) {
@@ -169,6 +177,12 @@ void attend(const float* q, float* out, int64_t repeat, int64_t width, const Cac
     }
     for (int64_t r = 0; r < repeat; r++) {
       float* s = scores + r * kKeys;
+      if (changes.cap > 0)
+        for (int64_t i = 0; i < n; i++) s[i] = float(changes.cap) * std::tanh(s[i] / float(changes.cap));
+      if (changes.slopes) {
+        const float slope = changes.slopes[head * repeat + r];
+        for (int64_t i = 0; i < n; i++) s[i] += slope * float(start + i + 1 - length);
+      }
       float higher = peak[r];
       for (int64_t i = 0; i < n; i++) higher = std::max(higher, s[i]);
       const float shrink = peak[r] == -std::numeric_limits<float>::infinity() ? 0.0f : std::exp(peak[r] - higher);

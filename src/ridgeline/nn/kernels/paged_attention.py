@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.nn.model.attention import ScoreChanges
+
 TILE = 64
 """Keys of one step of a program."""
 _PROGRAMS = 264
@@ -22,8 +24,8 @@ _PROGRAMS = 264
 
 
 @triton.jit
-def _part(q, k, v, table, lengths, acc, stats, slots, blocks, groups, repeat, window, part, splits, scale,
-          BLOCK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
+def _part(q, k, v, table, lengths, acc, stats, slopes, sinks, slots, blocks, groups, repeat, window, part, splits, scale,
+          cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
           TILE: tl.constexpr):  # fmt: skip
     """Attention of one sequence's heads of one group over keys ``part * i`` to ``part * (i + 1)``."""
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -36,6 +38,12 @@ def _part(q, k, v, table, lengths, acc, stats, slots, blocks, groups, repeat, wi
     query = tl.load(q + at, mine[:, None] & inside[None, :], other=0.0).to(tl.float32) * scale
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
+    if SINKS:  # one more key, without a value, in the first part
+        sink = tl.load(sinks + g * repeat + heads, mine, other=0.0)
+        peak = tl.where(s == 0, sink, peak)
+        total = tl.where(s == 0, 1.0, total)
+    if SLOPES:
+        slope = tl.load(slopes + g * repeat + heads, mine, other=0.0)
     out = tl.zeros([HEADS, PADDED], tl.float32)
     for start in range(first // TILE * TILE, last, TILE):
         n = start + tl.arange(0, TILE)
@@ -46,6 +54,12 @@ def _part(q, k, v, table, lengths, acc, stats, slots, blocks, groups, repeat, wi
         both = visible[:, None] & inside[None, :]
         keys = tl.load(k + place, both, other=0.0).to(tl.float32)
         scores = tl.sum(query[:, None, :] * keys[None, :, :], 2)
+        if CAPPED:
+            turned = tl.exp(-2.0 * tl.abs(scores) / cap)
+            size = cap * (1.0 - turned) / (1.0 + turned)
+            scores = tl.where(scores < 0, -size, size)
+        if SLOPES:
+            scores += slope[:, None] * (n + 1 - length)[None, :].to(tl.float32)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - higher))
@@ -76,12 +90,13 @@ def _merge(acc, stats, out, splits, WIDTH: tl.constexpr, PADDED: tl.constexpr, S
 
 
 def paged_decode(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, block: int, window: int = 0
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, block: int, window: int = 0,
+    changes: ScoreChanges | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of ``q`` [B, H, D] over the pool ``keys`` and ``values`` [G, slots, D] → [B, H, D].
 
     ``table`` [B, blocks] int32 names each sequence's blocks of ``block`` slots, ``lengths`` [B] int32 its tokens;
-    ``window``: newest tokens that are seen, 0: all.
+    ``window``: newest tokens that are seen, 0: all. ``changes``: what happens to scores.
     """
     batch, heads, width = q.shape
     groups, slots, _ = keys.shape
@@ -93,9 +108,13 @@ def paged_decode(
     stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     padded, repeat = triton.next_power_of_2(width), heads // groups
+    changes = changes or ScoreChanges(None, None, None)
+    slopes = out if changes.slopes is None else torch.tensor(changes.slopes, dtype=torch.float32, device=q.device)
+    sinks = out if changes.sinks is None else changes.sinks.float().contiguous()
     _part[batch, groups, splits](
-        q.contiguous(), keys, values, table, lengths, acc, stats, slots, table.shape[1], groups, repeat,
-        window or 2**30, part, splits, width**-0.5, BLOCK=block, WIDTH=width, PADDED=padded,
+        q.contiguous(), keys, values, table, lengths, acc, stats, slopes, sinks, slots, table.shape[1], groups, repeat,
+        window or 2**30, part, splits, width**-0.5, changes.soft_cap or 1.0, CAPPED=changes.soft_cap is not None,
+        SLOPES=changes.slopes is not None, SINKS=changes.sinks is not None, BLOCK=block, WIDTH=width, PADDED=padded,
         HEADS=triton.next_power_of_2(repeat), TILE=TILE,
     )  # fmt: skip
     _merge[(batch * heads,)](acc, stats, out, splits, WIDTH=width, PADDED=padded, SPLITS=triton.next_power_of_2(splits))

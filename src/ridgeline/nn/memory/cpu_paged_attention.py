@@ -7,19 +7,31 @@ from torch import Tensor
 
 from ridgeline.nn.kernels import native
 from ridgeline.nn.memory.kv_pool import PlainStore, Singles
+from ridgeline.nn.model.attention import ScoreChanges
 from ridgeline.nn.quant.quantized_kv import ByteCodes, Codes, NibbleCodes
 
 
-def cpu_paged_attention(q: Tensor, keys: PlainStore | Codes, values: PlainStore | Codes, s: Singles,
-                        window: int) -> Tensor:  # fmt: skip
+def cpu_paged_attention(q: Tensor, keys: PlainStore | Codes, values: PlainStore | Codes, s: Singles, window: int,
+                        changes: ScoreChanges | None) -> Tensor:  # fmt: skip
     """Attention of ``q`` [B, H, D] over the pages of its sequences → [B, H, D]."""
     held = keys.rows if isinstance(keys, PlainStore) else keys.codes
     groups, slots = held.shape[1], held.shape[2]
     pages = native.Pages(s.table.data_ptr(), s.lengths.data_ptr(), s.table.shape[1], s.block, slots, 0)
     scaled = q.to(torch.float32, memory_format=torch.contiguous_format) * q.shape[2] ** -0.5
-    return native.paged_attention(scaled.contiguous(), described(keys), described(values), pages, groups, window).to(
-        q.dtype
-    )
+    given, _held = described_changes(changes)
+    found = described(keys), described(values)
+    return native.paged_attention(scaled.contiguous(), *found, pages, groups, window, given).to(q.dtype)
+
+
+def described_changes(changes: ScoreChanges | None) -> tuple[native.Changes, list[Tensor]]:
+    """What the kernels do to scores, and the tensors that it points to."""
+    if changes is None:
+        return native.Changes(None, None, 0.0), []
+    slopes = None if changes.slopes is None else torch.tensor(changes.slopes, dtype=torch.float32)
+    sinks = None if changes.sinks is None else changes.sinks.detach().float().contiguous()
+    held = [t for t in (slopes, sinks) if t is not None]
+    first, second = (None if t is None else t.data_ptr() for t in (slopes, sinks))
+    return native.Changes(first, second, changes.soft_cap or 0.0), held
 
 
 def described(store: PlainStore | Codes) -> native.Cache:

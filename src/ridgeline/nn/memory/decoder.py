@@ -121,7 +121,7 @@ class Decoder:
         norms = [block.attention_norm, block.mlp_norm, attention.q_norm, attention.k_norm]
         heads = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
         layer = Layer(*map(self._norm, norms), *map(self._linear, heads))
-        layer.window = spec.sliding_window or 0
+        layer.window = spec.sliding_window if block.windowed and spec.sliding_window else 0
         if type(mlp) is MLP:
             layer.gate, layer.up, layer.down = map(self._linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         elif type(mlp) is MoE and mlp.run is run_here:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, computable, fused
+from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, ScoreChanges, computable, flash_attention, fused
 from ridgeline.nn.quant.quantized_kv import KINDS, At
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -88,8 +88,9 @@ class Singles:
     block: int
 
 
-Kernel = Callable[[Tensor, Any, Any, Singles, int], Tensor]
-"""Attention of queries [B, H, D] over two stores, of keys and of values: (queries, keys, values, sequences, window)."""
+Kernel = Callable[[Tensor, Any, Any, Singles, int, ScoreChanges | None], Tensor]
+"""Attention of queries [B, H, D] over two stores, of keys and of values: (queries, keys, values, sequences, window,
+changes of scores)."""
 
 
 def singles(pieces: list[Piece], block: int, device: torch.device) -> Singles | None:
@@ -117,7 +118,7 @@ class BatchLayout:
     kernel: Kernel | None = None
     causal: bool = True
     window: int = 0
-    """Number of newest tokens that a token attends to; 0: all. Extents are cut to it for a single new token."""
+    """Number of newest tokens that a token attends to in every layer, to which extents are cut; 0: all."""
     outside: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Entered by each layer's attention, the only part whose operators depend on the batch."""
     real: Tensor | None = None
@@ -128,10 +129,12 @@ class PagedCache(LayerCache):
     """A layer's part of the pool. ``layout`` describes the current step; the engine changes it in place."""
 
     def __init__(
-        self, layout: BatchLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = ""
-    ) -> None:
-        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 for a quantized cache."""
-        self.layout = layout
+        self, layout: BatchLayout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: str = "",
+        window: int = 0,
+    ) -> None:  # fmt: skip
+        """``shape``: [1, G, slots, D]; ``kind``: fp8, int8 or int4 for a quantized cache; ``window``: number of newest
+        tokens that a token attends to in this layer, 0: all."""
+        self.layout, self.window = layout, window
         self.length = 0
         make = KINDS[kind] if kind else lambda s, d: PlainStore(s, dtype, d)
         self.stores = [make(shape, device) for _ in range(2)]
@@ -140,20 +143,21 @@ class PagedCache(LayerCache):
         """``q`` [1, H, T, D], ``k`` and ``v`` [1, G, T, D] of a packed step → [1, H, T, D]; each sequence attends only
         to itself.
 
-        ``backend`` and ``mask`` are ignored: the layout determines what is attended to.
+        ``backend`` is ignored, and of ``mask`` all but what happens to scores: the layout determines what is attended
+        to.
         """
-        layout = self.layout
+        layout, changes = self.layout, mask.changes
         with layout.outside:
             if layout.real is None:
-                return self._packed(q, k, v)
+                return self._packed(q, k, v, changes)
             if not layout.causal:
                 return _padded(q, k, v, layout.real)
             real = layout.real.flatten()
             out = torch.zeros_like(q)
-            out[:, :, real] = self._packed(*(t[:, :, real] for t in (q, k, v)))
+            out[:, :, real] = self._packed(q[:, :, real], k[:, :, real], v[:, :, real], changes)
             return out
 
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, changes: ScoreChanges | None) -> Tensor:
         layout = self.layout
         if len(layout.slots):
             for store, new in zip(self.stores, (k, v), strict=True):
@@ -166,15 +170,16 @@ class PagedCache(LayerCache):
         at_once = layout.singles is not None
         if layout.singles is not None and layout.kernel is not None:
             s, (keys, values) = layout.singles, self.stores
-            out[s.rows] = layout.kernel(q[0].transpose(0, 1)[s.rows], keys, values, s, layout.window)
+            out[s.rows] = layout.kernel(q[0].transpose(0, 1)[s.rows], keys, values, s, self.window, changes)
         for piece in layout.pieces:
             n, rows = piece.stop - piece.start, slice(piece.start, piece.stop)
             if n == 1 and not piece.own:
                 if at_once:
                     continue
-                out[rows] = self._decode(q[:, :, rows], piece)
+                out[rows] = self._decode(q[:, :, rows], piece, changes)
             else:
-                out[rows] = self._chunk(q[:, :, rows], k[:, :, rows], v[:, :, rows], piece)[0].transpose(0, 1)
+                found = self._chunk(q[:, :, rows], k[:, :, rows], v[:, :, rows], piece, changes)
+                out[rows] = found[0].transpose(0, 1)
         return out.transpose(0, 1)[None]
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -205,8 +210,15 @@ class PagedCache(LayerCache):
             parts.append((self.stores[0].read(slots, dtype), self.stores[1].read(slots, dtype)))
         return parts
 
-    def _decode(self, q: Tensor, piece: Piece) -> Tensor:
+    def _decode(self, q: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """One new token, [1, H, 1, D] → [1, H, D]: heads that share a key head are the queries of one head."""
+        held = sum(n for _, n in piece.extents)
+        if changes is not None or (self.window and self.window < held):
+            past = [self._read(extent, q.dtype) for extent in piece.extents]
+            keys, values = (torch.cat([pair[i] for pair in past], 2) for i in range(2))
+            cut = held - self.window if self.window and self.window < held else 0
+            mask = Mask(None, False, changes=changes)
+            return flash_attention(q, keys[:, :, cut:], values[:, :, cut:], mask)[:, :, 0]
         heads, width = q.shape[1], q.shape[3]
         q = q.reshape(1, self._groups, heads // self._groups, width)
         past = self._past(piece, q.dtype)
@@ -220,25 +232,33 @@ class PagedCache(LayerCache):
         rows: Tensor = store.rows if isinstance(store, PlainStore) else store.codes
         return rows.shape[1]
 
-    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
         """Several new tokens: all attend to earlier tokens, and each to new ones up to itself."""
         layout = self.layout
-        if layout.window and layout.window < piece.stop - piece.start + sum(n for _, n in piece.extents):
-            return self._windowed(q, k, v, piece)
+        total = piece.stop - piece.start + sum(n for _, n in piece.extents)
+        if changes is not None or (self.window and self.window < total):
+            return self._masked(q, k, v, piece, changes)
         if not piece.extents:
             return fused(q, k, v, causal=layout.causal, grouped=k.shape[1] < q.shape[1])
         parts = [attend(q, *pair) for pair in self._past(piece, q.dtype)]
         return merge([*parts, attend(q, k, v, causal=True)])
 
-    def _windowed(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Tensor:
-        """A sliding window cuts through the chunk: older tokens are gathered, and a mask applies the window."""
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, changes: ScoreChanges | None) -> Tensor:
+        """A sliding window cuts through the chunk, or scores are changed: older tokens are gathered, and a mask applies
+        the window and causality."""
         past = [self._read(extent, q.dtype) for extent in piece.extents]
         keys = torch.cat([*(p[0] for p in past), k], 2)
         values = torch.cat([*(p[1] for p in past), v], 2)
         at = torch.arange(keys.shape[2], device=q.device)
         query = at[-q.shape[2] :, None]
-        visible = (at <= query) & (at > query - self.layout.window)
-        return fused(q, keys, values, visible, grouped=k.shape[1] < q.shape[1])
+        visible = at <= query if self.layout.causal else (at >= 0).expand(len(query), -1)
+        if self.window:
+            visible = visible & (at > query - self.window)
+        if changes is None:
+            return fused(q, keys, values, visible, grouped=k.shape[1] < q.shape[1])
+        bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+        bias = bias.masked_fill_(~visible, torch.finfo(q.dtype).min / 2)
+        return flash_attention(q, keys, values, Mask(bias, False, changes=changes))
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:

@@ -13,11 +13,31 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.nn.model.rotary import Rope, rotate
+from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.model import ModelSpec
+
+
+class ScoreChanges(NamedTuple):
+    """What a model's attention does to its scores beside scaling and masking them."""
+
+    soft_cap: float | None
+    """Scores s become cap · tanh(s / cap), before anything is added (arXiv:2408.00118, section 2)."""
+    slopes: tuple[float, ...] | None
+    """ALiBi: head h adds slope h · (position of the key - that of the last key); constants per row do not matter."""
+    sinks: Tensor | None
+    """[H]: one more score in each head's softmax, of a key without a value (arXiv:2508.10925)."""
+
+    def bias(self, total: int, like: Tensor) -> Tensor | None:
+        """ALiBi's bias [H, 1, T] of ``total`` keys."""
+        if self.slopes is None:
+            return None
+        far = torch.arange(1 - total, 1, dtype=like.dtype, device=like.device)
+        return torch.tensor(self.slopes, dtype=like.dtype, device=like.device)[:, None, None] * far
 
 
 class Mask(NamedTuple):
@@ -27,6 +47,7 @@ class Mask(NamedTuple):
     bias: Tensor | None  # [S, T] or [B, 1, S, T]
     causal: bool
     documents: Tensor | None = None  # [B, whole sequence]
+    changes: ScoreChanges | None = None  # beside the mask, where the model has any
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,7 @@ def plain_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 def make_mask(
     spec: ModelSpec,
+    windowed: bool,
     padding: Tensor | None,
     start: int,
     length: int,
@@ -83,13 +105,14 @@ def make_mask(
     dtype: torch.dtype,
     documents: Tensor | None = None,
 ) -> Mask:
-    """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
+    """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``, in layers with a sliding window
+    (``windowed``) or the others.
 
     ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number. No
     tensor is made where a flag says it all.
     """
     total = start + length
-    window = spec.sliding_window if spec.sliding_window and total > spec.sliding_window else None
+    window = spec.sliding_window if windowed and spec.sliding_window and total > spec.sliding_window else None
     causal = spec.causal and length > 1  # a single, last query sees every key anyway
     if padding is None and window is None and documents is None:
         if not causal:
@@ -118,9 +141,18 @@ def probabilities(q: Tensor, k: Tensor, mask: Mask, dtype: torch.dtype) -> Tenso
     # Query heads that share a key head are stacked as more rows of one product, so keys are never repeated.
     q = (q * width**-0.5).reshape(batch, groups, -1, width)
     scores = torch.matmul(q, k.transpose(-1, -2)).view(batch, heads, length, total)
+    changes = mask.changes
+    if changes is not None:
+        if changes.soft_cap is not None:
+            scores = torch.tanh(scores / changes.soft_cap) * changes.soft_cap
+        if (slopes := changes.bias(total, scores)) is not None:
+            scores = scores + slopes
     if mask.bias is not None:
         scores = scores + mask.bias
-    return scores.softmax(-1, dtype=_softmax_dtype(scores)).to(dtype)
+    if changes is None or changes.sinks is None:
+        return scores.softmax(-1, dtype=_softmax_dtype(scores)).to(dtype)
+    sinks = changes.sinks.to(scores.dtype)[:, None, None].expand(batch, -1, length, 1)
+    return torch.cat((scores, sinks), -1).softmax(-1, dtype=_softmax_dtype(scores))[..., :-1].to(dtype)
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -164,11 +196,61 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """PyTorch's fused attention (flash or memory-efficient kernels): no score matrix (arXiv:2205.14135)."""
     batch, heads, length, width = q.shape
     groups = k.shape[1]
+    if mask.changes is not None:
+        return _flash_changed(q, k, v, mask, mask.changes)
     if length == 1 and groups < heads and (mask.bias is None or mask.bias.dim() == 2):
         # Decoding: the heads that share a key head become the queries of one head; keys are read once.
         q = q.reshape(batch, groups, heads // groups, width)
         return fused(q, k, v, mask.bias).reshape(batch, heads, 1, width)
     return fused(q, k, v, mask.bias, mask.causal, groups < heads)
+
+
+def _flash_changed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, changes: ScoreChanges) -> Tensor:
+    """Fused attention with ALiBi as a bias, and sinks as the score of one more key whose value is zero. It has no soft
+    caps: those need the score matrix."""
+    if changes.soft_cap is not None:
+        return _blocked(q, k, v, _whole(mask, q, k))
+    length, total = q.shape[2], k.shape[2]
+    bias = _whole(mask, q, k).bias
+    bias = q.new_zeros(length, total) if bias is None else bias.to(q.dtype)
+    if (slopes := changes.bias(total, q)) is not None:
+        bias = bias + slopes
+    if changes.sinks is not None:
+        heads, pad = q.shape[1], (0, 0, 0, 1)
+        bias = bias.expand(*bias.shape[:-3], heads, length, total) if bias.dim() > 2 else bias.expand(heads, -1, -1)
+        sinks = changes.sinks.to(q.dtype)[:, None, None].expand(*bias.shape[:-1], 1)
+        bias, k, v = torch.cat((bias, sinks), -1), F.pad(k, pad), F.pad(v, pad)
+    bias = bias if bias.dim() == 4 else bias[None]
+    return fused(q, k, v, bias.expand(q.shape[0], q.shape[1], -1, -1), grouped=k.shape[1] < q.shape[1])
+
+
+_ROWS = 128
+"""Queries of a block."""
+
+
+def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attention by its definition over blocks of queries, whose scores are computed again in backward."""
+    parts = []
+    for start in range(0, q.shape[2], _ROWS):
+        rows = slice(start, start + _ROWS)
+        bias = mask.bias
+        own = mask if bias is None else mask._replace(bias=bias[..., rows, :] if bias.shape[-2] > 1 else bias)
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(naive_attention, q[:, :, rows], k, v, own, use_reentrant=False))
+        else:
+            parts.append(naive_attention(q[:, :, rows], k, v, own))
+    return torch.cat(parts, 2)
+
+
+def _whole(mask: Mask, q: Tensor, k: Tensor) -> Mask:
+    """The mask with causality as a bias."""
+    if not mask.causal:
+        return mask
+    length, total = q.shape[2], k.shape[2]
+    seen = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
+    bias = torch.zeros(length, total, dtype=q.dtype, device=q.device)
+    bias = bias.masked_fill_(~seen, torch.finfo(q.dtype).min / 2)
+    return mask._replace(bias=bias if mask.bias is None else bias + mask.bias, causal=False)
 
 
 BACKENDS: dict[str, AttentionBackend] = {
@@ -188,13 +270,26 @@ def project(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[Tensor,
     """Queries [B, S, H, D], keys and values [B, S, G, D] of ``x`` [B, S, hidden], with rotary embedding applied."""
     # -1: under tensor parallelism a rank holds only its share of the heads.
     shape = (*x.shape[:2], -1, attention.head_dim)
-    q, k = attention.q_proj(x).view(shape), attention.k_proj(x).view(shape)
+    q, k = attention.q_proj(x), attention.k_proj(x)
     v = attention.v_proj(x).view(shape)
-    if attention.q_norm is not None and attention.k_norm is not None:
-        q, k = attention.q_norm(q), attention.k_norm(k)
+    if attention.q_norm is None or attention.k_norm is None:
+        q, k = q.view(shape), k.view(shape)
+    elif attention.joint_norm:
+        q, k = attention.q_norm(q).view(shape), attention.k_norm(k).view(shape)
+    else:
+        q, k = attention.q_norm(q.view(shape)), attention.k_norm(k.view(shape))
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     return (q if attention.query_scale == 1 else q * attention.query_scale), k, v
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head (arXiv:2108.12409, section 3): a geometric sequence for a power of two of them, and
+    every second one of the next power's where there are more."""
+    power = 1 << (heads.bit_length() - 1)
+    first = 2.0 ** (-8.0 / power)
+    between = 2.0 ** (-4.0 / power)
+    return tuple(first**i for i in range(1, power + 1)) + tuple(between**i for i in range(1, 2 * (heads - power), 2))
 
 
 class Attention(nn.Module):
@@ -209,15 +304,27 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(h, spec.kv_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(h, spec.kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_size, h, bias=spec.out_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.joint_norm = spec.joint_qk_norm
+        sizes = (spec.q_size, spec.kv_size) if spec.joint_qk_norm else (spec.head_dim, spec.head_dim)
+        self.q_norm = RMSNorm(sizes[0], spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
+        self.k_norm = RMSNorm(sizes[1], spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
+        self.soft_cap = spec.attention_soft_cap
+        self.slopes = alibi_slopes(spec.num_heads) if spec.position == "alibi" else None
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.attention_sinks else None
         self.project = project
         """Computes queries, keys and values; a technique may replace it by one merged product."""
+
+    def changes(self) -> ScoreChanges:
+        """What this layer does to its scores, for the heads on this rank."""
+        sinks = None if self.sinks is None else local(self.sinks)
+        return ScoreChanges(self.soft_cap, self.slopes, sinks)
 
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, hidden] → [B, S, hidden]."""
         batch, length, _ = x.shape
         q, k, v = (t.transpose(1, 2) for t in self.project(self, x, rope))
+        if self.soft_cap is not None or self.slopes is not None or self.sinks is not None:
+            mask = mask._replace(changes=self.changes())
         if cache is None:
             out = self.backend.function(q, k, v, mask)
         else:

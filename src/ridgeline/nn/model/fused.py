@@ -63,7 +63,8 @@ class _Bound:
 def _fits(x: Tensor, module: nn.Module) -> bool:
     weight, bias = module.weight, getattr(module, "bias", None)
     return (
-        usable(x, weight, bias)  # type: ignore[arg-type]
+        not getattr(module, "offset", 0)
+        and usable(x, weight, bias)  # type: ignore[arg-type]
         and x.shape[-1] == weight.shape[0]  # type: ignore[index]
         and (bias is None or bias.dtype == weight.dtype)
     )
@@ -105,7 +106,7 @@ def fused_naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, columns: 
     batch, heads, length, width = q.shape
     groups, total = k.shape[1], k.shape[2]
     bias = mask.bias
-    if not usable(q, k, v, bias) or (bias is not None and bias.dim() != 2):
+    if mask.changes is not None or not usable(q, k, v, bias) or (bias is not None and bias.dim() != 2):
         return naive_attention(q, k, v, mask)
     rows = q.reshape(batch * groups, -1, width)
     keys, values = k.reshape(-1, total, width), v.reshape(-1, total, width)
@@ -174,7 +175,7 @@ def project_merged(attention: Attention, x: Tensor, rope: Rope | None) -> tuple[
     """:func:`~ridgeline.nn.model.attention.project` by one product, whose result is rotated in place."""
     parts: list[nn.Module] = [attention.q_proj, attention.k_proj, attention.v_proj]
     found = _merged(x, parts)
-    if found is None:
+    if found is None or (rope is not None and rope[0].shape[-1] < attention.head_dim):
         return project(attention, x, rope)
     merged, bias = found
     tensors = [*(p.weight for p in parts), *(p.bias for p in parts)]
@@ -221,7 +222,7 @@ def chunked_token_loss(
     x, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if isinstance(head, MLMHead):
         x = head.norm(head.activation(head.dense(x)))
-    elif not isinstance(head, LMHead):
+    elif not isinstance(head, LMHead) or head.soft_cap is not None:
         return token_loss(hidden, head, labels)
     elif head.scaling != 1:
         x = x / head.scaling

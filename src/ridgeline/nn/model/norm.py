@@ -68,15 +68,18 @@ class RMSNorm(nn.Module):
     Under autocast the result comes in the autocast dtype, so that the linears that read it don't cast it each again.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        """``offset`` is added to the weight, in float32 (Gemma)."""
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
         out_dtype = compute_dtype(x)
         weight = local(self.weight)
+        if self.offset:
+            weight = _wide(weight) + self.offset
         if x.is_cuda and x.dtype == weight.dtype:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
             return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
@@ -97,4 +100,6 @@ class LayerNorm(nn.LayerNorm):
 
 def make_norm(spec: ModelSpec, size: int) -> nn.Module:
     """The norm that ``spec`` names, over ``size`` elements."""
-    return (RMSNorm if spec.norm == "rmsnorm" else LayerNorm)(size, eps=spec.norm_eps)
+    if spec.norm == "rmsnorm":
+        return RMSNorm(size, spec.norm_eps, spec.norm_offset)
+    return LayerNorm(size, eps=spec.norm_eps)

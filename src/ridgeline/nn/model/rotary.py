@@ -13,7 +13,8 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.rope import RopeScaling
 
 Rope = tuple[Tensor, Tensor]
-"""(cos, signed sin), each [S, 1, D], or [B, S, 1, D] where every sequence has its own positions."""
+"""(cos, signed sin), each [S, 1, R], or [B, S, 1, R] where every sequence has its own positions; R ≤ D dimensions of
+each head are rotated."""
 
 
 class Rotary:
@@ -23,7 +24,10 @@ class Rotary:
     device, moved, cast or copied needs no special handling. They are computed on first use, per device and dtype.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, windowed: bool = False) -> None:
+        """``windowed``: for layers with a sliding window, where they have a base of their own."""
+        if windowed and spec.local_rope_theta is not None:
+            spec = spec.model_copy(update={"rope_theta": spec.local_rope_theta, "rope_scaling": None})
         self._spec = spec
         self._tables: dict[tuple[torch.device, torch.dtype], Rope] = {}
 
@@ -32,12 +36,12 @@ class Rotary:
         return [t for pair in self._tables.values() for t in pair]
 
     def inverse_frequencies(self, device: torch.device, length: int = 0) -> Tensor:
-        """Angles per position, [D/2] float32, in a sequence of ``length`` positions (0: within the original ones)."""
+        """Angles per position, [R/2] float32 for R rotated dimensions, in a sequence of ``length`` positions (0: within the original ones)."""
         spec, s = self._spec, self._spec.rope_scaling
-        exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+        exponent = torch.arange(0, spec.rotated, 2, dtype=torch.float32, device=device) / spec.rotated
         if s is not None and s.kind == "dynamic" and length > s.original_max_positions:
             grown = s.factor * length / s.original_max_positions - (s.factor - 1)
-            base = spec.rope_theta * math.pow(grown, spec.head_dim / (spec.head_dim - 2))
+            base = spec.rope_theta * math.pow(grown, spec.rotated / (spec.rotated - 2))
             return 1.0 / base**exponent
         frequency = 1.0 / spec.rope_theta**exponent
         if s is None or s.kind == "dynamic":
@@ -91,7 +95,7 @@ def _kept(spec: ModelSpec, s: RopeScaling, frequency: Tensor) -> Tensor:
     if s.kind == "llama3":  # a linear blend in the turns that a frequency makes within the original positions
         turns = s.original_max_positions * frequency / (2 * math.pi)
         return ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
-    d = spec.head_dim  # yarn: a linear blend in the dimension, between those that make beta_fast and beta_slow turns
+    d = spec.rotated  # yarn: a linear blend in the dimension, between those that make beta_fast and beta_slow turns
     low, high = (
         d * math.log(s.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
         for turns in (s.beta_fast, s.beta_slow)
@@ -127,7 +131,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate ``x`` [B, S, heads, D] by the angles of ``rope``."""
+    """Rotate the first R dimensions of ``x`` [B, S, heads, D] by the angles of ``rope``."""
+    part = rope[0].shape[-1]
+    if part < x.shape[-1]:
+        return torch.cat((rotate(x[..., :part], rope), x[..., part:]), -1)
     if not torch.is_grad_enabled():  # fewer operators than _turn, for a little more memory
         cos, sin = rope
         return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)

@@ -82,15 +82,23 @@ def add_then_norm(x: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, T
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention and feed-forward, each with its residual, normalized before (or, in BERT, after)."""
+    """One layer: attention and feed-forward, each with its residual.
+
+    Normalized is what each reads, what each adds (``output_norms``), or the sum (BERT's ``post_norm``).
+    """
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
-        self.post_norm = spec.post_norm
+        h = spec.hidden_size
+        self.windowed = spec.is_windowed_layer(index)
+        self.post_norm, self.parallel, self.shared_norm = spec.post_norm, spec.parallel_residual, spec.shared_norm
         self.multiplier = spec.residual_multiplier or 1.0
-        self.attention_norm = make_norm(spec, spec.hidden_size)
+        reads = spec.input_norms or spec.post_norm
+        self.attention_norm = make_norm(spec, h) if reads else nn.Identity()
         self.attention = Attention(spec)
-        self.mlp_norm = make_norm(spec, spec.hidden_size)
+        self.attention_out_norm = make_norm(spec, h) if spec.output_norms else None
+        self.mlp_norm = make_norm(spec, h) if reads and not spec.shared_norm else nn.Identity()
+        self.mlp_out_norm = make_norm(spec, h) if spec.output_norms else None
         self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
         self.add_norm: AddNorm = add_then_norm
         """A residual addition and the norm that reads it; a technique may replace it by a fused kernel."""
@@ -98,16 +106,30 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, H] → [B, S, H]."""
         if self.post_norm:
-            x = self.add_norm(x, self.scaled(self.attention(x, mask, rope, cache)), self.attention_norm)[1]
-            return self.add_norm(x, self.scaled(self.mlp(x)), self.mlp_norm)[1]
-        update = self.scaled(self.attention(self.attention_norm(x), mask, rope, cache))
-        x, normed = self.add_norm(x, update, self.mlp_norm)
-        out: Tensor = x + self.scaled(self.mlp(normed))
+            x = self.add_norm(x, self.attention_update(self.attention(x, mask, rope, cache)), self.attention_norm)[1]
+            return self.add_norm(x, self.mlp_update(self.mlp(x)), self.mlp_norm)[1]
+        read = self.attention_norm(x)
+        update = self.attention_update(self.attention(read, mask, rope, cache))
+        if self.parallel:
+            normed = read if self.shared_norm else self.mlp_norm(x)
+            x = x + update
+        else:
+            x, normed = self.add_norm(x, update, self.mlp_norm)
+        out: Tensor = x + self.mlp_update(self.mlp(normed))
         return out
 
-    def scaled(self, update: Tensor) -> Tensor:
-        """What a sub-layer's output adds to the residual stream."""
-        return update if self.multiplier == 1 else update * self.multiplier
+    def attention_update(self, out: Tensor) -> Tensor:
+        """What the attention's output adds to the residual stream."""
+        return self._update(out, self.attention_out_norm)
+
+    def mlp_update(self, out: Tensor) -> Tensor:
+        """What the feed-forward layer's output adds to the residual stream."""
+        return self._update(out, self.mlp_out_norm)
+
+    def _update(self, out: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is not None:
+            out = norm(out)
+        return out if self.multiplier == 1 else out * self.multiplier
 
 
 class LMHead(nn.Module):
@@ -115,13 +137,14 @@ class LMHead(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.scaling = spec.logits_scaling or 1.0
+        self.scaling, self.soft_cap = spec.logits_scaling or 1.0, spec.logits_soft_cap
         self.out = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of ``x`` [..., H]."""
         logits: Tensor = self.out(x)
-        return logits if self.scaling == 1 else logits / self.scaling
+        logits = logits if self.scaling == 1 else logits / self.scaling
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
 
 class MLMHead(nn.Module):
@@ -169,10 +192,10 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         require_twin(spec)
-        if spec.position == "alibi" or spec.dropout or not spec.norm_bias:
+        if spec.dropout or not spec.norm_bias:
             raise UserError(
-                f"model {spec.name!r} has ALiBi, dropout or a norm without bias: it can be predicted, not run",
-                "run a model with dropout = 0, norm_bias = true and position rope or learned",
+                f"model {spec.name!r} has dropout or a norm without bias: it can be predicted, not run",
+                "run a model with dropout = 0 and norm_bias = true",
             )
         self.spec = spec
         self.embed: InputEmbedding | None = InputEmbedding(spec)
@@ -180,6 +203,8 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = make_norm(spec, spec.hidden_size) if spec.final_norm else None
         self.head: LMHead | MLMHead | ClassifyHead | None = HEADS[spec.head](spec)
         self.rotary = Rotary(spec) if spec.position == "rope" else None
+        self.local_rotary = Rotary(spec, windowed=True) if self.rotary and spec.local_rope_theta is not None else None
+        """The rotary embedding of layers with a sliding window, where it is another one."""
         self.sequence_parts = 1
         """Number of ranks over which the incoming hidden states (in a model without ``embed``) divide the sequence."""
         self.cache_of: CacheOf = plain_cache
@@ -190,6 +215,14 @@ class Transformer(nn.Module):
         """Make a tied head share the embedding's parameter. Needed again after anything that replaces parameters."""
         if self.spec.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.out.weight = self.embed.tokens.weight
+
+    def rope(
+        self, windowed: bool, positions: Tensor | None, start: int, length: int, device: torch.device,
+        dtype: torch.dtype,
+    ) -> Rope | None:  # fmt: skip
+        """Rotary tables of the layers with a sliding window, or of the others; arguments as :meth:`Rotary.tables`."""
+        rotary = self.local_rotary if windowed and self.local_rotary is not None else self.rotary
+        return None if rotary is None else rotary.tables(positions, start, length, device, dtype)
 
     def set_attention(self, backend: str | AttentionBackend) -> None:
         """Compute attention with ``backend``: "naive", "flash", or one of your own."""
@@ -230,11 +263,14 @@ class Transformer(nn.Module):
         padding = None if attention_mask is None else attention_mask.bool()
         own = documents if self.backend.separates else None
         separate = None if self.backend.separates else documents
-        mask = make_mask(self.spec, padding, start, length, self.backend.wants_bias, device, dtype, separate)
-        mask = mask._replace(documents=own)
-        rope = None if self.rotary is None else self.rotary.tables(positions, start, length, device, dtype)
+        wants = self.backend.wants_bias
+        kinds: dict[bool, tuple[Mask, Rope | None]] = {}
         for name, block in self.layers.items():
-            x = block(x, mask, rope, None if cache is None else cache[name])
+            if (kind := block.windowed) not in kinds:
+                mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate)
+                rope = self.rope(kind, positions, start, length, device, dtype)
+                kinds[kind] = mask._replace(documents=own), rope
+            x = block(x, *kinds[kind], None if cache is None else cache[name])
         if self.norm is not None:
             x = self.norm(x)
         return x if return_hidden or self.head is None else self.head(x)

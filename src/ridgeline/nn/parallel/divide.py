@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ridgeline.nn.adapters.lora_linear import LoRALinear
+from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.loss import IGNORE
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.transformer import InputEmbedding, MLMHead, Transformer
@@ -99,6 +100,11 @@ class Divider:
                 for leaf, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
                     self.place(child.experts, leaf, Shard(dim))
                 continue
+            if isinstance(child, Attention):
+                self.place(child, "sinks", Shard(0))
+                if child.slopes is not None:
+                    each = len(child.slopes) // self.group.size()
+                    child.slopes = child.slopes[self.group.rank() * each :][:each]
             for leaf, module in child.named_children():
                 if leaf in COLUMN:
                     self.column(module)

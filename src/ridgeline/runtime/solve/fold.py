@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.model.mlp import MLP
+from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.nn.model.transformer import TransformerBlock
 
 
@@ -33,7 +34,10 @@ def unfoldable(block: TransformerBlock, site: str) -> str:
     if site.startswith("mlp") and not isinstance(mlp, MLP):
         return "the norm before a mixture is read by its router too, and its experts are not available here"
     if site in ("attention.qkv", "mlp.up"):
-        return "no norm stands before it" if block.post_norm else ""
+        if block.shared_norm:
+            return "the norm before it is read by attention and MLP"
+        none = block.post_norm or isinstance(block.attention_norm, nn.Identity)
+        return "no norm stands before it" if none else ""
     if site == "attention.o":
         shared = block.attention.v_proj.out_features != block.attention.o_proj.in_features
         return "query heads share value channels" if shared else ""
@@ -63,7 +67,9 @@ def sources(block: TransformerBlock, site: str) -> list[Tensor]:
 def fold(block: TransformerBlock, site: str, scale: Tensor) -> None:
     """Divide the site's input by ``scale`` [in] > 0 and multiply what reads it. The site must be foldable."""
     assert not unfoldable(block, site)
+    norm = block.attention_norm if site == "attention.qkv" else block.mlp_norm if site == "mlp.up" else None
+    offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
     for source in sources(block, site):
-        source.div_(scale if source.dim() == 1 else scale.unsqueeze(1))
+        source.add_(offset).div_(scale if source.dim() == 1 else scale.unsqueeze(1)).sub_(offset)
     for linear in readers(block, site):
         linear.weight.mul_(scale)

@@ -1,0 +1,25 @@
+"""One file for each model family: Hugging Face's ``config.json`` to a ModelSpec and back, and the names of tensors."""
+
+from ridgeline.spec.families import (
+    bert,
+    bloom,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    opt,
+    phi3,
+    qwen,
+    t5,
+)
+from ridgeline.spec.families.family import Family
+
+_MODULES = (llama, granite, mistral, qwen, phi3, gemma, olmo2, gpt_oss, falcon, gpt_neox, bloom, gpt2, opt, bert, t5)
+
+FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
+"""``model_type`` → family."""
