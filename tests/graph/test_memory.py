@@ -38,8 +38,8 @@ def really_saved(twins):
     for prepare in run.hooks.before_step:
         prepare(0)
     known = {p.untyped_storage().data_ptr() for p in run.model.parameters()} | {ids.untyped_storage().data_ptr()}
-    if run.model.rotary is not None:  # constants, which the graph counts as buffers
-        tables = run.model.rotary.tables(None, 0, ids.shape[1], ids.device, torch.float32)
+    for windowed in (False, True):  # constants, which the graph counts as buffers
+        tables = run.model.rope(windowed, None, 0, ids.shape[1], ids.device, torch.float32) or ()
         known |= {t.untyped_storage().data_ptr() for t in tables}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -85,7 +85,7 @@ def test_saved_activations(spec, twins, plan):
     both = twins(spec, PLANS[plan], seq_len=48)
     g, plain = both.graph(), twins(spec, seq_len=48).graph()
     saved = sum(b.saved_bytes * b.repeat for b in g.blocks) + g.buffers - plain.buffers
-    if not (spec.sliding_window and "flash" in plan):  # a window's mask is a buffer, one for all layers
+    if not ((spec.sliding_window or spec.score_changes) and "flash" in plan):  # a mask is a buffer, one for all layers
         assert g.buffers == plain.buffers
     # The scaled queries of the unfused backend, and a router's small tensors, are all that may differ.
     assert saved == pytest.approx(really_saved(both), rel=0.03 if spec.num_experts else 0.005)

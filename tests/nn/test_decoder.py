@@ -10,7 +10,7 @@ from ridgeline.nn.kernels import native
 from ridgeline.nn.memory.cpu_paged_attention import cpu_paged_attention
 from ridgeline.nn.memory.decoder import Decoder, Pool, find_decoder
 from ridgeline.nn.memory.kv_pool import BatchLayout, PagedCache, Piece, PlainStore, Singles
-from ridgeline.nn.model.attention import Mask, naive_attention
+from ridgeline.nn.model.attention import Mask, ScoreChanges, alibi_slopes, naive_attention
 from ridgeline.nn.model.generate import decode, make_cache, prefill
 from ridgeline.nn.model.init import build
 from ridgeline.nn.quant.packed import Packed
@@ -135,10 +135,18 @@ def test_what_is_changed_is_not_computed():
         Decoder(model)
 
 
-@pytest.mark.parametrize("kind", ["", *KINDS])
+CHANGES = {
+    "none": None,
+    "soft cap": ScoreChanges(1.5, None, None),
+    "alibi": ScoreChanges(None, alibi_slopes(6), None),
+    "sinks": ScoreChanges(None, None, torch.tensor([0.5, -1.0, 3.0, 0.0, 1.0, -9.0])),
+}
+
+
+@pytest.mark.parametrize(("kind", "changed"), [*((k, "none") for k in ("", *KINDS)), *(("", c) for c in CHANGES)])
 @pytest.mark.parametrize("window", [0, 11])
 @pytest.mark.parametrize("block", [1, 16])
-def test_attention_over_pages(kind, window, block):
+def test_attention_over_pages(kind, changed, window, block):
     heads, groups, width, lengths = 6, 2, 24, [1, 40, 130]
     generator = torch.Generator().manual_seed(4)
     blocks = -(-max(lengths) // block)
@@ -150,12 +158,12 @@ def test_attention_over_pages(kind, window, block):
         store.write(torch.arange(shape[2]), torch.randn(shape, generator=generator))
     q = torch.randn(3, heads, width, generator=generator)
     singles = Singles(torch.arange(3), table, torch.tensor(lengths, dtype=torch.int32), block)
-    got = cpu_paged_attention(q, *stores, singles, window)
+    got = cpu_paged_attention(q, *stores, singles, window, CHANGES[changed])
     for b, n in enumerate(lengths):
         at = torch.arange(max(0, n - window) if window else 0, n)
         slots = table[b].long()[at // block] * block + at % block
         k, v = (s.read(slots, torch.float32).repeat_interleave(heads // groups, 1).double() for s in stores)
-        mask = type("Mask", (), {"bias": None})
+        mask = Mask(None, False, changes=CHANGES[changed])
         want = naive_attention(q[b][None, :, None].double(), k, v, mask)[0, :, 0]
         torch.testing.assert_close(got[b].double(), want, rtol=1e-4, atol=1e-5)
 

@@ -226,5 +226,7 @@ class Builder:
         self.save(f"{prefix}.{kept}", n, [f"{prefix}.act.bwd"])
         if self.spec.gated:
             self.save(f"{prefix}.gate", n, [f"{prefix}.act.bwd"])
+            if self.spec.activation != "silu":  # two operators (see nn/model/mlp.py)
+                self.save(f"{prefix}.acted", n, [f"{prefix}.act.bwd"])
         self.block.workspace = max(self.block.workspace, n * self.width)
         self.block.backward_workspace = max(self.block.backward_workspace, (inputs + 1) * n * self.width)

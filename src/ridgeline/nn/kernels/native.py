@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL | None:
     whole, pointer = ctypes.c_int64, ctypes.c_void_p
     loaded.rl_lowbit_linear.argtypes = [ctypes.POINTER(Linear), pointer, whole, pointer, *(whole,) * 4]
     loaded.rl_paged_attention.argtypes = [pointer, pointer, *(ctypes.POINTER(Cache),) * 2, ctypes.POINTER(Pages),
-                                          *(whole,) * 6]  # fmt: skip
+                                          *(whole,) * 5, ctypes.POINTER(Changes), whole]  # fmt: skip
     loaded.rl_decode.argtypes = [ctypes.POINTER(Step), ctypes.POINTER(Layer), whole, whole]
     loaded.rl_sample.argtypes = [pointer, whole, whole, ctypes.POINTER(Choice), pointer, whole]
     for function in (loaded.rl_lowbit_linear, loaded.rl_paged_attention, loaded.rl_decode, loaded.rl_sample):

@@ -48,6 +48,7 @@ class Mask(NamedTuple):
     causal: bool
     documents: Tensor | None = None  # [B, whole sequence]
     changes: ScoreChanges | None = None  # beside the mask, where the model has any
+    kept: dict[str, Tensor] | None = None  # what one layer computes for all
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,14 @@ def _flash_changed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, changes: ScoreCh
     if changes.soft_cap is not None:
         return _blocked(q, k, v, _whole(mask, q, k))
     length, total = q.shape[2], k.shape[2]
-    bias = _whole(mask, q, k).bias
-    bias = q.new_zeros(length, total) if bias is None else bias.to(q.dtype)
-    if (slopes := changes.bias(total, q)) is not None:
-        bias = bias + slopes
+    bias = None if mask.kept is None else mask.kept.get("bias")
+    if bias is None:
+        bias = _whole(mask, q, k).bias
+        bias = q.new_zeros(length, total) if bias is None else bias.to(q.dtype)
+        if (slopes := changes.bias(total, q)) is not None:
+            bias = bias + slopes
+        if mask.kept is not None:
+            mask.kept["bias"] = bias
     if changes.sinks is not None:
         heads, pad = q.shape[1], (0, 0, 0, 1)
         bias = bias.expand(*bias.shape[:-3], heads, length, total) if bias.dim() > 2 else bias.expand(heads, -1, -1)
@@ -234,23 +239,32 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, start + _ROWS)
         bias = mask.bias
-        own = mask if bias is None else mask._replace(bias=bias[..., rows, :] if bias.shape[-2] > 1 else bias)
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(naive_attention, q[:, :, rows], k, v, own, use_reentrant=False))
+        bias = bias[..., rows, :] if bias is not None and bias.shape[-2] > 1 else bias
+
+        def compute(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+            return naive_attention(q, k, v, mask._replace(bias=bias))
+
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            parts.append(checkpoint(compute, q[:, :, rows], k, v, bias, use_reentrant=False))
         else:
-            parts.append(naive_attention(q[:, :, rows], k, v, own))
-    return torch.cat(parts, 2)
+            parts.append(compute(q[:, :, rows], k, v, bias))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _whole(mask: Mask, q: Tensor, k: Tensor) -> Mask:
-    """The mask with causality as a bias."""
+    """The mask with causality as a bias, of which layers keep one for all."""
     if not mask.causal:
         return mask
+    if mask.kept is not None and "causal" in mask.kept:
+        return mask._replace(bias=mask.kept["causal"], causal=False)
     length, total = q.shape[2], k.shape[2]
     seen = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
     bias = torch.zeros(length, total, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill_(~seen, torch.finfo(q.dtype).min / 2)
-    return mask._replace(bias=bias if mask.bias is None else bias + mask.bias, causal=False)
+    bias = bias if mask.bias is None else bias + mask.bias
+    if mask.kept is not None:
+        mask.kept["causal"] = bias
+    return mask._replace(bias=bias, causal=False)
 
 
 BACKENDS: dict[str, AttentionBackend] = {

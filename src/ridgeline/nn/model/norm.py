@@ -24,16 +24,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class _RMSNorm(torch.autograd.Function):
     """y = x · r · w with r = (mean(x²) + eps)^-½. Saves only x and r, where the eager composite saves x twice more.
 
-    With p = dy · x:  dw = rᵀ p (summed over tokens),  dx = dy · w · r - x · r³ (p · w) / H.  Both sums are
+    The offset o is added to w. With p = dy · x:  dw = rᵀ p (summed over tokens),  dx = dy · (w + o) · r - x · r³ (p · (w + o)) / H.  Both sums are
     matrix-vector products, which read p once each and write nothing large.
 
     Everything is computed in float32 (float64 for float64 inputs), whatever the dtype of ``x``.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
-        y, rstd = _normalized(x, weight, eps, out_dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float) -> Tensor:
+        y, rstd = _normalized(x, weight, eps, out_dtype, offset)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
         return y
 
     @staticmethod
@@ -42,16 +43,20 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         wide = _wide(x)
         dy, w = dy.to(wide.dtype), weight.to(wide.dtype)
+        w = w + ctx.offset if ctx.offset else w
         p = dy * wide
         dw = torch.mv(p.flatten(0, -2).t(), rstd.flatten()).to(weight.dtype) if ctx.needs_input_grad[1] else None
         share = torch.matmul(p, w).unsqueeze_(-1).mul_(rstd.pow(3)).div_(-x.shape[-1])
         dx = torch.mul(dy, w, out=p).mul_(rstd).addcmul_(wide, share)
-        return dx.to(x.dtype), dw, None, None
+        return dx.to(x.dtype), dw, None, None, None
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _normalized(
+    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float
+) -> tuple[Tensor, Tensor]:
     """(y, r)."""
     wide = _wide(x)
+    weight = _wide(weight) + offset if offset else weight
     # vector_norm reads x once; square().mean() would write and re-read a tensor of the size of x.
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * rstd).mul_(weight).to(out_dtype), rstd
@@ -78,14 +83,12 @@ class RMSNorm(nn.Module):
         """Normalize ``x`` [..., size]; the statistics are float32 even if ``x`` is not."""
         out_dtype = compute_dtype(x)
         weight = local(self.weight)
-        if self.offset:
-            weight = _wide(weight) + self.offset
-        if x.is_cuda and x.dtype == weight.dtype:
+        if x.is_cuda and x.dtype == weight.dtype and not self.offset:
             # One fused kernel each way on CUDA. On the CPU F.rms_norm is a chain of eager operators: ours is faster.
             return F.rms_norm(x, weight.shape, weight, self.eps).to(out_dtype)
         if not torch.is_grad_enabled():  # a decode step's norms take less time than autograd's bookkeeping
-            return _normalized(x, weight, self.eps, out_dtype)[0]
-        y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype)  # type: ignore[no-untyped-call]
+            return _normalized(x, weight, self.eps, out_dtype, self.offset)[0]
+        y: Tensor = _RMSNorm.apply(x, weight, self.eps, out_dtype, self.offset)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -96,6 +99,14 @@ class LayerNorm(nn.LayerNorm):
         """Normalize ``x`` [..., size]."""
         y = F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
         return y.to(compute_dtype(x))
+
+
+class NoNorm(nn.Module):
+    """In the place of a norm that a family does not have: ``x`` in the dtype that a norm's result would have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` itself, cast once for all that read it."""
+        return x.to(compute_dtype(x))
 
 
 def make_norm(spec: ModelSpec, size: int) -> nn.Module:

@@ -24,7 +24,7 @@ from ridgeline.nn.model.attention import (
 )
 from ridgeline.nn.model.mlp import ACTIVATIONS, MLP
 from ridgeline.nn.model.moe import MoE
-from ridgeline.nn.model.norm import compute_dtype, make_norm
+from ridgeline.nn.model.norm import NoNorm, compute_dtype, make_norm
 from ridgeline.nn.model.rotary import Rope, Rotary
 from ridgeline.nn.parallel.collectives import local
 from ridgeline.spec.errors import UserError
@@ -50,6 +50,8 @@ class InputEmbedding(nn.Module):
         self.positions = _table(spec.max_positions + spec.position_offset, h) if learned else None
         self.token_types = _table(spec.token_types, h) if spec.token_types else None
         self.norm = make_norm(spec, h) if spec.embedding_norm else None
+        self.wide = not spec.post_norm
+        """Whether the residual stream keeps its dtype under autocast: no norm follows each addition to it."""
         self.part: Callable[[Tensor], Tensor] = lambda rows: rows
         """Selects this rank's part of rows [..., S, H], where the sequence is divided after the lookup."""
 
@@ -67,9 +69,10 @@ class InputEmbedding(nn.Module):
         if self.token_types is not None:
             kinds = local(self.token_types.weight)
             x = x + (kinds[0] if token_types is None else self.part(F.embedding(token_types, kinds)))
-        if self.norm is not None:
-            x = self.norm(x)
-        return x
+        if self.norm is not None and self.wide and not x.is_meta:
+            with torch.autocast(x.device.type, enabled=False):
+                return self.norm(x)  # type: ignore[no-any-return]
+        return x if self.norm is None else self.norm(x)
 
 
 AddNorm = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
@@ -94,10 +97,10 @@ class TransformerBlock(nn.Module):
         self.post_norm, self.parallel, self.shared_norm = spec.post_norm, spec.parallel_residual, spec.shared_norm
         self.multiplier = spec.residual_multiplier or 1.0
         reads = spec.input_norms or spec.post_norm
-        self.attention_norm = make_norm(spec, h) if reads else nn.Identity()
+        self.attention_norm = make_norm(spec, h) if reads else NoNorm()
         self.attention = Attention(spec)
         self.attention_out_norm = make_norm(spec, h) if spec.output_norms else None
-        self.mlp_norm = make_norm(spec, h) if reads and not spec.shared_norm else nn.Identity()
+        self.mlp_norm = make_norm(spec, h) if reads and not spec.shared_norm else NoNorm()
         self.mlp_out_norm = make_norm(spec, h) if spec.output_norms else None
         self.mlp = MoE(spec) if spec.is_moe_layer(index) else MLP(spec)
         self.add_norm: AddNorm = add_then_norm
@@ -269,7 +272,8 @@ class Transformer(nn.Module):
             if (kind := block.windowed) not in kinds:
                 mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate)
                 rope = self.rope(kind, positions, start, length, device, dtype)
-                kinds[kind] = mask._replace(documents=own), rope
+                kept: dict[str, Tensor] | None = {} if self.spec.score_changes else None
+                kinds[kind] = mask._replace(documents=own, kept=kept), rope
             x = block(x, *kinds[kind], None if cache is None else cache[name])
         if self.norm is not None:
             x = self.norm(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.nn.model.mlp import MLP
-from ridgeline.nn.model.norm import RMSNorm
+from ridgeline.nn.model.norm import NoNorm, RMSNorm
 from ridgeline.nn.model.transformer import TransformerBlock
 
 
@@ -36,7 +36,7 @@ def unfoldable(block: TransformerBlock, site: str) -> str:
     if site in ("attention.qkv", "mlp.up"):
         if block.shared_norm:
             return "the norm before it is read by attention and MLP"
-        none = block.post_norm or isinstance(block.attention_norm, nn.Identity)
+        none = block.post_norm or isinstance(block.attention_norm, NoNorm)
         return "no norm stands before it" if none else ""
     if site == "attention.o":
         shared = block.attention.v_proj.out_features != block.attention.o_proj.in_features

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ridgeline.graph.graph import Block, Graph, Op, Param, Saved, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.targets import chosen, linears, matching, shortest
 from ridgeline.techniques.registry import refuse, registry
 from ridgeline.techniques.technique import Technique
@@ -129,7 +130,7 @@ def adapt(g: Graph, e: Experiment, targets: Iterable[str], add: Adapt) -> Graph:
             if side < 0:
                 part.drop_users([o.name for o in part.backward])
             elif side == 0:
-                part.drop_users(_needless({n.rpartition(".")[2] for n in inside}, m.post_norm))
+                part.drop_users(_needless({n.rpartition(".")[2] for n in inside}, m))
             blocks.append(part)
     g.blocks = blocks
     return g
@@ -147,7 +148,7 @@ def _freeze(b: Block) -> None:
     b.drop_users(gone)
 
 
-def _needless(targets: set[str], post_norm: bool) -> list[str]:
+def _needless(targets: set[str], m: ModelSpec) -> list[str]:
     """Backward operators that the first layer skips: those of tensors that depend on no adapter."""
 
     def linear(name: str) -> list[str]:
@@ -159,20 +160,24 @@ def _needless(targets: set[str], post_norm: bool) -> list[str]:
     inner = added or bool({"gate_proj", "up_proj"} & targets)
     gone = ["attention_residual.bwd", *linear("attention.q_proj"), *linear("attention.k_proj")]
     gone += linear("attention.v_proj")
-    if not post_norm:
+    if not m.post_norm:
         gone.append("attention_norm.bwd")
     for part, needed, product in (("q", q, "scores.dq"), ("k", k, "scores.dk"), ("v", v, "values.dv")):
         if not needed:
             gone += [f"attention.{name}" for name in (f"{part}_norm.bwd", f"{part}_rope.bwd", product)]
     if not (q or k):
-        gone += ["attention.softmax.bwd", "attention.values.dprobs"]
+        gone += ["attention.softmax.bwd", "attention.soft_cap.bwd", "attention.values.dprobs"]
     if not attended:
         gone += linear("attention.o_proj")
     if not added:
-        gone += ["attention_norm.bwd" if post_norm else "mlp_norm.bwd", "mlp_residual.bwd"]
-        gone += [*linear("mlp.gate_proj"), *linear("mlp.up_proj")]
+        gone += ["attention_out_norm.bwd", "attention_norm.bwd" if m.post_norm else "mlp_norm.bwd", "mlp_residual.bwd"]
+    if not added or m.parallel_residual:  # nothing that the MLP reads depends on an adapter
+        inner = bool({"gate_proj", "up_proj"} & targets)
+        gone += ["mlp_norm.bwd", *linear("mlp.gate_proj"), *linear("mlp.up_proj")]
     if not inner:
         gone += ["mlp.act.bwd", *linear("mlp.down_proj")]
+    if not inner and "down_proj" not in targets:
+        gone.append("mlp_out_norm.bwd")
     return gone
 
 

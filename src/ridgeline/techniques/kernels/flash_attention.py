@@ -18,7 +18,8 @@ class FlashAttention(Technique):
     """Fuse scores, mask, softmax and values into one kernel that never writes the score matrix (Dao et al. 2022).
 
     Without it, attention is the explicit product of three operators; with it, PyTorch's fused
-    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU).
+    ``scaled_dot_product_attention`` (FlashAttention-2 on CUDA, its blocked counterpart on CPU); soft caps on scores, which
+    that does not have, by blocks of queries that are computed again in backward.
     """
 
     card: ClassVar[Card] = Card(
@@ -61,15 +62,20 @@ class FlashAttention(Technique):
         groups = e.model.num_heads // e.model.num_kv_heads
         batch = max(1, g.tokens // g.length)
         separate = e.is_training and e.training.separates_documents
-        masked = bool(window and length > window) or separate
-        if masked:  # the kernel does not handle windows or documents itself: one mask serves all layers
-            g.buffers += (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
+        capped = e.model.attention_soft_cap is not None
+        masked = bool(window and length > window) or separate or capped
+        if masked:  # the kernel does not handle windows or documents itself: one mask serves all layers of a kind
+            kinds = 2 if capped and window and length > window and e.model.window_every > 1 else 1
+            g.buffers += kinds * (batch if separate else 1) * length * length * DTYPE_BYTES[e.dtype]
+        if e.model.position == "alibi":  # as a bias, which the mask is a part of
+            g.buffers += e.model.num_heads * length * length * DTYPE_BYTES[e.dtype]
         causal = e.model.causal and not masked
         first = self.generation == 1 or e.model.position == "alibi"  # FlashAttention-2 accepts a bias only since 2024
         later = self.generation in (None, 2) and e.cluster.device.architecture.lower() in _AFTER_AMPERE
         kernel = BIASED if first or masked else PORTABLE if later else ""
         kernel = kernel if e.is_training else ""
-        return g.each_block(lambda b: _fuse(b, groups, batch, causal, kernel), layers_only=True)
+        g = g.each_block(lambda b: _fuse(b, groups, batch, causal, kernel), layers_only=True)
+        return g.each_block(_keep_operands, layers_only=True) if capped else g
 
     def apply(self, run: Build) -> None:
         """Switch the model's attention backend."""
@@ -80,8 +86,8 @@ class FlashAttention(Technique):
 
 _AFTER_AMPERE = ("hopper", "blackwell")
 """Architectures whose fused attention was measured with kernels other than PyTorch's (see ``catalog/efficiency``)."""
-_PARTS = ("scores", "mask", "softmax", "values")
-_BACKWARD_PARTS = ("values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
+_PARTS = ("scores", "soft_cap", "mask", "softmax", "values")
+_BACKWARD_PARTS = ("soft_cap.bwd", "values.dprobs", "values.dv", "softmax.bwd", "scores.dq", "scores.dk")
 
 
 def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
@@ -109,7 +115,7 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
             grad = Op(f"{prefix}.flash.bwd", "attention", "attention", "backward", 2.5 * flops, 2 * elements * width,
                       scores.dtype, shape, causal=masked, kernel=kernel)  # fmt: skip
             b.backward = _replace(b.backward, old_backward, grad)
-            saved = {k: v for k, v in b.saved.items() if not k.startswith(f"{prefix}.probs")}
+            saved = {k: v for k, v in b.saved.items() if not k.startswith((f"{prefix}.probs", f"{prefix}.capped"))}
             keys = heads * kv_len * dim * width / groups
             for part, kept in (("q", heads * q_len * dim * width), ("k", keys), ("v", keys)):
                 saved[f"{prefix}.{part}"] = Saved(kept, frozenset({grad.name}))
@@ -123,6 +129,17 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
         expanded = [p.numel * 4.0 for o in b.forward if o.kind == "cast" for p in b.params if p.name == o.param]
         b.workspace = max([small, *expanded] + [o.bytes / 3 for o in others])
         b.backward_workspace = max([3 * small, *expanded] + [o.bytes for o in others])
+
+
+def _keep_operands(b: Block) -> None:
+    """Where scores are computed again, neither their sums nor the result is kept for that."""
+    b.saved.pop("attention.lse", None)
+    context = b.saved.get("attention.context")
+    if context is not None:
+        users = context.users - {"attention.flash.bwd"}
+        b.saved["attention.context"] = Saved(context.bytes, users)
+        if not users:
+            del b.saved["attention.context"]
 
 
 def _replace(ops: list[Op], gone: set[str], new: Op) -> list[Op]:

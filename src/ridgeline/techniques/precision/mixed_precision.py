@@ -160,6 +160,7 @@ def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
     b.forward = [low(o) for o in b.forward]
     b.backward = [low(o) for o in b.backward]
     casts: list[Op] = []
+    kept_weights = {o.param for o in b.backward}  # below the first adapter of a frozen model, none
     for o in b.forward:
         p = next((p for p in b.params if p.name == o.param), None)
         if o.kind == "gemm" and p is not None and p.bytes_per_element == 4.0:
@@ -167,7 +168,7 @@ def _lower(b: Block, dtype: str, wide_saved: tuple[str, ...]) -> None:
             if p.trainable:  # the gradient comes out in the low dtype and is cast to fp32
                 grad = Op(f"{o.name}.grad_cast", o.module, "cast", "backward", 0, 6.0 * p.numel, dtype, param=p.name)
                 b.backward.append(grad)
-            p.working_bytes = 2.0
+            p.working_bytes = 2.0 if p.name in kept_weights or not b.backward else 0.0
     b.forward = casts + b.forward
     kept = {}
     for key, saved in b.saved.items():
