@@ -333,6 +333,12 @@ class Attention(nn.Module):
         sinks = None if self.sinks is None else local(self.sinks)
         return ScoreChanges(self.soft_cap, self.slopes, sinks)
 
+    def keep_slopes(self, rank: int, ranks: int) -> None:
+        """Where ranks divide the heads: keep ALiBi's slopes of this one's."""
+        if self.slopes is not None:
+            each = len(self.slopes) // ranks
+            self.slopes = self.slopes[rank * each : (rank + 1) * each]
+
     def forward(self, x: Tensor, mask: Mask, rope: Rope | None = None, cache: LayerCache | None = None) -> Tensor:
         """``x`` [B, S, hidden] → [B, S, hidden]."""
         batch, length, _ = x.shape

@@ -133,6 +133,15 @@ def leave(x: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
     return y
 
 
+def rms_norm_of_parts(norm: Any, size: int, group: ProcessGroup, x: Tensor) -> Tensor:
+    """RMSNorm ``norm`` over ``size`` elements of which each rank has its part, ``x`` [..., part], and its part of the
+    weights: the ranks sum their squares."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    squares = enter(leave(wide.square().sum(-1, keepdim=True), group, False), group, False)
+    y = wide * (squares / size + norm.eps).rsqrt() * (local(norm.weight) + norm.offset)
+    return y.to(x.dtype)
+
+
 class Gathered:
     """A gathered tensor that several layers read: stored in parts, and gathered once more for their weight gradients.
 

@@ -25,7 +25,7 @@ from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.loss import IGNORE
 from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.transformer import InputEmbedding, MLMHead, Transformer
-from ridgeline.nn.parallel.collectives import enter, leave, linear, local
+from ridgeline.nn.parallel.collectives import enter, leave, linear, local, rms_norm_of_parts
 from ridgeline.nn.quant.quantized import QuantizedLinear
 from ridgeline.spec.model import COLUMN, ROW
 
@@ -102,14 +102,16 @@ class Divider:
                 continue
             if isinstance(child, Attention):
                 self.place(child, "sinks", Shard(0))
-                if child.slopes is not None:
-                    each = len(child.slopes) // self.group.size()
-                    child.slopes = child.slopes[self.group.rank() * each :][:each]
+                child.keep_slopes(self.group.rank(), self.group.size())
             for leaf, module in child.named_children():
                 if leaf in COLUMN:
                     self.column(module)
                 elif leaf in ROW:
                     self.row(module)
+                elif child.joint_norm:  # over the heads of all ranks
+                    size = module.weight.shape[0]
+                    self.place(module, "weight", Shard(0))
+                    module.forward = partial(rms_norm_of_parts, module, size, self.group)
                 else:  # norms over each head: a rank sees only its heads
                     self.place(module, "weight", Replicate(), "always")
 

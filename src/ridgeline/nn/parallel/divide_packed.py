@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.moe import MoE
+from ridgeline.nn.parallel.collectives import rms_norm_of_parts
 from ridgeline.nn.quant.packed_linear import PackedLinear
 from ridgeline.nn.quant.packed_model import Dense, PackedExperts
 from ridgeline.spec.errors import Incompatible
@@ -56,6 +58,8 @@ def divide(block: nn.Module, group: ProcessGroup, experts: bool = True) -> None:
     for name, child in block.named_children():
         if name not in ("attention", "mlp"):
             continue
+        if isinstance(child, Attention):
+            _cut_heads(child, group)
         if not isinstance(child, MoE):
             for leaf, module in list(child.named_children()):
                 if leaf in COLUMN:
@@ -67,6 +71,19 @@ def divide(block: nn.Module, group: ProcessGroup, experts: bool = True) -> None:
             for leaf, dim in (("gate_proj", OUT), ("up_proj", OUT), ("down_proj", IN)):
                 _cut_experts(child.experts, leaf, dim, group)
             child.forward = partial(_summed, child.forward, group)  # type: ignore[method-assign]
+
+
+def _cut_heads(attention: Attention, group: ProcessGroup) -> None:
+    """What attention holds for each head, beside its projections."""
+    attention.keep_slopes(group.rank(), group.size())
+    if attention.sinks is not None:
+        attention.sinks = nn.Parameter(_part(attention.sinks, 0, group), False)
+    if attention.joint_norm:
+        for norm in (attention.q_norm, attention.k_norm):
+            assert norm is not None
+            size = norm.weight.shape[0]
+            norm.weight = nn.Parameter(_part(norm.weight, 0, group), False)
+            norm.forward = partial(rms_norm_of_parts, norm, size, group)  # type: ignore[method-assign]
 
 
 def cut(module: nn.Module, dim: int, group: ProcessGroup) -> nn.Module:

@@ -111,13 +111,16 @@ class TensorParallel(Technique):
             b.backward = [_divide(op, t, kv) for op in b.backward]
             for p in b.params:
                 if not (mixed and ".experts." in p.name):
-                    _divide_param(p, t, kv)
+                    _divide_param(p, t, kv, e.model.joint_qk_norm)
             b.forward, b.backward = _reduced(b, t, g.tokens * e.model.hidden_size * DTYPE_BYTES[g.dtype])
+            if e.model.joint_qk_norm:  # the ranks sum their squares, and in backward the gradients of these
+                b.forward, b.backward = (_square_sums(ops, t, g.tokens * 4.0) for ops in (b.forward, b.backward))
             _divide_saved(b, t, kv)
             b.workspace /= t
             b.backward_workspace /= t
         sequence = has(e, "sequence_parts")
-        g.closing.append(lambda graph: _sum_partial(graph, t, sequence))
+        joint = e.model.joint_qk_norm
+        g.closing.append(lambda graph: _sum_partial(graph, t, sequence, joint))
         if self.overlap:
             g.closing.append(_overlapped)
         return g
@@ -149,6 +152,16 @@ class TensorParallel(Technique):
         for block in run.model.layers.values():
             divide(block, run.mesh.group("tp"), experts=not has(run.experiment, "divided_experts"))
         run.kv_heads //= self.degree
+
+
+def _square_sums(ops: list[Op], t: int, size: float) -> list[Op]:
+    out: list[Op] = []
+    for op in ops:
+        if op.name.endswith(("q_norm", "k_norm", "q_norm.bwd", "k_norm.bwd")):
+            out.append(Op(f"{op.name}.reduce", "communication", "all_reduce", op.direction, bytes=size, link_bytes=size,
+                          ranks=t, axis="tp"))  # fmt: skip
+        out.append(op)
+    return out
 
 
 def _leaf(name: str) -> tuple[str, str]:
@@ -196,9 +209,10 @@ def _divide_linear(op: Op, column: bool, tail: str, by: int) -> Op:
     return op if part in whole else split_bytes(op, by)
 
 
-def _sum_partial(g: Graph, t: int, sequence: bool) -> None:
+def _sum_partial(g: Graph, t: int, sequence: bool, joint: bool) -> None:
     """One collective, once per step, for replicated parameters whose gradient is partial on each rank."""
-    size = sum(p.numel / p.state_shards * 4.0 * n for p, n in g.params if p.trainable and _is_partial(p.name, sequence))
+    partial = [(p, n) for p, n in g.params if p.trainable and _is_partial(p.name, sequence, joint)]
+    size = sum(p.numel / p.state_shards * 4.0 * n for p, n in partial)
     if size:
         size /= g.stages
         g.before_update.insert(0, Op("partial.reduce", "communication", "all_reduce", "update", bytes=size,
@@ -224,19 +238,21 @@ def _beside(ops: list[Op]) -> list[Op]:
     return out
 
 
-def _is_partial(name: str, sequence: bool) -> bool:
+def _is_partial(name: str, sequence: bool, joint: bool) -> bool:
     """Whether each rank's gradient of a parameter is partial: it saw only its heads, its experts' columns, or its
-    tokens."""
+    tokens. ``joint``: norms over all heads are divided with them."""
     layer, tail = _leaf(name)
     if layer:
         held = tail == ("lora_a" if layer in COLUMN else "lora_b")
         return held or (sequence and layer in ROW and tail == "bias")
     if ".experts." in name or name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
         return False
-    return sequence or name.endswith(("q_norm.weight", "k_norm.weight", "router.weight"))
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return not joint
+    return sequence or name.endswith("router.weight")
 
 
-def _divide_param(p: Param, t: int, kv: int) -> None:
+def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
     layer, tail = _leaf(p.name)
     by = 1
     if layer:
@@ -244,8 +260,10 @@ def _divide_param(p: Param, t: int, kv: int) -> None:
         by = kv if layer in ("k_proj", "v_proj") else t
         if tail == ("lora_a" if column else "lora_b") or (tail in ("bias", "spans") and not column):
             by = 1
-    elif p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
+    elif p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias") or p.name.endswith(".sinks"):
         by = t
+    elif joint and p.name.endswith(("q_norm.weight", "k_norm.weight")):
+        by = t if p.name.endswith("q_norm.weight") else kv
     p.numel /= by
 
 
