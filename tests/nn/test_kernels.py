@@ -29,6 +29,8 @@ FAMILIES = {
     "granite": {**_LLAMA, "model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
                 "residual_multiplier": 0.6, "logits_scaling": 1.5},
     "yarn": {**_LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "gemma2": {**_LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 9},
+    "gpt_neox": {**{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, "model_type": "gpt_neox"},
     "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "bert": {"model_type": "bert", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
@@ -77,7 +79,7 @@ def gradients(model, loss, low=None, shape=(2, 24)):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_forward_and_backward_in_fp64(family, backend):
     plain, other, merged = pair(family, torch.float64, backend)
-    assert len(merged) == {"llama": 4, "biases": 4, "granite": 4, "yarn": 4}.get(family, 2)
+    assert len(merged) == {"llama": 4, "biases": 4, "granite": 4, "yarn": 4, "gemma2": 2}.get(family, 2)
     loss, want = gradients(plain, token_loss)
     got_loss, got = gradients(other, lambda *a: fused.chunked_token_loss(*a, rows=chunks_of(7)))
     assert got_loss == pytest.approx(loss, rel=1e-14)

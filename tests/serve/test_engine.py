@@ -23,7 +23,14 @@ def llama():
      ("mixtral-tiny", {"family": "qwen3_moe", "qk_norm": True}),
      ("llama-mini", {"family": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
                      "residual_multiplier": 0.6, "logits_scaling": 1.5}),
-     ("llama-mini", {"sliding_window": 9})],
+     ("llama-mini", {"sliding_window": 9}),
+     ("llama-mini", {"sliding_window": 9, "window_every": 2, "output_norms": True, "norm_offset": 1.0,
+                     "attention_soft_cap": 2.0, "logits_soft_cap": 3.0, "activation": "gelu_tanh"}),
+     ("llama-mini", {"sliding_window": 9, "window_every": 2, "local_rope_theta": 500.0, "qk_norm": True}),
+     ("llama-mini", {"input_norms": False, "output_norms": True, "qk_norm": True, "joint_qk_norm": True}),
+     ("llama-mini", {"parallel_residual": True, "rotary_dim": 8}),
+     ("llama-mini", {"parallel_residual": True, "shared_norm": True, "num_kv_heads": 1}),
+     ("llama-mini", {"position": "alibi", "embedding_norm": True})],
 )  # fmt: skip
 def test_tokens_are_those_of_whole_passes_for_every_kind_of_model(base, fields):
     made = model(base, **fields) if base != "gpt2" else model(base, num_kv_heads=4)
