@@ -36,6 +36,8 @@ FAMILIES = {
     "gpt_neox": {**_GPT, "model_type": "gpt_neox", "intermediate_size": 64, "rotary_pct": 0.5},
     "falcon": {**_GPT, "model_type": "falcon"},
     "falcon_grouped": {**_GPT, "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_oss": {**_LLAMA, "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": 5},
     "bloom": {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 3, "n_head": 4, "seq_length": 64},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "opt": {**_GPT, "model_type": "opt", "word_embed_proj_dim": 32, "ffn_dim": 64},

@@ -103,6 +103,8 @@ CONFIGS = {
     "falcon_grouped": {**_FALCON, "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon_shared": {**_FALCON, "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2,
                       "num_ln_in_parallel_attn": 1, "bias": True},
+    "gpt_oss": {**_LLAMA, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": 5},
     "bloom": {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4,
               "seq_length": 64},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},

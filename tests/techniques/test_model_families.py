@@ -55,4 +55,4 @@ def test_experts_outside_the_device(sources, options, tmp_path):
     want = tokens(built(sources["qwen3_moe"])[1])
     got = tokens(built(sources["qwen3_moe"], f"moe_offload:{options},path={tmp_path / 'scratch'}")[1])
     assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)  # their addresses may choose other kernels

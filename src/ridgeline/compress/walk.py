@@ -31,9 +31,11 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _linear(weight: Tensor) -> nn.Linear:
+def _linear(weight: Tensor, biases: Tensor | None, expert: int) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
+    if biases is not None:
+        linear.bias = nn.Parameter(biases[expert].to(weight.dtype), requires_grad=False)
     return linear
 
 
@@ -238,6 +240,8 @@ class Walker:
         routed = [moe.route(rows) for rows in normed]
         spec, act = self.skeleton.spec, self.skeleton.spec.activation
         names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
+        held = moe.experts
+        biases = {"gate_proj": held.gate_bias, "up_proj": held.up_bias, "down_proj": held.down_bias}
         count = moe.num_experts
         size = self._at_once(spec.hidden_size, spec.intermediate_size, len(names) + 1)
         for start in range(0, count, size):
@@ -247,7 +251,7 @@ class Walker:
             rows = [torch.cat([torch.empty(0, spec.hidden_size),
                                *(n[token] for n, (token, _) in zip(normed, own, strict=True))])
                     for own in places]  # fmt: skip
-            owns = [nn.ModuleDict({n: _linear(expert(n, e)) for n in (*names, "down_proj")}) for e in several]
+            owns = [nn.ModuleDict({n: _linear(expert(n, e), biases[n], e) for n in (*names, "down_proj")}) for e in several]
             self._sites([_Visit(f"{w}.up", own, names, iter((x,)), f"{w}.")
                          for w, own, x in zip(where, owns, rows, strict=True)])  # fmt: skip
             inner = [gated(act, own["gate_proj"](x), own["up_proj"](x)) if spec.gated else

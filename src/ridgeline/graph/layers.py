@@ -214,7 +214,9 @@ class Builder:
                     weight=f"{experts}.down_proj", experts=e)  # fmt: skip
         if s.moe_bias:
             self.param(f"{prefix}.router.bias", (e,))
-            self.param(f"{experts}.bias", (e, (2 if s.gated else 1) * f + h))
+            for part, size in (("gate", f), ("up", f), ("down", h)):
+                if part != "gate" or s.gated:
+                    self.param(f"{experts}.{part}_bias", (e, size))
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
         self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
 
@@ -226,7 +228,7 @@ class Builder:
         self.save(f"{prefix}.{kept}", n, [f"{prefix}.act.bwd"])
         if self.spec.gated:
             self.save(f"{prefix}.gate", n, [f"{prefix}.act.bwd"])
-            if self.spec.activation != "silu":  # two operators (see nn/model/mlp.py)
+            if self.spec.activation not in ("silu", "swigluoai"):  # two operators (see nn/model/mlp.py)
                 self.save(f"{prefix}.acted", n, [f"{prefix}.act.bwd"])
         self.block.workspace = max(self.block.workspace, n * self.width)
         self.block.backward_workspace = max(self.block.backward_workspace, (inputs + 1) * n * self.width)

@@ -19,7 +19,7 @@ from ridgeline.spec.rope import RopeScaling
 from ridgeline.spec.unsupported import refuse
 
 Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
 Position = Literal["rope", "learned", "relative", "alibi"]
 Head = Literal["lm", "mlm", "classify"]
 
@@ -182,6 +182,8 @@ class ModelSpec(BaseModel):
             raise ValueError("post_norm does not go with another place of the norms or of the residual additions")
         if self.num_experts and (self.output_norms or self.parallel_residual):
             raise ValueError("a mixture of experts does not go with output_norms or parallel_residual")
+        if self.activation == "swigluoai" and not self.gated:
+            raise ValueError("swigluoai is a gated activation")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is not between 1 and {self.num_experts}")
         return self
@@ -325,8 +327,10 @@ class ModelSpec(BaseModel):
             yield Parameter(f"{block}.mlp.experts.down_proj", (e, h, f), block)
             if self.moe_bias:
                 yield Parameter(f"{block}.mlp.router.bias", (e,), block)
-                wide = (2 if self.gated else 1) * f + h
-                yield Parameter(f"{block}.mlp.experts.bias", (e, wide), block)
+                if self.gated:
+                    yield Parameter(f"{block}.mlp.experts.gate_bias", (e, f), block)
+                yield Parameter(f"{block}.mlp.experts.up_bias", (e, f), block)
+                yield Parameter(f"{block}.mlp.experts.down_bias", (e, h), block)
         else:
             if self.gated:
                 yield from self._linear(f"{block}.mlp.gate_proj", f, h, self.mlp_bias, block)

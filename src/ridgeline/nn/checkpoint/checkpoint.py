@@ -165,10 +165,11 @@ class _Files:
                     cut[dim] = slice(first * step, (first + count) * step)
                 tensor = piece[tuple(cut)]
                 if groups > 1:
-                    tensor = tensor.unflatten(0, (groups, of, step))[:, first : first + count].flatten(0, 2)
+                    split = tensor.unflatten(dim, (groups, of, step))
+                    tensor = split.narrow(dim + 1, first, count).flatten(dim, dim + 2)
         except (SafetensorError, OSError) as e:
             raise UserError(f"tensor {name!r} in {self.where[name]} cannot be read: {e}", _AGAIN) from None
-        return tensor.t() if link.transpose else tensor
+        return tensor.mT if link.transpose else tensor
 
 
 def load_checkpoint(
@@ -412,7 +413,7 @@ def _join(entry: Entry, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         tensor = tensor if link.expert is None else tensor[link.expert]
-        pieces.append(tensor.t() if link.transpose else tensor)
+        pieces.append(tensor.mT if link.transpose else tensor)
     return joined(pieces, entry[2][0].part).cpu().contiguous()
 
 

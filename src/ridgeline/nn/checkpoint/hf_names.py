@@ -60,6 +60,10 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
         inner = ours.removeprefix(f"{block}.")
         prefix = f"{family.stack}.{block.removeprefix('layers.')}"
         module, kind = inner.rsplit(".", 1)
+        if module == "mlp.experts" and family.stacked is not None:
+            name, part, transpose = family.stacked(spec, kind)
+            yield NamePair(ours, f"{prefix}.{modules[module]}.{name}", part=part, transpose=transpose)
+            continue
         if module == "mlp.experts":
             weight = family.experts.get(kind, kind)
             for e in range(spec.num_experts):
@@ -71,7 +75,9 @@ def links(spec: ModelSpec) -> Iterator[NamePair]:
 
 def whole_shape(link: NamePair, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the tensor of theirs of which ``link`` maps a part of ``shape``."""
-    wanted = list(reversed(shape)) if link.transpose else list(shape)
+    wanted = list(shape)
+    if link.transpose:
+        wanted[-2:] = wanted[:-3:-1]
     if link.part is not None:
         dim = link.part.dim
         wanted[dim] = wanted[dim] // link.part.count * link.part.of
@@ -84,8 +90,8 @@ def joined(pieces: list[Tensor], part: Part | None) -> Tensor:
         return pieces[0]
     if part.groups == 1:
         return torch.cat(pieces, part.dim)
-    grouped = [p.reshape(part.groups, -1, *p.shape[1:]) for p in pieces]
-    return torch.cat(grouped, 1).flatten(0, 1)
+    grouped = [p.unflatten(part.dim, (part.groups, -1)) for p in pieces]
+    return torch.cat(grouped, part.dim + 1).flatten(part.dim, part.dim + 1)
 
 
 def stacked(link: NamePair) -> NamePair | None:

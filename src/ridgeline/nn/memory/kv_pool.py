@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, ScoreChanges, computable, flash_attention, fused
+from ridgeline.nn.model.attention import AttentionBackend, LayerCache, Mask, ScoreChanges, flash_attention, fused
+from ridgeline.nn.model.flash_blocks import computable
 from ridgeline.nn.quant.quantized_kv import KINDS, At
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

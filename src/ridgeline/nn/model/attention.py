@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ridgeline.nn.model.flash_blocks import computable, with_sinks
 from ridgeline.nn.model.norm import RMSNorm
 from ridgeline.nn.model.rotary import Rope, rotate
 from ridgeline.nn.parallel.collectives import local
@@ -178,21 +179,6 @@ def fused(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped).to(dtype)
 
 
-def computable(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Operands of PyTorch's fused attention as they are, or in fp32 where its kernel of 16 bits fails."""
-    first = operands[0]
-    if first.device.type == "cpu" and first.dtype.itemsize == 2 and _packs_for_amx_alone():
-        return tuple(t.float() for t in operands)
-    return operands
-
-
-@cache
-def _packs_for_amx_alone() -> bool:
-    # oneDNN offers AMX while PyTorch was told to do without AVX-512 (ATEN_CPU_CAPABILITY): the kernel then packs its
-    # operands for AMX with instructions that it was not compiled with, and raises.
-    return torch.cpu._is_amx_tile_supported() and "AVX512" not in torch.backends.cpu.get_cpu_capability()
-
-
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """PyTorch's fused attention (flash or memory-efficient kernels): no score matrix (arXiv:2205.14135)."""
     batch, heads, length, width = q.shape
@@ -207,26 +193,38 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 def _flash_changed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, changes: ScoreChanges) -> Tensor:
-    """Fused attention with ALiBi as a bias, and sinks as the score of one more key whose value is zero. It has no soft
-    caps: those need the score matrix."""
+    """Fused attention with ALiBi as a bias, and sinks in the softmax's denominator. It has no soft caps: those need the
+    score matrix."""
     if changes.soft_cap is not None:
         return _blocked(q, k, v, _whole(mask, q, k))
+    bias, causal = mask.bias, mask.causal
+    if changes.slopes is not None:
+        bias, causal = _with_slopes(q, k, mask, changes), False
+    if bias is not None and bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    grouped = k.shape[1] < q.shape[1]
+    if changes.sinks is None or q.is_meta:  # where there is no data, the same shapes and FLOPs
+        return fused(q, k, v, bias, causal, grouped)
+    if bias is None or q.device.type == "cpu":
+        return with_sinks(q, k, v, changes.sinks, bias, causal)
+    # The GPUs' kernel with a bias: a sink is the score of one more key, whose value is zero.
+    sinks = changes.sinks.to(q.dtype)[:, None, None].expand(len(bias), -1, bias.shape[2], 1)
+    bias = torch.cat((bias.to(q.dtype).expand(-1, q.shape[1], -1, -1), sinks), -1)
+    k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    return fused(q, k, v, bias.expand(q.shape[0], -1, -1, -1), grouped=grouped)
+
+
+def _with_slopes(q: Tensor, k: Tensor, mask: Mask, changes: ScoreChanges) -> Tensor:
+    """The mask with ALiBi's bias, [H, S, T] or [B, H, S, T], of which layers keep one for all."""
+    if mask.kept is not None and "slopes" in mask.kept:
+        return mask.kept["slopes"]
     length, total = q.shape[2], k.shape[2]
-    bias = None if mask.kept is None else mask.kept.get("bias")
-    if bias is None:
-        bias = _whole(mask, q, k).bias
-        bias = q.new_zeros(length, total) if bias is None else bias.to(q.dtype)
-        if (slopes := changes.bias(total, q)) is not None:
-            bias = bias + slopes
-        if mask.kept is not None:
-            mask.kept["bias"] = bias
-    if changes.sinks is not None:
-        heads, pad = q.shape[1], (0, 0, 0, 1)
-        bias = bias.expand(*bias.shape[:-3], heads, length, total) if bias.dim() > 2 else bias.expand(heads, -1, -1)
-        sinks = changes.sinks.to(q.dtype)[:, None, None].expand(*bias.shape[:-1], 1)
-        bias, k, v = torch.cat((bias, sinks), -1), F.pad(k, pad), F.pad(v, pad)
-    bias = bias if bias.dim() == 4 else bias[None]
-    return fused(q, k, v, bias.expand(q.shape[0], q.shape[1], -1, -1), grouped=k.shape[1] < q.shape[1])
+    bias, slopes = _whole(mask, q, k).bias, changes.bias(total, q)
+    assert slopes is not None
+    bias = slopes.expand(-1, length, -1) if bias is None else bias.to(q.dtype) + slopes
+    if mask.kept is not None:
+        mask.kept["slopes"] = bias
+    return bias
 
 
 _ROWS = 128

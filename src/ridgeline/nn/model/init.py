@@ -57,7 +57,7 @@ def init_weights(model: Transformer, seed: int) -> None:
         full = torch.empty(parameter.shape, dtype=torch.float32)
         if name.endswith("norm.weight"):
             full.fill_(1 - model.spec.norm_offset)
-        elif name.endswith((".bias", ".sinks")):
+        elif name.endswith((".bias", "_bias", ".sinks")):
             full.zero_()
         else:
             std = _STD / (2 * layers) ** 0.5 if name.endswith(_RESIDUAL) else _STD

@@ -21,6 +21,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_LIMIT, _SLOPE = 7.0, 1.702
+
+
 class _SwiGLU(torch.autograd.Function):
     """silu(gate) · up (arXiv:2002.05202). Saves only gate and up; autograd's own chain would also save silu(gate)."""
 
@@ -39,10 +42,38 @@ class _SwiGLU(torch.autograd.Function):
         return d_gate, d_up
 
 
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=_LIMIT)
+    return torch.sigmoid(gate * _SLOPE).mul_(gate).mul_(up.clamp(-_LIMIT, _LIMIT) + 1)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """gpt-oss's activation; saves only gate and up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _clamped(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        g, u = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+        s = torch.sigmoid(g * _SLOPE)
+        d_up = (dy * g * s).masked_fill_(up.abs() > _LIMIT, 0)
+        d_gate = dy * (u + 1) * (s + _SLOPE * g * s * (1 - s))
+        return d_gate.masked_fill_(gate > _LIMIT, 0), d_up
+
+
 def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
-    """activation(gate) · up, all three [..., width]."""
-    if activation == "silu" and torch.is_grad_enabled():
-        y: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    """activation(gate) · up, all three [..., width]; gpt-oss's clamped one is x · sigmoid(1.702 x) · (up + 1)
+    (arXiv:2508.10925)."""
+    if activation == "swigluoai" and not torch.is_grad_enabled():
+        return _clamped(gate, up)
+    if activation in ("silu", "swigluoai") and torch.is_grad_enabled():
+        function = _SwiGLU if activation == "silu" else _ClampedSwiGLU
+        y: Tensor = function.apply(gate, up)  # type: ignore[no-untyped-call]
         return y
     acted = ACTIVATIONS[activation](gate)
     return acted * up if torch.is_grad_enabled() else acted.mul_(up)

@@ -17,7 +17,7 @@ from ridgeline.spec.model import ModelSpec
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked: gate and up [E, f, h], down [E, h, f]."""
+    """The experts' weights, stacked: gate and up [E, f, h], down [E, h, f]; biases [E, f] and [E, h], if any."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -26,6 +26,10 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(e, f, h)) if spec.gated else None
         self.up_proj = nn.Parameter(torch.empty(e, f, h))
         self.down_proj = nn.Parameter(torch.empty(e, h, f))
+        gate = spec.gated and spec.moe_bias
+        self.gate_bias = nn.Parameter(torch.empty(e, f)) if gate else None
+        self.up_bias = nn.Parameter(torch.empty(e, f)) if spec.moe_bias else None
+        self.down_bias = nn.Parameter(torch.empty(e, h)) if spec.moe_bias else None
         self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
         """The product of rows and one expert's weight; a technique may replace it by a low-precision one."""
 
@@ -38,15 +42,21 @@ class Experts(nn.Module):
         for e, part in enumerate(torch.split(rows, counts)):
             if not counts[e]:
                 continue
-            inner = self.linear(part, up[e])
+            inner = _plus(self.linear(part, up[e]), self.up_bias, e)
             if self.gate_proj is None:
                 inner = ACTIVATIONS[self.activation](inner)
             else:
-                inner = gated(self.activation, self.linear(part, gate[e]), inner)
-            outputs.append(self.linear(inner, down[e]))
+                inner = gated(self.activation, _plus(self.linear(part, gate[e]), self.gate_bias, e), inner)
+            outputs.append(_plus(self.linear(inner, down[e]), self.down_bias, e))
         if not outputs:  # no rows: gradients of zero nevertheless, because other ranks wait to sum theirs with them
-            return rows + (up[0][0, 0] + gate[0][0, 0] + down[0][0, 0])
+            unused = (up[0][0, 0], gate[0][0, 0], down[0][0, 0],
+                      *(local(b)[0, 0] for b in (self.gate_bias, self.up_bias, self.down_bias) if b is not None))
+            return rows + sum(unused)
         return torch.cat(outputs)
+
+
+def _plus(y: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+    return y if biases is None else y + local(biases)[expert].to(y.dtype)
 
 
 def run_here(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
@@ -62,7 +72,7 @@ class MoE(nn.Module):
         super().__init__()
         self.num_experts, self.k = spec.num_experts, spec.experts_per_token
         self.normalize = spec.normalize_router
-        self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=False)
+        self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=spec.moe_bias)
         self.experts = Experts(spec)
         self.run: Callable[[Experts, Tensor, list[int]], Tensor] = run_here
         """Runs the experts on sorted rows: here, or wherever they are held."""

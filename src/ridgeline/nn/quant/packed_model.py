@@ -3,7 +3,7 @@ place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -26,13 +26,20 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
 
+BIASES = ("gate_bias", "up_bias", "down_bias")
+
+
 class PackedExperts(nn.Module):
     """A mixture's experts as :class:`~ridgeline.nn.model.moe.Experts`, each projection a :class:`PackedLinear`."""
 
     def __init__(
-        self, activation: str, gate: list[nn.Module] | None, up: list[nn.Module], down: list[nn.Module]
-    ) -> None:
+        self, activation: str, gate: list[nn.Module] | None, up: list[nn.Module], down: list[nn.Module],
+        biases: Mapping[str, nn.Parameter | None] | None = None,
+    ) -> None:  # fmt: skip
+        """``biases``: gate_bias, up_bias and down_bias, stacked, of experts that have them."""
         super().__init__()
+        for name in BIASES:
+            setattr(self, name, (biases or {}).get(name))
         self.activation = activation
         self.gate_proj = None if gate is None else nn.ModuleList(gate)
         self.up_proj, self.down_proj = nn.ModuleList(up), nn.ModuleList(down)
@@ -44,13 +51,16 @@ class PackedExperts(nn.Module):
 
     def one(self, e: int, rows: Tensor) -> Tensor:
         """Expert ``e`` of ``rows`` [n, h] → [n, h]."""
-        inner = self.up_proj[e](rows)
+        inner = self._plus(self.up_proj[e](rows), self.up_bias, e)
         if self.gate_proj is None:
             inner = ACTIVATIONS[self.activation](inner)
         else:
-            inner = gated(self.activation, self.gate_proj[e](rows), inner)
-        out: Tensor = self.down_proj[e](inner)
-        return out
+            inner = gated(self.activation, self._plus(self.gate_proj[e](rows), self.gate_bias, e), inner)
+        return self._plus(self.down_proj[e](inner), self.down_bias, e)
+
+    @staticmethod
+    def _plus(y: Tensor, biases: Tensor | None, e: int) -> Tensor:
+        return y if biases is None else y + biases[e].to(y.dtype)
 
     def modules_of(self, e: int) -> dict[str, nn.Module]:
         """Expert ``e``'s projections by name."""
@@ -165,7 +175,8 @@ def _experts(
     for kind, e in missing:
         weight = getattr(old, kind).detach()[e] if dense is None else dense(f"{name}.{kind}", e)
         linears[kind][e] = Dense(weight)
-    return PackedExperts(old.activation, linears.get("gate_proj"), linears["up_proj"], linears["down_proj"])
+    biases = {name: getattr(old, name) for name in BIASES}
+    return PackedExperts(old.activation, linears.get("gate_proj"), linears["up_proj"], linears["down_proj"], biases)
 
 
 def _layer(found: tuple[Packed | Ternary, InputCode | None], fast: bool, device: torch.device) -> nn.Module:

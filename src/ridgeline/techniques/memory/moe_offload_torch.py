@@ -14,7 +14,7 @@ from ridgeline.nn.memory.layer_stream import layer_tensors, size_of
 from ridgeline.nn.memory.meter import return_freed_memory
 from ridgeline.nn.memory.tiered_store import PAGE
 from ridgeline.nn.model.moe import Experts, MoE
-from ridgeline.nn.quant.packed_model import Dense, PackedExperts
+from ridgeline.nn.quant.packed_model import BIASES, Dense, PackedExperts
 from ridgeline.runtime.resting_weights import RestingWeights
 from ridgeline.runtime.train_build import Build
 
@@ -57,7 +57,8 @@ def _one_by_one(stacked: Experts) -> PackedExperts:
         return [Dense(w) for w in weight.detach().unbind()]
 
     gate = None if stacked.gate_proj is None else linears(stacked.gate_proj)
-    return PackedExperts(stacked.activation, gate, linears(stacked.up_proj), linears(stacked.down_proj))
+    biases = {name: getattr(stacked, name) for name in BIASES}
+    return PackedExperts(stacked.activation, gate, linears(stacked.up_proj), linears(stacked.down_proj), biases)
 
 
 def _run(cache: ExpertCache, layer: int, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:

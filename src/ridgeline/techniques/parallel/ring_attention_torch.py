@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ridgeline.nn.model.attention import AttentionBackend, Mask, computable
+from ridgeline.nn.model.attention import AttentionBackend, Mask
+from ridgeline.nn.model.flash_blocks import block_backward, block_forward
 
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:
@@ -28,53 +29,7 @@ def zigzag(length: int, ranks: int, rank: int) -> Tensor:
     return torch.cat((torch.arange(rank * piece, (rank + 1) * piece), torch.arange(last * piece, (last + 1) * piece)))
 
 
-# ---- one block, by PyTorch's fused kernels, with the log of the softmax's denominator --------------------------------
-
-
-def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ/√D + bias)·v [B, H, S, D] in the dtype of q, and its log-sum-exp [B, H, S] in fp32. ``bias``
-    [B, 1, S, T] only on CPUs."""
-    k, v = (_every_head(t, q.shape[1]) for t in (k, v))
-    if q.is_cuda:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        return out, lse
-    dtype = q.dtype
-    q, k, v = computable(q, k, v)
-    bias = None if bias is None else bias.to(q.dtype)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
-    return out.to(dtype), lse
-
-
-def block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of the gradients of q, k and v, from the *whole* output and log-sum-exp of its queries."""
-    groups, dtype = k.shape[1], q.dtype
-    k, v = (_every_head(t, q.shape[1]) for t in (k, v))
-    if q.is_cuda:
-        length, total = q.shape[2], k.shape[2]
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, length, total, 0.0, causal, state, state
-        )
-    else:
-        grad, q, k, v, out = computable(grad, q, k, v, out)
-        bias = None if bias is None else bias.to(q.dtype)
-        dq, dk, dv = (
-            t.to(dtype)
-            for t in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
-            )
-        )
-    return dq, _each_group(dk, groups), _each_group(dv, groups)
-
-
-def _every_head(t: Tensor, heads: int) -> Tensor:
-    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
-
-
-def _each_group(t: Tensor, groups: int) -> Tensor:
-    return t if t.shape[1] == groups else t.unflatten(1, (groups, -1)).sum(2)
+# ---- one block of keys -----------------------------------------------------------------------------------------------
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
