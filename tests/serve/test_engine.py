@@ -30,7 +30,9 @@ def llama():
      ("llama-mini", {"input_norms": False, "output_norms": True, "qk_norm": True, "joint_qk_norm": True}),
      ("llama-mini", {"parallel_residual": True, "rotary_dim": 8}),
      ("llama-mini", {"parallel_residual": True, "shared_norm": True, "num_kv_heads": 1}),
-     ("llama-mini", {"position": "alibi", "embedding_norm": True})],
+     ("llama-mini", {"position": "alibi", "embedding_norm": True}),
+     ("mixtral-tiny", {"family": "gpt_oss", "attention_sinks": True, "moe_bias": True, "activation": "swigluoai",
+                       "sliding_window": 9, "window_every": 2})],
 )  # fmt: skip
 def test_tokens_are_those_of_whole_passes_for_every_kind_of_model(base, fields):
     made = model(base, **fields) if base != "gpt2" else model(base, num_kv_heads=4)

@@ -30,6 +30,8 @@ class Experts(nn.Module):
         self.gate_bias = nn.Parameter(torch.empty(e, f)) if gate else None
         self.up_bias = nn.Parameter(torch.empty(e, f)) if spec.moe_bias else None
         self.down_bias = nn.Parameter(torch.empty(e, h)) if spec.moe_bias else None
+        self.bias_share = 1.0
+        """The part of the last biases that is added here: where ranks divide an expert, their outputs are summed."""
         self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear
         """The product of rows and one expert's weight; a technique may replace it by a low-precision one."""
 
@@ -47,7 +49,7 @@ class Experts(nn.Module):
                 inner = ACTIVATIONS[self.activation](inner)
             else:
                 inner = gated(self.activation, _plus(self.linear(part, gate[e]), self.gate_bias, e), inner)
-            outputs.append(_plus(self.linear(inner, down[e]), self.down_bias, e))
+            outputs.append(_plus(self.linear(inner, down[e]), self.down_bias, e, self.bias_share))
         if not outputs:  # no rows: gradients of zero nevertheless, because other ranks wait to sum theirs with them
             unused = (up[0][0, 0], gate[0][0, 0], down[0][0, 0],
                       *(local(b)[0, 0] for b in (self.gate_bias, self.up_bias, self.down_bias) if b is not None))
@@ -55,8 +57,11 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
 
-def _plus(y: Tensor, biases: Tensor | None, expert: int) -> Tensor:
-    return y if biases is None else y + local(biases)[expert].to(y.dtype)
+def _plus(y: Tensor, biases: Tensor | None, expert: int, share: float = 1.0) -> Tensor:
+    if biases is None:
+        return y
+    bias = local(biases)[expert].to(y.dtype)
+    return y + (bias if share == 1 else bias * share)
 
 
 def run_here(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:

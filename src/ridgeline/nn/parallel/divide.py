@@ -97,8 +97,11 @@ class Divider:
                 # Each rank's part of the experts' output weighs in the router's gradient.
                 self.place(child.router, "weight", Replicate(), "always")
                 child.router.forward = partial(_replicated, child.router)  # type: ignore[method-assign]
-                for leaf, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
+                self.place(child.router, "bias", Replicate(), "always")
+                for leaf, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2), ("gate_bias", 1), ("up_bias", 1)):
                     self.place(child.experts, leaf, Shard(dim))
+                self.place(child.experts, "down_bias", Replicate(), "always")
+                child.experts.bias_share = 1 / self.group.size()
                 continue
             if isinstance(child, Attention):
                 self.place(child, "sinks", Shard(0))

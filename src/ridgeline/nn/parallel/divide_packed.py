@@ -70,6 +70,10 @@ def divide(block: nn.Module, group: ProcessGroup, experts: bool = True) -> None:
         elif experts:
             for leaf, dim in (("gate_proj", OUT), ("up_proj", OUT), ("down_proj", IN)):
                 _cut_experts(child.experts, leaf, dim, group)
+            for leaf in ("gate_bias", "up_bias"):
+                if getattr(child.experts, leaf) is not None:
+                    setattr(child.experts, leaf, nn.Parameter(_part(getattr(child.experts, leaf), 1, group), False))
+            child.experts.bias_share = 1 / group.size()
             child.forward = partial(_summed, child.forward, group)  # type: ignore[method-assign]
 
 
@@ -153,8 +157,7 @@ def hold_experts(moe: MoE, group: ProcessGroup) -> None:
     if isinstance(experts, PackedExperts):
         for name, each in list(experts.named_children()):
             setattr(experts, name, each[first : first + count])  # type: ignore[index]
-    else:
-        for name, p in list(experts.named_parameters()):
-            setattr(experts, name, nn.Parameter(_part(p, 0, group), False))
+    for name, p in list(experts.named_parameters(recurse=False)):
+        setattr(experts, name, nn.Parameter(_part(p, 0, group), False))
     moe.run = HeldExperts(first, count)
     moe.forward = partial(_summed, moe.forward, group)  # type: ignore[method-assign]

@@ -38,6 +38,7 @@ class PackedExperts(nn.Module):
     ) -> None:  # fmt: skip
         """``biases``: gate_bias, up_bias and down_bias, stacked, of experts that have them."""
         super().__init__()
+        self.bias_share = 1.0
         for name in BIASES:
             setattr(self, name, (biases or {}).get(name))
         self.activation = activation
@@ -56,11 +57,11 @@ class PackedExperts(nn.Module):
             inner = ACTIVATIONS[self.activation](inner)
         else:
             inner = gated(self.activation, self._plus(self.gate_proj[e](rows), self.gate_bias, e), inner)
-        return self._plus(self.down_proj[e](inner), self.down_bias, e)
+        return self._plus(self.down_proj[e](inner), self.down_bias, e, self.bias_share)
 
     @staticmethod
-    def _plus(y: Tensor, biases: Tensor | None, e: int) -> Tensor:
-        return y if biases is None else y + biases[e].to(y.dtype)
+    def _plus(y: Tensor, biases: Tensor | None, e: int, share: float = 1.0) -> Tensor:
+        return y if biases is None else y + biases[e].to(y.dtype) * share
 
     def modules_of(self, e: int) -> dict[str, nn.Module]:
         """Expert ``e``'s projections by name."""

@@ -245,6 +245,8 @@ def _is_partial(name: str, sequence: bool, joint: bool) -> bool:
     if layer:
         held = tail == ("lora_a" if layer in COLUMN else "lora_b")
         return held or (sequence and layer in ROW and tail == "bias")
+    if name.endswith((".experts.down_bias", "router.bias")):
+        return True
     if ".experts." in name or name in ("embed.tokens.weight", "head.out.weight", "head.out.bias"):
         return False
     if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -261,6 +263,8 @@ def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
         if tail == ("lora_a" if column else "lora_b") or (tail in ("bias", "spans") and not column):
             by = 1
     elif p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias") or p.name.endswith(".sinks"):
+        by = t
+    elif p.name.endswith((".experts.gate_bias", ".experts.up_bias")):
         by = t
     elif joint and p.name.endswith(("q_norm.weight", "k_norm.weight")):
         by = t if p.name.endswith("q_norm.weight") else kv
