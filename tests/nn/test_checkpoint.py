@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.nn.conftest import randomize, spec_of
+from tests.nn.conftest import CONFIGS, randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, load_into, save_checkpoint
 from ridgeline.nn.checkpoint import checkpoint as module
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.model import ModelSpec
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -163,3 +164,30 @@ def test_pipeline_stage_loads_its_part(name, tmp_path, ids):
 def test_spec_that_the_family_cannot_express():
     with pytest.raises(UserError, match="normalize_router"):
         module.to_hf_config(spec_of("mixtral").model_copy(update={"normalize_router": False}))
+
+
+def test_gpt_oss_blocks_are_expanded(tmp_path):
+    """MXFP4 codes as gpt-oss is published, against transformers' own expansion."""
+    integration = pytest.importorskip("transformers.integrations.mxfp4")
+    config = {**CONFIGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32}
+    model = build(ModelSpec.from_config(config), dtype=torch.bfloat16)
+    save_checkpoint(model, tmp_path)
+    tensors, rng = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    dense = {}
+    for layer in range(2):
+        for name, out, width in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+            stem = f"model.layers.{layer}.mlp.experts.{name}"
+            codes = torch.randint(256, (4, out, width // 32, 16), generator=rng, dtype=torch.uint8)
+            scales = torch.randint(110, 135, (4, out, width // 32), generator=rng, dtype=torch.uint8)
+            dense[stem] = integration.convert_moe_packed_tensors(codes, scales)
+            del tensors[stem]
+            tensors |= {f"{stem}_blocks": codes, f"{stem}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": {"quant_method": "mxfp4"}}))
+    loaded = load_checkpoint(tmp_path)
+    for layer, block in loaded.layers.items():
+        both = dense[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        assert torch.equal(block.mlp.experts.gate_proj, both[..., ::2].mT)
+        assert torch.equal(block.mlp.experts.up_proj, both[..., 1::2].mT)
+        assert torch.equal(block.mlp.experts.down_proj, dense[f"model.layers.{layer}.mlp.experts.down_proj"].mT)

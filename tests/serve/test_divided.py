@@ -96,17 +96,33 @@ MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residu
 FAMILIES = {
     "granite": {"family": "granite", **MULTIPLIERS},
     "qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, **MIXTURE},
-    "gemma2": {"family": "gemma2", "sliding_window": 9, "window_every": 2, "output_norms": True, "norm_offset": 1.0,
-               "attention_soft_cap": 2.0, "logits_soft_cap": 3.0},
+    "gemma2": {
+        "family": "gemma2",
+        "sliding_window": 9,
+        "window_every": 2,
+        "output_norms": True,
+        "norm_offset": 1.0,
+        "attention_soft_cap": 2.0,
+        "logits_soft_cap": 3.0,
+    },
     "olmo2": {"family": "olmo2", "input_norms": False, "output_norms": True, "qk_norm": True, "joint_qk_norm": True},
-    "gpt_oss": {"family": "gpt_oss", "attention_sinks": True, "moe_bias": True, "activation": "swigluoai",
-                "sliding_window": 9, "window_every": 2, **MIXTURE},
+    "gpt_oss": {
+        "family": "gpt_oss",
+        "attention_sinks": True,
+        "moe_bias": True,
+        "activation": "swigluoai",
+        "sliding_window": 9,
+        "window_every": 2,
+        **MIXTURE,
+    },
     "bloom": {"position": "alibi", "embedding_norm": True},
     "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_positions=8, attention_factor=1.2)},
 }
 
 
-@pytest.mark.parametrize(("family", "plan"), [*((f, p) for f in FAMILIES for p in (TP, PP)), ("qwen3_moe", EP), ("gpt_oss", EP)])
+@pytest.mark.parametrize(
+    ("family", "plan"), [*((f, p) for f in FAMILIES for p in (TP, PP)), ("qwen3_moe", EP), ("gpt_oss", EP)]
+)
 def test_two_ranks_serve_every_familys_tokens(family, plan):
     tokens, told, *_ = world(2).run(on_ranks, experiment(*SERVED, plan, model=FAMILIES[family]))[0]
     wanted, said = serve(make_engine(experiment(*SERVED, model=FAMILIES[family]), CPU_DEVICE))

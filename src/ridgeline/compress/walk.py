@@ -251,7 +251,9 @@ class Walker:
             rows = [torch.cat([torch.empty(0, spec.hidden_size),
                                *(n[token] for n, (token, _) in zip(normed, own, strict=True))])
                     for own in places]  # fmt: skip
-            owns = [nn.ModuleDict({n: _linear(expert(n, e), biases[n], e) for n in (*names, "down_proj")}) for e in several]
+            owns = [
+                nn.ModuleDict({n: _linear(expert(n, e), biases[n], e) for n in (*names, "down_proj")}) for e in several
+            ]
             self._sites([_Visit(f"{w}.up", own, names, iter((x,)), f"{w}.")
                          for w, own, x in zip(where, owns, rows, strict=True)])  # fmt: skip
             inner = [gated(act, own["gate_proj"](x), own["up_proj"](x)) if spec.gated else

@@ -77,7 +77,7 @@ class Runner:
         self._described: Pool | None = None
         self._tables: dict[bool, Rope | None] = {  # of layers with a window and the others; one for all sequences:
             kind: model.rope(kind, None, 0, max_model_len, self.device, weight.dtype)  # scalings by length take the
-            for kind in {block.windowed for block in model.layers.values()}  # longest that may come
+            for kind in {bool(block.windowed) for block in model.layers.values()}  # longest that may come
         }
 
     def pool(self) -> list[Tensor]:
@@ -157,7 +157,7 @@ class Runner:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
             return self.decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
         for name, block in self.model.layers.items():
-            x = block(x, NO_MASK, ropes[block.windowed], self.cache[name])
+            x = block(x, NO_MASK, ropes[bool(block.windowed)], self.cache[name])
         return x
 
     def norm(self, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ridgeline.nn.checkpoint.formats import Format, reader
 from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links, spellings, stacked, whole_shape
 from ridgeline.nn.model.init import allocate, assign
 from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Stored
 from ridgeline.spec.errors import UserError
@@ -60,6 +61,10 @@ class FileSpan(NamedTuple):
     length: int
     dtype: str
     """As safetensors spells it."""
+
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""Ends of the names of MXFP4 codes and exponents."""
 
 
 class _Files:
@@ -112,8 +117,8 @@ class _Files:
         return f"{self.path / files[0]}" if len(files) == 1 else f"{self.path} ({', '.join(files)})"
 
     def find(self, link: NamePair) -> str | None:
-        """The name under which the checkpoint has ``link``'s tensor."""
-        return next((name for name in spellings(link.theirs) if name in self.where), None)
+        """The name under which the checkpoint has ``link``'s tensor, or the blocks that it is expanded from."""
+        return next((n for n in spellings(link.theirs) if n in self.where or f"{n}{_BLOCKS}" in self.where), None)
 
     def tensor(self, name: str) -> Tensor | None:
         """A whole tensor by its name in the files; None when there is none."""
@@ -137,10 +142,13 @@ class _Files:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor ``name``."""
+        if name not in self.where:
+            *stack, out, count, _ = self.shape(f"{name}{_BLOCKS}")
+            return (*stack, count * mxfp4.BLOCK, out)
         return tuple(self._handle(self.where[name]).get_slice(name).get_shape())
 
     def span(self, name: str) -> FileSpan:
-        """Location of the tensor ``name``."""
+        """Location of the tensor ``name``, which is stored as it is."""
         file = self.where[name]
         if file not in self._headers:
             with file.open("rb") as f:
@@ -152,23 +160,36 @@ class _Files:
 
     def read(self, name: str, link: NamePair) -> Tensor:
         """The part of tensor ``name`` that ``link`` maps, in our layout."""
+        if name not in self.where:
+            return self._cut(self._expanded(name), link)
         try:
-            piece = self._handle(self.where[name]).get_slice(name)
-            if link.part is None:
-                tensor: Tensor = piece[...]
-            else:
-                first, count, of, dim, groups = link.part
-                shape = piece.get_shape()
-                cut: list[slice] = [slice(None)] * len(shape)
-                step = shape[dim] // (of * groups)
-                if groups == 1:
-                    cut[dim] = slice(first * step, (first + count) * step)
-                tensor = piece[tuple(cut)]
-                if groups > 1:
-                    split = tensor.unflatten(dim, (groups, of, step))
-                    tensor = split.narrow(dim + 1, first, count).flatten(dim, dim + 2)
+            return self._cut(self._handle(self.where[name]).get_slice(name), link)
         except (SafetensorError, OSError) as e:
             raise UserError(f"tensor {name!r} in {self.where[name]} cannot be read: {e}", _AGAIN) from None
+
+    def _expanded(self, name: str) -> Tensor:
+        """A mixture's weights [E, in, out] from MXFP4 blocks, which gpt-oss stores by output."""
+        blocks, scales = self.tensor(f"{name}{_BLOCKS}"), self.tensor(f"{name}{_SCALES}")
+        if blocks is None or scales is None:
+            raise UserError(f"{self.names_of()} holds {name}{_BLOCKS} but no {name}{_SCALES}", _AGAIN)
+        return mxfp4.expand(blocks, scales).mT
+
+    @staticmethod
+    def _cut(piece: Any, link: NamePair) -> Tensor:
+        """``link``'s part of a tensor, or of a slice that has not been read yet."""
+        if link.part is None:
+            tensor: Tensor = piece[...]
+        else:
+            first, count, of, dim, groups = link.part
+            shape = piece.shape if isinstance(piece, Tensor) else piece.get_shape()
+            cut: list[slice] = [slice(None)] * len(shape)
+            step = shape[dim] // (of * groups)
+            if groups == 1:
+                cut[dim] = slice(first * step, (first + count) * step)
+            tensor = piece[tuple(cut)]
+            if groups > 1:
+                split = tensor.unflatten(dim, (groups, of, step))
+                tensor = split.narrow(dim + 1, first, count).flatten(dim, dim + 2)
         return tensor.mT if link.transpose else tensor
 
 
@@ -258,7 +279,13 @@ class Reader:
         pieces = self._links[ours]
         link = pieces[expert or 0]
         name = self._files.find(link)
-        if name is None or (expert is None and len(pieces) > 1) or link.part or link.transpose:
+        if (
+            name is None
+            or name not in self._files.where
+            or (expert is None and len(pieces) > 1)
+            or link.part
+            or link.transpose
+        ):
             return None
         found = self._files.span(name)
         expected = math.prod(self._shapes[ours][0 if expert is None else 1 :]) * dtype.itemsize

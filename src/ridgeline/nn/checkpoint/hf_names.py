@@ -80,7 +80,7 @@ def whole_shape(link: NamePair, shape: tuple[int, ...]) -> tuple[int, ...]:
         wanted[-2:] = wanted[:-3:-1]
     if link.part is not None:
         dim = link.part.dim
-        wanted[dim] = wanted[dim] // link.part.count * link.part.of
+        wanted[dim] = wanted[dim] // link.part.taken * link.part.of
     return tuple(wanted)
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ridgeline.nn.checkpoint.hf_names import links, spellings
-from ridgeline.spec.families.family import Part
 from ridgeline.spec.errors import UserError
+from ridgeline.spec.families.family import Part
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.targets import linears, shortest
 
@@ -50,8 +50,8 @@ def places(spec: ModelSpec) -> dict[str, PeftTensor]:
         if name in known and link.ours.endswith(".weight"):
             part = link.part or Part(0, 1, 1)
             height = known[name][0]
-            whole = height // part.count * part.of
-            rows = torch.arange(whole).view(part.groups, part.of, -1)[:, part.first : part.first + part.count]
+            whole = height // part.taken * part.of
+            rows = torch.arange(whole).view(part.groups, part.of, -1)[:, part.first : part.first + part.taken]
             out[name] = PeftTensor(link.theirs.removesuffix(".weight"), rows.flatten(), height, whole)
     return out
 

@@ -24,9 +24,9 @@ _PROGRAMS = 264
 
 
 @triton.jit
-def _part(q, k, v, table, lengths, acc, stats, slopes, sinks, slots, blocks, groups, repeat, window, part, splits, scale,
-          cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
-          TILE: tl.constexpr):  # fmt: skip
+def _part(q, k, v, table, lengths, acc, stats, slopes, sinks, slots, blocks, groups, repeat, window, part, splits,
+          scale, cap, CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
+          WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """Attention of one sequence's heads of one group over keys ``part * i`` to ``part * (i + 1)``."""
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -107,8 +106,9 @@ def make_mask(
     dtype: torch.dtype,
     documents: Tensor | None = None,
 ) -> Mask:
-    """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``, in layers with a sliding window
-    (``windowed``) or the others.
+    """The mask for queries ``start .. start + length`` over keys ``0 .. start + length``.
+
+    ``windowed``: in layers with a sliding window, if the model has one.
 
     ``padding`` [B, T] bool: True = real token. ``documents`` [B, T]: a token sees only those of the same number. No
     tensor is made where a flag says it all.

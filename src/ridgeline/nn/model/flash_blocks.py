@@ -79,9 +79,7 @@ class _WithSinks(torch.autograd.Function):
     the plain kernel from the new output and log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor | None, causal: bool
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
         out, lse = block_forward(q, k, v, causal, bias)
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = out * (lse - total).exp().unsqueeze(-1).to(out.dtype)

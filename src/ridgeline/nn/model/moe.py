@@ -51,8 +51,12 @@ class Experts(nn.Module):
                 inner = gated(self.activation, _plus(self.linear(part, gate[e]), self.gate_bias, e), inner)
             outputs.append(_plus(self.linear(inner, down[e]), self.down_bias, e, self.bias_share))
         if not outputs:  # no rows: gradients of zero nevertheless, because other ranks wait to sum theirs with them
-            unused = (up[0][0, 0], gate[0][0, 0], down[0][0, 0],
-                      *(local(b)[0, 0] for b in (self.gate_bias, self.up_bias, self.down_bias) if b is not None))
+            unused = (
+                up[0][0, 0],
+                gate[0][0, 0],
+                down[0][0, 0],
+                *(local(b)[0, 0] for b in (self.gate_bias, self.up_bias, self.down_bias) if b is not None),
+            )
             return rows + sum(unused)
         return torch.cat(outputs)
 

@@ -24,8 +24,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class _RMSNorm(torch.autograd.Function):
     """y = x · r · w with r = (mean(x²) + eps)^-½. Saves only x and r, where the eager composite saves x twice more.
 
-    The offset o is added to w. With p = dy · x:  dw = rᵀ p (summed over tokens),  dx = dy · (w + o) · r - x · r³ (p · (w + o)) / H.  Both sums are
-    matrix-vector products, which read p once each and write nothing large.
+    The offset o is added to w. With p = dy · x:  dw = rᵀ p (summed over tokens),
+    dx = dy · (w + o) · r - x · r³ (p · (w + o)) / H.  Both sums are matrix-vector products, which read p once each and
+    write nothing large.
 
     Everything is computed in float32 (float64 for float64 inputs), whatever the dtype of ``x``.
     """
@@ -51,9 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dw, None, None, None
 
 
-def _normalized(
-    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float
-) -> tuple[Tensor, Tensor]:
+def _normalized(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, offset: float) -> tuple[Tensor, Tensor]:
     """(y, r)."""
     wide = _wide(x)
     weight = _wide(weight) + offset if offset else weight

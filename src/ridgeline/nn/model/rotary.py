@@ -36,7 +36,8 @@ class Rotary:
         return [t for pair in self._tables.values() for t in pair]
 
     def inverse_frequencies(self, device: torch.device, length: int = 0) -> Tensor:
-        """Angles per position, [R/2] float32 for R rotated dimensions, in a sequence of ``length`` positions (0: within the original ones)."""
+        """Angles per position, [R/2] float32 for R rotated dimensions, in a sequence of ``length`` positions (0:
+        within the original ones)."""
         spec, s = self._spec, self._spec.rope_scaling
         exponent = torch.arange(0, spec.rotated, 2, dtype=torch.float32, device=device) / spec.rotated
         if s is not None and s.kind == "dynamic" and length > s.original_max_positions:

@@ -269,7 +269,7 @@ class Transformer(nn.Module):
         wants = self.backend.wants_bias
         kinds: dict[bool, tuple[Mask, Rope | None]] = {}
         for name, block in self.layers.items():
-            if (kind := block.windowed) not in kinds:
+            if (kind := bool(block.windowed)) not in kinds:
                 mask = make_mask(self.spec, kind, padding, start, length, wants, device, dtype, separate)
                 rope = self.rope(kind, positions, start, length, device, dtype)
                 kept: dict[str, Tensor] | None = {} if self.spec.score_changes else None

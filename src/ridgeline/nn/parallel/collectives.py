@@ -138,7 +138,7 @@ def rms_norm_of_parts(norm: Any, size: int, group: ProcessGroup, x: Tensor) -> T
     weights: the ranks sum their squares."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     squares = enter(leave(wide.square().sum(-1, keepdim=True), group, False), group, False)
-    y = wide * (squares / size + norm.eps).rsqrt() * (local(norm.weight) + norm.offset)
+    y: Tensor = wide * (squares / size + norm.eps).rsqrt() * (local(norm.weight) + norm.offset)
     return y.to(x.dtype)
 
 

@@ -25,12 +25,15 @@ from ridgeline.nn.quant.ternary import Ternary, TernaryLinear
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
-
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 class PackedExperts(nn.Module):
     """A mixture's experts as :class:`~ridgeline.nn.model.moe.Experts`, each projection a :class:`PackedLinear`."""
+
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self, activation: str, gate: list[nn.Module] | None, up: list[nn.Module], down: list[nn.Module],

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv:2211.05100): ALiBi, a norm on the embeddings, queries, keys and values of each head beside each other."""
+"""BLOOM (arXiv:2211.05100): ALiBi, a norm on the embeddings, and a head's query, key and value beside each other."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ def activation(name: str) -> str:
 
 
 class Part(NamedTuple):
-    """``count`` of ``of`` equal parts of a tensor along dimension ``dim``, from the ``first`` on.
+    """``taken`` of ``of`` equal parts of a tensor along dimension ``dim``, from the ``first`` on.
 
     With ``groups`` > 1 the dimension (0) consists of that many groups, and the parts are those of each group.
     """
 
     first: int
-    count: int
+    taken: int
     of: int
     dim: int = 0
     groups: int = 1

@@ -254,6 +254,9 @@ def _is_partial(name: str, sequence: bool, joint: bool) -> bool:
     return sequence or name.endswith("router.weight")
 
 
+_BY_HEAD_OR_COLUMN = (".sinks", ".experts.gate_bias", ".experts.up_bias")
+
+
 def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
     layer, tail = _leaf(p.name)
     by = 1
@@ -262,9 +265,11 @@ def _divide_param(p: Param, t: int, kv: int, joint: bool) -> None:
         by = kv if layer in ("k_proj", "v_proj") else t
         if tail == ("lora_a" if column else "lora_b") or (tail in ("bias", "spans") and not column):
             by = 1
-    elif p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias") or p.name.endswith(".sinks"):
-        by = t
-    elif p.name.endswith((".experts.gate_bias", ".experts.up_bias")):
+    elif (
+        p.name in ("embed.tokens.weight", "head.out.weight", "head.out.bias")
+        or p.name.endswith(".sinks")
+        or p.name.endswith((".experts.gate_bias", ".experts.up_bias"))
+    ):
         by = t
     elif joint and p.name.endswith(("q_norm.weight", "k_norm.weight")):
         by = t if p.name.endswith("q_norm.weight") else kv
