@@ -112,7 +112,7 @@ class Divider:
                 elif leaf in ROW:
                     self.row(module)
                 elif child.joint_norm:  # over the heads of all ranks
-                    size = int(module.weight.shape[0])  # type: ignore[index,arg-type]
+                    size = int(module.weight.shape[0])  # type: ignore[index]
                     self.place(module, "weight", Shard(0))
                     module.forward = partial(rms_norm_of_parts, module, size, self.group)
                 else:  # norms over each head: a rank sees only its heads
