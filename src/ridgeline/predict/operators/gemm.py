@@ -143,8 +143,8 @@ def bounded(latency: float, seconds: float, compute: float, memory: float) -> Ge
 
 
 def _share(m: Machine, c: GemmConstants, peak: float) -> float:
-    watts = m.device.watts
-    if not c.power or not watts:
+    watts, chip = m.device.watts, m.device.chip
+    if not c.power or not watts or (chip is not None and not chip.watts):  # a design draws what its peaks need
         return c.share
     return min(max(c.share, c.share_limit), c.share * math.sqrt(watts / peak / c.power))
 
