@@ -1,6 +1,6 @@
 """Die area of a chip by block: transistor counts over the process's density, memory cells, and analog interfaces.
 
-LLMCompass's model (arXiv:2312.03134, section 3.4): arithmetic units are floating-point units whose transistors grow with
+LLMCompass's model (arXiv:2312.03134, section 3.4): arithmetic units are floating-point units whose transistors grow as
 the square of the mantissa's bits; static memory pays an efficiency by the size of its blocks; register files are a fit
 of area at 90 nm scaled by density; control logic per lane and the crossbar per core were fitted on the GA100 and
 Aldebaran dies. So it is within 10 % for chips like these, and off by factors for others: 128 × 128 arrays come out at

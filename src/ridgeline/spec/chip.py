@@ -111,7 +111,7 @@ class Chip(_Data):
     process: str
     """A process of the catalog: n7, n6, n5."""
     architecture: str = "generic"
-    """Whose efficiency constants hold: one of the catalog's, such as ampere; systolic: arrays fed by explicit copies."""
+    """Whose efficiency constants hold: one of the catalog's, such as ampere or systolic."""
     clock: PositiveFloat
     """Hz."""
     cores: PositiveInt
