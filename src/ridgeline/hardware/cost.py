@@ -34,7 +34,7 @@ def clean(area: float, p: Process) -> float:
 def yielded(c: Chip, how: Yield) -> float:
     """Share of a chip's dies that can be sold.
 
-    ``spare``: all but the cores and their ports must be free of defects, and of the cores as many as are sold (binomial,
+    ``spare``: all but cores and their ports must be free of defects, and of the cores as many as are sold (binomial:
     as if they failed independently of one another); at least ``plain``.
     """
     if how not in get_args(Yield):
