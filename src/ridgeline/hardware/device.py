@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ridgeline.catalog import chips
 from ridgeline.hardware.area import total_mm2
+from ridgeline.hardware.constants import scaled_constants
 from ridgeline.spec.chip import Chip
 from ridgeline.spec.device import Device, Link
 
@@ -42,5 +43,5 @@ def chip_device(c: Chip) -> Device:
         name=c.name, title=c.title, architecture=c.architecture, peak_flops=c.peak_flops,
         memory_bytes=c.memory.bytes, memory_bandwidth=c.memory.bandwidth, l2_bytes=float(c.cache_bytes),
         sm_count=c.cores, clock=c.clock, launch_latency=_LAUNCH, reserved_bytes=_RESERVED, link=link, watts=watts(c),
-        chip=c, source=f"derived from a design: {c.source}" if c.source else "derived from a design",
+        efficiency=scaled_constants(c), chip=c, source=f"derived from a design: {c.source}" if c.source else "derived from a design",
     )  # fmt: skip

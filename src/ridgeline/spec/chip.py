@@ -123,6 +123,8 @@ class Chip(_Data):
     """Global buffer (last-level cache) that works in a sold chip."""
     cache_bytes_on_die: PositiveInt | None = None
     """What the die has of it; None: no more."""
+    cache_bytes_per_clock: PositiveFloat
+    """Bytes per clock that all cores together read from it."""
     memory: ChipMemory
     links: ChipLinks | None = None
     watts: NonNegativeFloat = 0

@@ -94,8 +94,8 @@ def tiled(
     moved, draw = read + written + weights, _DRAW * m.clock
     partial = 8.0 * rows * columns / m.l2_bandwidth  # fp32, written and read
     best, best_compute, best_memory = 1e30, 0.0, 0.0
-    for height, wide in _TILES:
-        if height > 16 and height >= 2 * each:
+    for height, wide in _TILES if c.tile_rows == c.tile_columns == 1.0 else _scaled_tiles(c):
+        if height > 16 * c.tile_rows and height >= 2 * each:
             continue
         tiles = groups * ceil(each / height) * ceil(columns / wide)
         math_k, load_k = 2.0 * height * wide / unit_rate, (height + wide) / load_rate
@@ -116,6 +116,11 @@ def tiled(
             if t < best:
                 best, best_compute, best_memory = t, compute, drawn
     return bounded(latency, best, best_compute, best_memory)
+
+
+@lru_cache
+def _scaled_tiles(c: GemmConstants) -> tuple[tuple[int, int], ...]:
+    return tuple((ceil(height * c.tile_rows), ceil(wide * c.tile_columns)) for height, wide in _TILES)
 
 
 def _memory(m: Machine, c: GemmConstants, read: float, written: float, weights: float, reuse: float) -> float:
@@ -143,8 +148,8 @@ def bounded(latency: float, seconds: float, compute: float, memory: float) -> Ge
 
 
 def _share(m: Machine, c: GemmConstants, peak: float) -> float:
-    watts, chip = m.device.watts, m.device.chip
-    if not c.power or not watts or (chip is not None and not chip.watts):  # a design draws what its peaks need
+    watts = m.device.watts
+    if not c.power or not watts:
         return c.share
     return min(max(c.share, c.share_limit), c.share * math.sqrt(watts / peak / c.power))
 
