@@ -14,7 +14,7 @@ from ridgeline.spec.efficiency import Efficiency
 
 
 def scaled_constants(c: Chip) -> Efficiency | None:
-    """The constants of ``c``; None where its architecture was fitted on no chip of the catalog: then the class's own."""
+    """The constants of ``c``; None, for the class's own, where that was fitted on no chip of the catalog."""
     if c.architecture not in catalog.architectures():
         return None
     known = catalog.architecture(c.architecture)

@@ -43,5 +43,6 @@ def chip_device(c: Chip) -> Device:
         name=c.name, title=c.title, architecture=c.architecture, peak_flops=c.peak_flops,
         memory_bytes=c.memory.bytes, memory_bandwidth=c.memory.bandwidth, l2_bytes=float(c.cache_bytes),
         sm_count=c.cores, clock=c.clock, launch_latency=_LAUNCH, reserved_bytes=_RESERVED, link=link, watts=watts(c),
-        efficiency=scaled_constants(c), chip=c, source=f"derived from a design: {c.source}" if c.source else "derived from a design",
+        efficiency=scaled_constants(c), chip=c,
+        source=f"derived from a design: {c.source}",
     )  # fmt: skip
