@@ -105,6 +105,22 @@ def sweep(
         _write_devices(answer, out)
 
 
+@hardware.command()
+def check(json: Json = False) -> None:
+    """Published figures of LLMCompass, DFX, FlexFlow and NLP-Fast beside what the models here give."""
+    import json as js
+    from dataclasses import asdict
+
+    from ridgeline.report.console import print_tables
+    from ridgeline.validate.hardware_claims import claims, claims_table
+
+    found = list(claims())
+    if json:
+        print(js.dumps([{**asdict(c), "error": c.error} for c in found], indent=2))
+    else:
+        print_tables(claims_table(found))
+
+
 def _cluster(base: Any, devices: int) -> Any:
     from ridgeline.hardware.device import chip_device
     from ridgeline.spec.device import Cluster

@@ -30,6 +30,7 @@ def scaled_constants(c: Chip) -> Efficiency | None:
         dtype: g.model_copy(
             update={
                 "load_bytes_per_clock": g.load_bytes_per_clock * fed,
+                "port": g.port * fed,
                 "vector_clocks": g.vector_clocks / vector,
                 "power": g.power if c.watts else 0.0,  # without a rating, a design draws what its peaks need
                 **tiles,
@@ -40,7 +41,12 @@ def scaled_constants(c: Chip) -> Efficiency | None:
     prefill = {
         name: p.model_copy(update={"softmax_clocks": p.softmax_clocks / vector}) for name, p in known.prefill.items()
     }
-    return known.model_copy(update={"gemm": gemm, "prefill": prefill, "l2_gain": near / c.memory.bandwidth})
+    decode = {
+        name: d.model_copy(update={"draw_bytes_per_clock": d.draw_bytes_per_clock * fed})
+        for name, d in known.decode.items()
+    }
+    update = {"gemm": gemm, "prefill": prefill, "decode": decode, "l2_gain": near / c.memory.bandwidth}
+    return known.model_copy(update=update)
 
 
 def _fed(c: Chip) -> float:

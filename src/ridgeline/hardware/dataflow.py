@@ -1,8 +1,8 @@
 """Utilization of arrays of multipliers by how they unroll a layer's loops, by counting partly filled passes.
 
 FlexFlow (Lu et al., HPCA 2017) compares three fixed ways with its own, which chooses factors for each layer. A layer
-has N input maps, M output maps of S × S and kernels of K × K; an array has D × D multipliers. A matrix product is a layer
-with K = 1 whose outputs are its rows: there every way but the two-dimensional one fills the array.
+has N input maps, M output maps of S × S and kernels of K × K; an array has D × D multipliers. A matrix product is a
+layer with K = 1 whose outputs are its rows: there every way but the two-dimensional one fills the array.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Latency of an appliance that streams every weight past its multipliers once per token, as DFX does.
 
-DFX (Hong et al., MICRO 2022, arXiv:2209.10797): n FPGAs share each layer's heads and columns, prompts pass one token at a
-time like outputs, and a ring gathers the parts four times per layer. A pass takes
+DFX (Hong et al., MICRO 2022, arXiv:2209.10797): n FPGAs share each layer's heads and columns, prompts pass one token at
+a time like outputs, and a ring gathers the parts four times per layer. A pass takes
 
     L · fixed + MACs / (MACs per second · share · n),
 

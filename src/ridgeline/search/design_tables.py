@@ -24,12 +24,15 @@ def sweep_tables(w: Sweep) -> list[Table]:
                Column("Die"), Column("Memory"), Column("Throughput", "tokens_per_s"),
                *(Column(k.removesuffix("_s").replace("step_time", "step").upper(), k) for k in latencies),
                Column("Tokens/s per $"), Column("Bound by", align="left")]  # fmt: skip
-    rows = [_row(str(i), d, w, latencies) for i, d in numbered(w, front)]
+    common = set.intersection(*(set(d.choice.split()) for d in front)) if len(front) > 1 else set()
+    rows = [_row(str(i), _without(d.choice, common), d, w, latencies) for i, d in numbered(w, front)]
     if w.base.metrics:
-        rows.append(_row("", w.base, w, latencies))
+        rows.append(_row("", w.base.chip.name, w.base, w, latencies))
     e = w.experiment
     title = f"Front of {len(w.designs)} designs in {', '.join(w.axes)}: {e.model.name} on {e.world} each"
     notes = [_counts(w)]
+    if common:
+        notes.append(f"all of them: {' '.join(x for x in front[0].choice.split() if x in common)}")
     if len(front) < len(w.front):
         notes.append(f"{len(w.front) - len(front)} more on the front differ by less than {percent(ALIKE)}")
     notes.append("areas within 10 % for GPU-like chips, power within 40 %, times as of a device known by its datasheet")
@@ -56,10 +59,14 @@ def numbered(w: Sweep, designs: list[Design]) -> list[tuple[int, Design]]:
     return [(places[d.chip.name], d) for d in designs]
 
 
-def _row(number_: str, d: Design, w: Sweep, latencies: list[str]) -> list[str]:
+def _without(choice: str, common: set[str]) -> str:
+    return " ".join(x.removeprefix("core.") for x in choice.split() if x not in common)
+
+
+def _row(number_: str, choice: str, d: Design, w: Sweep, latencies: list[str]) -> list[str]:
     assert d.cost is not None
     bound = ", ".join(f"{name} {percent(share)}" for name, share in list(w.bounds(d).items())[:2])
-    return [number_, d.choice, f"{d.area:.0f}", f"{d.watts:.0f}", f"${d.cost.die:,.0f}", f"${d.cost.memory:,.0f}",
+    return [number_, choice, f"{d.area:.0f}", f"{d.watts:.0f}", f"${d.cost.die:,.0f}", f"${d.cost.memory:,.0f}",
             metric(d.metrics["tokens_per_s"], "tokens/s"), *(metric(d.metrics.get(k), "s") for k in latencies),
             number(d.metrics["tokens_per_s_per_dollar"]), bound]  # fmt: skip
 

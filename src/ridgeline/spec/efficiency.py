@@ -46,6 +46,8 @@ class GemmConstants(_Constants):
     load_bytes_per_clock: float = 1e9
     """Bytes of operands per clock that reach one processor from the cache: what small tiles wait for, which load more
     per multiplication."""
+    port: float = 1.0
+    """What one processor draws from the cache and stores, relative to the usual bytes per clock."""
     tile_rows: float = 1.0
     """Rows of the output tiles relative to those that libraries have: larger arrays need larger tiles."""
     tile_columns: float = 1.0

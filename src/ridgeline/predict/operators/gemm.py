@@ -90,8 +90,8 @@ def tiled(
     peak = m.peak(dtype)
     unit_rate = peak / units * _share(m, c, peak) * (c.dequantize_share if stored else 1.0)
     load_rate = c.load_bytes_per_clock * m.clock / width
-    store = _STORE * m.clock
-    moved, draw = read + written + weights, _DRAW * m.clock
+    store = _STORE * c.port * m.clock
+    moved, draw = read + written + weights, _DRAW * c.port * m.clock
     partial = 8.0 * rows * columns / m.l2_bandwidth  # fp32, written and read
     best, best_compute, best_memory = 1e30, 0.0, 0.0
     for height, wide in _TILES if c.tile_rows == c.tile_columns == 1.0 else _scaled_tiles(c):
