@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ridgeline.hardware.cost import Verdict
@@ -119,7 +120,7 @@ def _record(d: Design) -> dict[str, Any]:
 
 
 def _verdict(v: Verdict | None) -> dict[str, Any] | None:
-    return v and {"ratio": v.ratio, "break_even": v.break_even, "halved": v.halved, "doubled": v.doubled}
+    return None if v is None else asdict(v)
 
 
 def sweep_svg(w: Sweep) -> str:

@@ -158,9 +158,10 @@ class Chip(_Data):
         a, v = self.core.array, self.core.vector
         lanes = self.cores * self.core.lanes * self.clock
         peak = 2.0 * lanes * a.rows * a.columns * a.macs_per_clock
-        own = {"bf16": peak, "fp16": peak} if a.dtype in ("fp16", "bf16") else {a.dtype: peak}
+        own: dict[str, float] = dict.fromkeys(("bf16", "fp16") if a.dtype in ("fp16", "bf16") else (a.dtype,), peak)
         vector = {"fp32": 2.0 * lanes * v.fp32, "fp64": 2.0 * lanes * v.fp64}
-        found = {**vector, **own, **{dtype: peak * rate for dtype, rate in a.rates.items()}}
+        narrow = {dtype: peak * rate for dtype, rate in a.rates.items()}
+        found: dict[str, float] = {**vector, **own, **narrow}
         return {dtype: rate for dtype, rate in found.items() if rate}
 
 

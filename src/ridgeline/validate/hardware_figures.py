@@ -45,7 +45,7 @@ ALDEBARAN_BLOCKS = {
 OUT_OF_SAMPLE = {"128 x 128 bf16 array, TPU v4i": 14.0, "128 MB of scratchpad, TPU v4i": 112.0, "GH100": 814.0}
 """Published areas that the constants were not fitted on."""
 
-FLEXFLOW_LAYERS = {
+FLEXFLOW_LAYERS: dict[str, list[Layer]] = {
     "PV": [Layer(1, 8, 45, 6), Layer(8, 12, 20, 3), Layer(12, 16, 8, 3), Layer(16, 10, 6, 3), Layer(10, 6, 4, 3)],
     "FR": [Layer(1, 4, 28, 5), Layer(4, 16, 10, 4)],
     "LeNet-5": [Layer(1, 6, 28, 5), Layer(6, 16, 10, 5)],
@@ -58,7 +58,7 @@ FLEXFLOW_LAYERS = {
 """Convolutions of FlexFlow's networks; those of PV, FR and HG are from memory."""
 FLEXFLOW_SIDE = {"AlexNet": 11}
 """Side of the systolic baseline's arrays where it is not 6."""
-FLEXFLOW_UTILIZATION = {
+FLEXFLOW_UTILIZATION: dict[str, dict[str, float]] = {
     "2D mapping": {"PV": 44, "FR": 50, "LeNet-5": 47, "HG": 39, "AlexNet": 68, "VGG": 54},
     "tiling": {"PV": 5.5, "FR": 3.5, "LeNet-5": 7, "HG": 4.5, "AlexNet": 59, "VGG": 92},
     "systolic": {"PV": 32, "FR": 36, "LeNet-5": 60, "HG": 60, "AlexNet": 9.5, "VGG": 25},
