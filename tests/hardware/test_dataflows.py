@@ -6,9 +6,13 @@ import random
 import pytest
 
 from ridgeline import catalog
+from ridgeline.catalog import chips
 from ridgeline.hardware import dataflow
 from ridgeline.hardware.dataflow import Layer
+from ridgeline.hardware.device import chip_device
+from ridgeline.predict.machine import Machine
 from ridgeline.predict.operators import systolic
+from ridgeline.predict.operators.gemm import gemm_time
 from ridgeline.validate import hardware_figures as published
 from ridgeline.validate.hardware_claims import dfx_engine, flexflow_utilization
 
@@ -90,3 +94,32 @@ def test_dfx_fitted_on_one_model_predicts_another():
     large = catalog.model("gpt2-xl").model_copy(update={"hidden_size": 1536})
     assert engine.tokens_per_s(large, 4, 64, 64) == pytest.approx(published.DFX_XL, rel=0.08)
     assert 0.3 < engine.share < 0.5, "far from the roof of its memory"
+
+
+def test_a_systolic_chip_is_bounded_by_its_arrays_its_buffer_and_its_memory():
+    c = chips.chip("ga100").model_copy(update={"architecture": "systolic"})
+    m = Machine(chip_device(c))
+    full = gemm_time(m, "fp16", 8192, 8192, 8192, 1.0, 0.0)
+    ideal = 2 * 8192.0**3 / c.peak_flops["fp16"]
+    assert ideal < full.seconds < 1.1 * ideal
+    thin = gemm_time(m, "fp16", 16, 8192, 8192, 1.0, 0.0)
+    assert thin.bound == "memory"
+    assert thin.seconds > 8192 * 8192 * 2 / c.memory.bandwidth
+    starved = c.model_copy(update={"cache_bytes_per_clock": 64.0, "name": "starved"})
+    assert gemm_time(Machine(chip_device(starved)), "fp16", 8192, 8192, 8192, 1.0, 0.0).seconds > 3 * full.seconds
+
+
+def test_larger_arrays_waste_more_on_small_products():
+    base = chips.chip("ga100").model_copy(update={"architecture": "systolic"})
+    large = base.core.array.model_copy(update={"rows": 128, "columns": 128})
+    few = base.model_copy(update={"cores": 2, "core": base.core.model_copy(update={"array": large}), "name": "large"})
+    assert few.peak_flops["fp16"] == base.peak_flops["fp16"]
+    small, big = (systolic.array_seconds(c, "fp16", 64, 1, 256, 4096) for c in (base, few))
+    assert big > 1.5 * small
+
+
+def test_8_bit_runs_at_the_rate_of_its_array():
+    c = chips.chip("ga100")
+    assert (
+        systolic.array_seconds(c, "int8", 512, 1, 512, 512) == systolic.array_seconds(c, "fp16", 512, 1, 512, 512) / 2
+    )

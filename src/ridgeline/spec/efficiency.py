@@ -34,6 +34,8 @@ class GemmConstants(_Constants):
         "store_bytes_per_clock", "feed", "fill", "split", "overlap",
     ))  # fmt: skip
 
+    engine: Literal["tiles", "systolic"] = "tiles"
+    """What multiplies: tiles in waves over processors, or the systolic arrays of the device's design."""
     latency: float = 0.0
     """Seconds of launch, prologue and epilogue of one kernel."""
     share: float = 1.0

@@ -19,6 +19,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ridgeline.predict.machine import Machine
+from ridgeline.predict.operators.systolic import array_seconds, feed_seconds
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.efficiency import GemmConstants
 
@@ -88,6 +89,10 @@ def tiled(
         results = rows * columns * c.vector_clocks / (m.clock * units)
         return bounded(latency, overlapped(results, memory, p) + slow * _FILL, results, memory)
     peak = m.peak(dtype)
+    if c.engine == "systolic" and m.device.chip is not None:
+        busy = max(array_seconds(m.device.chip, dtype, each, groups, columns, k) / c.share,
+                   feed_seconds(m.device.chip, dtype, rows, columns, k))  # fmt: skip
+        return bounded(latency, overlapped(busy, memory, p), busy, memory)
     unit_rate = peak / units * _share(m, c, peak) * (c.dequantize_share if stored else 1.0)
     load_rate = c.load_bytes_per_clock * m.clock / width
     store = _STORE * c.port * m.clock
