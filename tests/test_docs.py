@@ -20,7 +20,7 @@ from ridgeline.techniques.registry import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-GENERATED = {"architecture.md", "catalogue.md", "prediction-cards.md"}
+GENERATED = {"architecture.md", "catalogue.md", "hardware-figures.md", "prediction-cards.md"}
 STUDIED = {f"studies/{name}.md" for name in ("dissecting", "survey", "systems")}
 
 

@@ -1,8 +1,8 @@
 """Matrix products on systolic arrays that fill and drain for every fold, in closed form.
 
 The cycles equal SCALE-Sim's count (arXiv:1811.02883) in every row of the tables that LLMCompass ships (59 507
-products). A chip's arrays share a product's folds; each core keeps a square of results in its local buffer, so that the global
-buffer feeds every operand once per square. No constant is fitted.
+products). A chip's arrays share a product's folds; each core keeps a square of results in its local buffer, so that the
+global buffer feeds every operand once per square. No constant is fitted.
 """
 
 from __future__ import annotations

@@ -82,10 +82,14 @@ class _Axis(NamedTuple):
         return math.log(value / self.low) / math.log(self.high / self.low)
 
     def ticks(self) -> list[float]:
-        """Round numbers (1, 2, 5 times a power of ten) inside."""
-        first = math.floor(math.log10(self.low))
-        found = [m * 10.0**e for e in range(first, math.ceil(math.log10(self.high)) + 1) for m in (1, 2, 5)]
-        return [t for t in found if self.low <= t <= self.high]
+        """Round numbers inside: multiples of 1, 2 and 5 of powers of ten, or closer ones in a short range."""
+        for steps in ((1, 2, 5), range(1, 10), [x / 2 for x in range(2, 20)], [x / 10 for x in range(10, 100)]):
+            first = math.floor(math.log10(self.low))
+            found = [m * 10.0**e for e in range(first, math.ceil(math.log10(self.high)) + 1) for m in steps]
+            inside = [t for t in found if self.low <= t <= self.high]
+            if len(inside) >= 4:
+                break
+        return inside
 
 
 def _axis(values: Sequence[float]) -> _Axis:
