@@ -1,11 +1,28 @@
 """Published performance of LLMCompass's designs through the predictor."""
 
+from pathlib import Path
 from statistics import fmean, geometric_mean
 
 import pytest
 
+from ridgeline import experiments
+from ridgeline.catalog import chips
+from ridgeline.hardware.cost import cost
+from ridgeline.report.table import markdown
+from ridgeline.search.design_space import read_space
+from ridgeline.search.design_tables import sweep_svg, sweep_tables
+from ridgeline.search.designs import sweep
 from ridgeline.validate import hardware_figures as published
-from ridgeline.validate.hardware_claims import bandwidths, claims_table, cores, dfx, figure_10, figure_12, nlp_fast
+from ridgeline.validate.hardware_claims import (
+    bandwidths,
+    claims_table,
+    cores,
+    dfx,
+    figure_10,
+    figure_12,
+    nlp_fast,
+    partitioning_limit,
+)
 
 
 def errors(found, published_rows):
@@ -51,3 +68,29 @@ def test_every_difference_has_a_reason():
     assert all(c.why for c in found if abs(c.error) > 0.1)
     table = claims_table(found)
     assert len(table.rows) == len(found)
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "hardware.md"
+
+
+def test_the_page_quotes_what_is_computed():
+    text = " ".join(DOCS.read_text(encoding="utf-8").split())
+    ten = [100 * fmean(errors(figure_10(x), published.LATENCY_DESIGN)) for x in (0.0, published.OVERHEAD)]
+    assert f"{ten[0]:.1f} % mean error over 32 cells, and {ten[1]:.1f} %" in text
+    twelve = [100 * fmean(errors([r for r, _ in figure_12(x)], published.THROUGHPUT_DESIGN))
+              for x in (0.0, published.OVERHEAD)]  # fmt: skip
+    assert f"{twelve[0]:.1f} % and {twelve[1]:.1f} %" in text
+    assert f"at most {partitioning_limit():.1f}× of BERT-large's" in text
+    chip = chips.chip("a100-80g-sxm")
+    dies = [cost(chip, chips.prices("2023-10"), how).die for how in ("none", "plain", "spare")]
+    assert "${:.0f}, ${:.0f}, ${:.0f}".format(*dies) in text
+
+
+def test_the_page_shows_the_sweep_of_the_example():  # else: python benchmarks/hardware_sweep.py --docs
+    workload = {"kind": "generate", "batch_size": 16, "prompt_len": 1024, "output_len": 256}
+    e = experiments.make("gpt3-175b", "8xa100-80g-sxm", workload, ["tensor_parallel:degree=8"])
+    found = sweep(read_space(DOCS.parents[1] / "examples" / "gpt3-chip.toml"), e, chips.prices("2023-10"))
+    page = DOCS.read_text(encoding="utf-8")
+    for table in sweep_tables(found):
+        assert markdown([table]).strip() in page
+    assert (DOCS.parent / "hardware-sweep.svg").read_text(encoding="utf-8") == sweep_svg(found)
