@@ -105,7 +105,7 @@ def sweep(
     found = [_static(chip, choice, space, e, at, how) for chip, choice in space.designs()]
     left = [d for d in found if not d.dropped]
     base = _static(space.base, "the base", Space(space.base, space.document, {}, {}), e, at, how)
-    _timed(base, e, None, {})
+    _timed(base, e, question, {})
     limits = {k: v for k, v in space.limits.items() if k not in STATIC}
     run = partial(_timed, e=e, question=question, limits=limits)
     timed: list[Design] = []
