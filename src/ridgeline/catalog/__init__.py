@@ -231,7 +231,13 @@ def device(name: str) -> Device:
         return _catalog_device(key)
     if name.endswith(".toml") or name.startswith((".", "~", "/")):
         return _read_device(Path(name).expanduser())
-    error = unknown("device", name, [*devices(), *DEVICE_ALIASES, "local"])
+    from ridgeline.catalog import chips
+
+    if key in chips.chips():
+        from ridgeline.hardware.device import chip_device
+
+        return chip_device(chips.chip(key))
+    error = unknown("device", name, [*devices(), *DEVICE_ALIASES, *chips.chips(), "local"])
     raise UserError(
         error.what,
         f"{error.fix} Or describe it in a TOML file and give its path: `ridgeline devices {devices()[0]} --toml` prints"
@@ -265,13 +271,19 @@ def _catalog_device(name: str) -> Device:
 
 
 def _read_device(path: Path) -> Device:
+    from ridgeline.catalog.chips import chip, is_chip
     from ridgeline.catalog.toml import device_from, parse
 
     try:
         data = path.read_bytes()
     except OSError as e:
         raise UserError(f"cannot read device file {path}: {e.strerror}", "give a device TOML file") from None
-    return device_from({"name": path.stem, **parse(data, str(path))}, str(path))
+    document = parse(data, str(path))
+    if is_chip(document):
+        from ridgeline.hardware.device import chip_device
+
+        return chip_device(chip(str(path)))
+    return device_from({"name": path.stem, **document}, str(path))
 
 
 # ---- systems ----------------------------------------------------------------------------------------------------

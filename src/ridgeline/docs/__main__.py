@@ -11,6 +11,7 @@ from ridgeline.docs.architecture import SOURCE, architecture_markdown
 from ridgeline.docs.catalog_page import catalog_markdown
 from ridgeline.docs.device_page import device_markdown
 from ridgeline.docs.effects import Effects
+from ridgeline.docs.hardware_page import hardware_markdown
 from ridgeline.docs.technique_page import technique_markdown
 from ridgeline.report.study_tables import study_markdown
 from ridgeline.study import load_study, run_study
@@ -26,6 +27,7 @@ def pages() -> dict[str, Callable[[], str]]:
     return {
         "architecture.md": architecture_markdown,
         "catalogue.md": partial(catalog_markdown, pairs),
+        "hardware-figures.md": hardware_markdown,
         "prediction-cards.md": partial(device_markdown, effects.results),
         **{f"studies/{name}.md": partial(_study, name) for name in ("dissecting", "survey", "systems")},
         **techniques,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1]
 FLOORS = [
-    ("spec", "catalog"),
+    ("spec", "catalog", "hardware"),
     ("report", "jobs", "data"),
     ("graph", "nn"),
     ("runtime",),

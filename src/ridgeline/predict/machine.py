@@ -42,7 +42,8 @@ class Machine:
         self.slow = self.efficiency.clock / self.clock if self.efficiency.clock else 1.0
         """Factor on the seconds in ``efficiency``: latencies are measured in cycles, so they shrink as the clock
         rises."""
-        self.fitted = device.efficiency is not None or device.name in self.efficiency.fitted_on
+        calibrated = device.efficiency is not None and device.chip is None  # a design's constants are scaled ones
+        self.fitted = calibrated or device.name in self.efficiency.fitted_on
         self.source = self.efficiency.source if self.fitted else "class default"
 
     def peak(self, dtype: str) -> float:

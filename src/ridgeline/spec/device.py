@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from ridgeline.spec.chip import Chip
 from ridgeline.spec.efficiency import Efficiency
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4"]
@@ -169,6 +170,8 @@ class Device(BaseModel):
     """Whether a probe measured what training needs and left out inference."""
     efficiency: Efficiency | None = None
     """Constants fitted on this very device (see ``predict/calibrate.py``); None: those of its architecture."""
+    chip: Chip | None = None
+    """The design that the figures follow from (``ridgeline.hardware``); None: they are a datasheet's."""
     source: str = ""
     """Where each figure comes from."""
 

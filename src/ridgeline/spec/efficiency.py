@@ -34,6 +34,8 @@ class GemmConstants(_Constants):
         "store_bytes_per_clock", "feed", "fill", "split", "overlap",
     ))  # fmt: skip
 
+    engine: Literal["tiles", "systolic"] = "tiles"
+    """What multiplies: tiles in waves over processors, or the systolic arrays of the device's design."""
     latency: float = 0.0
     """Seconds of launch, prologue and epilogue of one kernel."""
     share: float = 1.0
@@ -46,6 +48,12 @@ class GemmConstants(_Constants):
     load_bytes_per_clock: float = 1e9
     """Bytes of operands per clock that reach one processor from the cache: what small tiles wait for, which load more
     per multiplication."""
+    port: float = 1.0
+    """What one processor draws from the cache and stores, relative to the usual bytes per clock."""
+    tile_rows: float = 1.0
+    """Rows of the output tiles relative to those that libraries have: larger arrays need larger tiles."""
+    tile_columns: float = 1.0
+    """The same of columns."""
     memory_share: float = 1.0
     """Achievable share of the memory bandwidth."""
     wave: float = 0.0

@@ -19,6 +19,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ridgeline.predict.machine import Machine
+from ridgeline.predict.operators.systolic import array_seconds, feed_seconds
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.efficiency import GemmConstants
 
@@ -88,14 +89,18 @@ def tiled(
         results = rows * columns * c.vector_clocks / (m.clock * units)
         return bounded(latency, overlapped(results, memory, p) + slow * _FILL, results, memory)
     peak = m.peak(dtype)
+    if c.engine == "systolic" and m.device.chip is not None:
+        busy = max(array_seconds(m.device.chip, dtype, each, groups, columns, k) / c.share,
+                   feed_seconds(m.device.chip, dtype, rows, columns, k))  # fmt: skip
+        return bounded(latency, overlapped(busy, memory, p), busy, memory)
     unit_rate = peak / units * _share(m, c, peak) * (c.dequantize_share if stored else 1.0)
     load_rate = c.load_bytes_per_clock * m.clock / width
-    store = _STORE * m.clock
-    moved, draw = read + written + weights, _DRAW * m.clock
+    store = _STORE * c.port * m.clock
+    moved, draw = read + written + weights, _DRAW * c.port * m.clock
     partial = 8.0 * rows * columns / m.l2_bandwidth  # fp32, written and read
     best, best_compute, best_memory = 1e30, 0.0, 0.0
-    for height, wide in _TILES:
-        if height > 16 and height >= 2 * each:
+    for height, wide in _TILES if c.tile_rows == c.tile_columns == 1.0 else _scaled_tiles(c):
+        if height > 16 * c.tile_rows and height >= 2 * each:
             continue
         tiles = groups * ceil(each / height) * ceil(columns / wide)
         math_k, load_k = 2.0 * height * wide / unit_rate, (height + wide) / load_rate
@@ -116,6 +121,11 @@ def tiled(
             if t < best:
                 best, best_compute, best_memory = t, compute, drawn
     return bounded(latency, best, best_compute, best_memory)
+
+
+@lru_cache
+def _scaled_tiles(c: GemmConstants) -> tuple[tuple[int, int], ...]:
+    return tuple((ceil(height * c.tile_rows), ceil(wide * c.tile_columns)) for height, wide in _TILES)
 
 
 def _memory(m: Machine, c: GemmConstants, read: float, written: float, weights: float, reuse: float) -> float:

@@ -1,0 +1,82 @@
+"""Published figures of hardware designs, as numbers with their source: what `ridgeline hardware check` compares with.
+
+LLMCompass: Zhang et al., ISCA 2024, arXiv:2312.03134, and its repository. FlexFlow: Lu et al., HPCA 2017 (figure 15 is
+read off, within 2 points). DFX: Hong et al., MICRO 2022, arXiv:2209.10797. NLP-Fast: Kim et al., PACT 2021.
+"""
+
+from __future__ import annotations
+
+from ridgeline.hardware.dataflow import Layer
+
+INPUTS = (256, 512, 1024, 2048)
+OUTPUTS = (256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+LATENCY_DESIGN = (
+    (0.95, 0.97, 0.98, 0.99, 0.99, 0.99, 0.99, 0.99), (0.92, 0.95, 0.97, 0.98, 0.98, 0.98, 0.99, 0.99),
+    (0.87, 0.92, 0.94, 0.96, 0.96, 0.97, 0.97, 0.98), (0.80, 0.87, 0.91, 0.93, 0.94, 0.95, 0.96, 0.96),
+)  # fmt: skip
+"""LLMCompass, figure 10: speed relative to the GA100 by input (rows) and output length."""
+THROUGHPUT_DESIGN = (
+    (1.23, 1.35, 1.45, 1.51, 1.56, 1.59, 1.62, 1.59), (1.29, 1.35, 1.40, 1.45, 1.49, 1.53, 1.51, 1.57),
+    (1.31, 1.32, 1.35, 1.39, 1.39, 1.44, 1.47, 1.46), (1.27, 1.28, 1.31, 1.30, 1.36, 1.37, 1.40, 1.43),
+)  # fmt: skip
+"""LLMCompass, figure 12b: throughput relative to the GA100, each at its largest batch."""
+THROUGHPUT = (
+    (2453, 2295, 1978, 1713, 1505, 1325, 1183, 1067), (1557, 1564, 1437, 1305, 1175, 1067, 974, 896),
+    (863, 944, 917, 868, 815, 765, 719, 677), (436, 508, 521, 515, 502, 486, 470, 453),
+)  # fmt: skip
+"""LLMCompass, figure 12a: the throughput design's tokens/s."""
+OVERHEAD = 6 * 21e-6 + 12e-6 + 2 * 45e-6 + 45e-6
+"""Seconds that LLMCompass adds to every layer of every pass: PyTorch's kernels on an A100 at size 1 (six products, a
+softmax, two norms, an activation)."""
+AREAS = {"ga100": 826.0, "llmcompass-latency": 478.0, "llmcompass-throughput": 787.0}
+"""LLMCompass, table IV: die area in mm²."""
+DIE_DOLLARS = {"ga100": 151.0, "llmcompass-latency": 80.0, "llmcompass-throughput": 142.0}
+"""The same table: dollars of the die, reconstructed from the published ratios."""
+GA100_BLOCKS = {
+    "cores": 476.25, "crossbar": 76.44, "global buffer": 119.31, "memory PHY": 58.0, "memory control": 31.77,
+    "link PHY": 20.95,
+}  # fmt: skip
+"""Area of the GA100's blocks in mm², measured on a die photograph (LLMCompass's repository)."""
+ALDEBARAN_BLOCKS = {
+    "cores": 446.22, "crossbar": 33.0, "global buffer": 25.2, "memory PHY": 83.26, "memory control": 40.83,
+    "link PHY": 45.52, "link control": 42.0,
+}  # fmt: skip
+"""The same of Aldebaran."""
+OUT_OF_SAMPLE = {"128 x 128 bf16 array, TPU v4i": 14.0, "128 MB of scratchpad, TPU v4i": 112.0, "GH100": 814.0}
+"""Published areas that the constants were not fitted on."""
+
+FLEXFLOW_LAYERS: dict[str, list[Layer]] = {
+    "PV": [Layer(1, 8, 45, 6), Layer(8, 12, 20, 3), Layer(12, 16, 8, 3), Layer(16, 10, 6, 3), Layer(10, 6, 4, 3)],
+    "FR": [Layer(1, 4, 28, 5), Layer(4, 16, 10, 4)],
+    "LeNet-5": [Layer(1, 6, 28, 5), Layer(6, 16, 10, 5)],
+    "HG": [Layer(1, 6, 24, 5), Layer(6, 12, 8, 4)],
+    "AlexNet": [Layer(3, 48, 55, 11), Layer(48, 128, 27, 5), Layer(256, 192, 13, 3), Layer(192, 192, 13, 3),
+                Layer(192, 128, 13, 3)],
+    "VGG": [Layer(3, 64, 222, 3), Layer(64, 128, 109, 3), Layer(128, 256, 52, 3), Layer(256, 256, 50, 3),
+            Layer(256, 512, 23, 3), Layer(512, 512, 21, 3), Layer(512, 512, 8, 3), Layer(512, 512, 6, 3)],
+}  # fmt: skip
+"""Convolutions of FlexFlow's networks; those of PV, FR and HG are from memory."""
+FLEXFLOW_SIDE = {"AlexNet": 11}
+"""Side of the systolic baseline's arrays where it is not 6."""
+FLEXFLOW_UTILIZATION: dict[str, dict[str, float]] = {
+    "2D mapping": {"PV": 44, "FR": 50, "LeNet-5": 47, "HG": 39, "AlexNet": 68, "VGG": 54},
+    "tiling": {"PV": 5.5, "FR": 3.5, "LeNet-5": 7, "HG": 4.5, "AlexNet": 59, "VGG": 92},
+    "systolic": {"PV": 32, "FR": 36, "LeNet-5": 60, "HG": 60, "AlexNet": 9.5, "VGG": 25},
+    "FlexFlow": {"PV": 83, "FR": 89, "LeNet-5": 86, "HG": 83, "AlexNet": 93, "VGG": 99},
+}  # fmt: skip
+"""FlexFlow, figure 15, percent of 16 × 16 multipliers."""
+FLEXFLOW_GOPS = {
+    "FlexFlow": (408, 457, 438, 425, 477, 505), "systolic": (120, 118, 172, 160, 40, 115),
+    "2D mapping": (225, 254, 240, 168, 352, 277), "tiling": (28, 18, 33, 25, 303, 470),
+}  # fmt: skip
+"""FlexFlow, figure 16, of a peak of 512."""
+
+DFX_345M = ((1, 93.10), (2, 146.25), (4, 207.56))
+"""DFX: (FPGAs, tokens/s) of GPT-2 345M, 64 tokens in and 64 out."""
+DFX_RATE = 64 * 16 * 200e6
+"""Multiply-accumulates per second of one FPGA: 64 rows of 16 at 200 MHz."""
+DFX_XL, GPU_XL = 72.68, 13.01
+"""tokens/s of GPT-2 1.5B on four FPGAs and on four V100, 64 in and 64 out: from memory, but they close to 5.58."""
+
+NLP_FAST = {"CPU": 2.92, "GPU": 1.59, "FPGA": 4.47}
+"""NLP-Fast: speed over each platform's own baseline."""
