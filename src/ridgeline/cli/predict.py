@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ridgeline.cli.base import Json, On, PlanName, With, app, predicted_trace, say, store
-from ridgeline.cli.workload_options import Given, Model, Task, experiment_from_options, workload_fields, workload_options
+from ridgeline.cli.workload_options import (
+    Given,
+    Model,
+    Task,
+    experiment_from_options,
+    workload_fields,
+    workload_options,
+)
 
 if TYPE_CHECKING:
     from ridgeline.spec.result import Result

@@ -119,9 +119,9 @@ class FleetTable(_Table):
     """``[fleet]``."""
 
     policy: Policy = "prefix"
-    """Which replica gets a request. ``prefix`` and ``least-loaded``: the one with the fewest requests (recorded requests
-    carry no text to compare prefixes of); ``shortest-queue``: that with the fewest tokens to compute, and for decoding
-    that with the fewest tokens promised."""
+    """Which replica gets a request. ``prefix`` and ``least-loaded``: the one with the fewest requests (recorded
+    requests carry no text to compare prefixes of); ``shortest-queue``: that with the fewest tokens to compute, and for
+    decoding that with the fewest tokens promised."""
     seed: int = 0
     """Of random routing and of interruptions."""
 

@@ -18,6 +18,7 @@ from ridgeline.predict.serving.iteration_time import Iterations
 from ridgeline.predict.serving.kv_budget import Room, bytes_per_token
 from ridgeline.predict.serving.simulate import (
     SHARES,
+    iteration_rows,
     latencies_of,
     percentile,
     serving_metrics,
@@ -31,7 +32,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.fleet import FleetSpec, Pool
 from ridgeline.spec.result import Metric, Result, Traffic
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import resolve
+from ridgeline.techniques.registry import resolve, techniques_of
 
 
 def predict_fleet(spec: FleetSpec, experiments: Mapping[str, Experiment]) -> Result:
@@ -63,13 +64,29 @@ def predict_fleet(spec: FleetSpec, experiments: Mapping[str, Experiment]) -> Res
             f"{outcome.requests.rejected} of {len(arrivals)} requests are longer than a cache or the context and were"
             " rejected"
         )
-    add_intervals(result.metrics, [], "serve")
+    _add_intervals(result.metrics, spec, models, experiments, round(max(1.0, result.metrics["batch_mean"].value)))
     return result
 
 
-def simulate_fleet(
-    spec: FleetSpec, models: Sequence[PoolModel], w: Serve, arrivals: Sequence[Arrival]
-) -> FleetOutcome:
+def _add_intervals(
+    metrics: dict[str, Metric], spec: FleetSpec, models: Sequence[PoolModel], experiments: Mapping[str, Experiment],
+    batch: int,
+) -> None:  # fmt: skip
+    """As for one engine, from a decode iteration of the first pool that generates tokens; what follows from the file
+    alone is exact."""
+    steady = all(p.autoscale is None and p.spot is None for p in spec.pools)
+    exact = [n for n in metrics if n.endswith("_replicas") or n in ("dollars_per_hour", "watts")] if steady else []
+    exact += [n for n in ("kv_transfer_bytes",) if n in metrics]
+    surface = next(m.costs for m in models if m.pool.role != "prefill")
+    assert isinstance(surface, Iterations)
+    validated = all("serve" in t.card.validated for e in experiments.values() for t in techniques_of(e.plan))
+    rows = iteration_rows(surface, "decode", batch, 1, surface.contexts[1])
+    add_intervals({n: m for n, m in metrics.items() if n not in exact}, rows, "serve", validated)
+    for name in exact:
+        metrics[name].low = metrics[name].high = metrics[name].value
+
+
+def simulate_fleet(spec: FleetSpec, models: Sequence[PoolModel], w: Serve, arrivals: Sequence[Arrival]) -> FleetOutcome:
     """Simulate ``arrivals`` on a fleet, with its changes."""
     sim = FleetSimulation(spec, models, arrivals, w.concurrency, w.shared_prefix)
     Churn(sim).begin()
@@ -145,11 +162,14 @@ def fleet_metrics(
     source = source_of(costs.cluster) if isinstance(costs, Iterations) else "simulation"
     end = max(t for t in o.requests.finish if t == t)
     start = min(t for t in o.requests.arrival if t == t)
-    hours = {m: ((end if m.died is None else m.died) - min(m.born, end)) / 3600 for m in o.members}
+    hours = {
+        m: (max(start, end if m.died is None else min(m.died, end)) - min(end, max(start, m.born))) / 3600
+        for m in o.members
+    }
     span = (end - start) / 3600
     mean = {p.pool.name: sum(h for m, h in hours.items() if m.model is p) / span for p in models}
-    metrics = serving_metrics(o.requests, latencies, w, max(1, round(sum(mean[p.pool.name] * p.devices for p in models))),
-                              source)  # fmt: skip
+    devices = max(1, round(sum(mean[p.pool.name] * p.devices for p in models)))
+    metrics = serving_metrics(o.requests, latencies, w, devices, source)
     if o.sent.count:
         for name in [n for n in metrics if n.startswith("itl")]:  # gaps do not hold the way from prompt to tokens
             del metrics[name]

@@ -140,7 +140,8 @@ class FleetSimulation:
         end = m.replica.cut(self.now)
         if end is not None:
             self._ends(m, end)
-        self.wake(m)
+        elif m.replica.under_way is None:  # begin when all that comes now is here
+            self.at(self.now, lambda: self.wake(m), _LAST)
 
     def wake(self, m: Member) -> None:
         """Begin a replica's next iterations, if it is idle and has work."""

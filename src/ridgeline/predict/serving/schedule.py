@@ -24,7 +24,6 @@ from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, 
 from ridgeline.runtime.batch_order import CostOrderedBatches, CostTable, free, grid
 from ridgeline.spec.scheduling import Scheduling
 
-
 Then = Callable[[int], None]
 """What follows from a number of iterations."""
 

@@ -69,7 +69,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
     mean = max(1, round(metrics["batch_mean"].value))
-    result.breakdown = _rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
+    result.breakdown = iteration_rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
     return result
 
 
@@ -91,7 +91,7 @@ def prompt_rows(e: Experiment, techniques: list[Technique]) -> list[Row]:
     share = outcome.prompt_iterations / outcome.iterations
     scaled = ("seconds", "count", "flops", "bytes", "link_bytes")
     return [row.model_copy(update={name: share * getattr(row, name) for name in scaled})
-            for row in _rows(surface, "prefill", prompts, each, seen)]  # fmt: skip
+            for row in iteration_rows(surface, "prefill", prompts, each, seen)]  # fmt: skip
 
 
 def surface_of(e: Experiment, techniques: list[Technique], arrivals: Sequence[Arrival]) -> Iterations:
@@ -108,7 +108,7 @@ def surface_of(e: Experiment, techniques: list[Technique], arrivals: Sequence[Ar
     return Iterations(e, techniques, cluster, engine, contexts)
 
 
-def _rows(surface: Iterations, phase: str, batch: int, q_len: int, kv_len: int) -> list[Row]:
+def iteration_rows(surface: Iterations, phase: str, batch: int, q_len: int, kv_len: int) -> list[Row]:
     """The breakdown of an iteration over the last ``q_len`` of ``kv_len`` tokens of ``batch`` sequences."""
     device = surface.cluster.device
     inside = {"1": max(0.0, device.in_step(batch * q_len))} if device.step_latency else {}
