@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from ridgeline import catalog, experiments
 from ridgeline.catalog.toml import parse, validate
+from ridgeline.report.files import write_atomic
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.fleet import FleetSpec, Pool
@@ -47,3 +50,8 @@ def require_sizes(spec: FleetSpec) -> None:
                 f"pool {p.name} has no number of replicas",
                 "write replicas = 4, or let `ridgeline plan --fleet` find it",
             )
+
+
+def write(spec: FleetSpec, path: Path) -> Path:
+    """Write a file that :func:`load` reads back to the same fleet."""
+    return write_atomic(path, tomli_w.dumps(spec.model_dump(exclude_defaults=True, exclude_none=True)))

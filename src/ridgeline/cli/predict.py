@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,12 +13,8 @@ from ridgeline.cli.workload_options import (
     Model,
     Task,
     experiment_from_options,
-    workload_fields,
     workload_options,
 )
-
-if TYPE_CHECKING:
-    from ridgeline.spec.result import Result
 
 
 @app.command()
@@ -43,8 +39,10 @@ def predict(
     from ridgeline.report.console import print_result
 
     if fleet:
-        result = _of_fleet(fleet, model, task, given, {"--on": on != "local", "--with": with_, "--plan": plan,
-                                                       "--trace": trace})  # fmt: skip
+        from ridgeline.cli.fleet_plan import predicted_fleet
+
+        others = {"--on": on != "local", "--with": with_, "--plan": plan, "--trace": trace}
+        result = predicted_fleet(fleet, model, task, given, others)
     else:
         e = experiment_from_options(model, on, task, with_, plan, given)
         result = run(e)
@@ -55,18 +53,3 @@ def predict(
     print(result.to_json()) if json else print_result(result)
     if result.status == "infeasible":
         raise typer.Exit(1)
-
-
-def _of_fleet(file: Path, model: str, task: str, given: Given, others: dict[str, object]) -> Result:
-    """The prediction of a fleet file."""
-    from ridgeline import fleets
-    from ridgeline.predict.fleet.predict_fleet import predict_fleet
-    from ridgeline.spec.errors import UserError
-
-    if task != "serve":
-        raise UserError(f"a fleet serves, and the task is {task}", "give --task serve")
-    for option in (name for name, value in others.items() if value):
-        raise UserError(f"{option} does not go with --fleet", "write it in the pools of the fleet file")
-    spec = fleets.load(file)
-    fleets.require_sizes(spec)
-    return predict_fleet(spec, fleets.replicas_of(spec, model, workload_fields(model, "serve", given)))
