@@ -13,6 +13,7 @@ from ridgeline.report.files import write_atomic
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.fleet import FleetSpec, Pool
+from ridgeline.spec.model import ModelSpec
 from ridgeline.techniques.registry import default_plan
 
 OF_REPLICA = ("engine", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
@@ -28,12 +29,12 @@ def load(path: Path) -> FleetSpec:
     return validate(FleetSpec, parse(data, str(path)), str(path))
 
 
-def replicas_of(spec: FleetSpec, model: str, workload: dict[str, Any]) -> dict[str, Experiment]:
+def replicas_of(spec: FleetSpec, model: str | ModelSpec, workload: dict[str, Any]) -> dict[str, Experiment]:
     """The experiment of one replica of each pool, by the pool's name. ``workload``: fields of a serving workload."""
     return {p.name: _replica(p, model, workload) for p in spec.pools}
 
 
-def _replica(p: Pool, model: str, workload: dict[str, Any]) -> Experiment:
+def _replica(p: Pool, model: str | ModelSpec, workload: dict[str, Any]) -> Experiment:
     own = {name: value for name in OF_REPLICA if (value := getattr(p, name))}
     plan = p.plan
     if plan is None:
