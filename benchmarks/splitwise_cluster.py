@@ -1,7 +1,7 @@
 """Clusters of mixed and of split pools (Splitwise, arXiv:2311.18677): equal power, equal cost, equal throughput.
 
-    python benchmarks/splitwise_cluster.py --conv AzureLLMInferenceTrace_conv.csv --code AzureLLMInferenceTrace_code.csv \\
-        --json benchmarks/results/splitwise_cluster.json
+    python benchmarks/splitwise_cluster.py --conv AzureLLMInferenceTrace_conv.csv \\
+        --code AzureLLMInferenceTrace_code.csv --json benchmarks/results/splitwise_cluster.json
 
 Requests come as a Poisson process, with prompts and outputs drawn from a trace, as in SplitwiseSim. A fleet keeps the
 paper's limits when the slowdown of its requests, against the same request alone on a DGX A100, is at most 2, 3 and 6
@@ -25,6 +25,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from ridgeline.spec.workload import Serve
 
 SLO = {"ttft": (2.0, 3.0, 6.0), "tpot": (1.25, 1.5, 5.0), "e2e": (1.25, 1.5, 5.0)}
 """Largest slowdowns at p50, p90 and p99 (Splitwise, table VI)."""
+Price = Callable[[PoolModel], float]
 POSITIONS = 16384
 """Of the model, so that every request of the traces counts."""
 A = {"on": "8xa100-80g-sxm", "price_per_hour": 8 * 2.21, "watts": 8 * 400.0}
@@ -141,7 +143,8 @@ class Study:
         names = {"bloom": "bloom-176b"}
         hardware = "a100-80gb" if "a100" in m.pool.on else "h100-80gb" + ("-pcap" if m.pool.power_cap < 1 else "")
         costs: Costs = Measured(self.args.perf_model, names.get(self.args.model, self.args.model), hardware)
-        return m._replace(costs=costs, request_s=0.0, admission_s=0.0)
+        scheduling = replace(m.made.scheduling, limits=replace(m.made.scheduling.limits, reserve=True))
+        return m._replace(costs=costs, made=m.made._replace(scheduling=scheduling), request_s=0.0, admission_s=0.0)
 
     def arrivals(self, rate: float) -> list[Arrival]:
         """A Poisson process with lengths drawn from the trace."""
@@ -155,7 +158,8 @@ class Study:
         spec, arrivals = self.fleet(design, counts), self.arrivals(rate)
         models = [m._replace(pool=p) for m, p in zip(self.models(design), spec.pools, strict=True)]
         self.simulated += 1
-        outcome = simulate_fleet(spec, models, Serve(), arrivals)
+        last = self.args.seconds + SLO["e2e"][2] * self._unloaded(max(self.sizes, key=lambda r: r.output))[2]
+        outcome = simulate_fleet(spec, models, Serve(), arrivals, last)
         return self._broken(outcome, arrivals)
 
     def _broken(self, o: FleetOutcome, arrivals: Sequence[Arrival]) -> list[str]:
@@ -163,9 +167,10 @@ class Study:
         for i, r in enumerate(arrivals):
             ttft, tpot, e2e = self._unloaded(r)
             sent, first, end = o.requests.arrival[i], o.requests.first[i], o.requests.finish[i]
+            first, end = (math.inf if math.isnan(t) else t for t in (first, end))  # not answered yet
             slow["ttft"].append((first - sent) / ttft)
             slow["e2e"].append((end - sent) / e2e)
-            if r.output > 1:
+            if r.output > 1 and first < math.inf:
                 slow["tpot"].append((end - first) / (r.output - 1) / tpot)
         found = []
         for name, values in slow.items():
@@ -195,20 +200,31 @@ class Study:
             low, high = (low, middle) if self.missed(design, counts, middle) else (middle, high)
         return low
 
-    def best_split(self, design: str, budget: float, price: Callable[[PoolModel], float]) -> tuple[tuple[int, ...], float]:
+    def best_split(
+        self, design: str, budget: float, price: Callable[[PoolModel], float]
+    ) -> tuple[tuple[int, ...], float]:
         """The machines of a design within a budget that keep the limits at the highest rate, and the rate."""
         prices = [price(m) for m in self.models(design)]
         most = int(budget / prices[0] + 1e-9)
         if len(prices) == 1:
             return (most,), self.throughput(design, (most,), self.args.start)
         best: tuple[tuple[int, ...], float] = ((), 0.0)
-        for n in sorted(range(1, most), key=lambda n: abs(n - most / 2)):
-            counts = n, int((budget - n * prices[0]) / prices[1] + 1e-9)
-            if counts[1] and not self.missed(design, counts, max(1.02 * best[1], 1.0)):
-                best = counts, self.throughput(design, counts, max(1.02 * best[1], 1.0))
+        step = max(1, most // 12)
+        tried = set(range(step, most, step))
+        waiting = sorted(tried, key=lambda n: abs(n - most / 2))
+        while waiting:
+            for n in waiting:
+                counts = n, int((budget - n * prices[0]) / prices[1] + 1e-9)
+                least = max(1.02 * best[1], 1.0)
+                if counts[1] and not self.missed(design, counts, least):
+                    best = counts, self.throughput(design, counts, least)
+            step //= 2
+            near = {best[0][0] + step, best[0][0] - step} if best[0] and step else set()
+            waiting = [n for n in near - tried if 0 < n < most]
+            tried |= near
         return best
 
-    def size(self, design: str, rate: float, price: Callable[[PoolModel], float]) -> tuple[int, ...] | None:
+    def size(self, design: str, rate: float, price: Price) -> tuple[int, ...] | None:
         """The machines that a design needs at a rate, at the least price."""
         models = self.models(design)
         prices = [price(m) for m in models]
@@ -255,7 +271,8 @@ def main() -> int:
             found = code.size(design, args.code_rate, _dollars if goal == "cost" else _watts)
             row = {"case": f"iso-throughput, least {goal}", "trace": "code", "design": design, "machines": found,
                    "published": theirs, "requests_per_s": args.code_rate,
-                   **(totals(code, design, found) if found else {}), "seconds": time.perf_counter() - began}  # fmt: skip
+                   **(totals(code, design, found) if found else {}),
+                   "seconds": time.perf_counter() - began}  # fmt: skip
             rows.append(row)
             print(f"{row['case']} at {args.code_rate:g}/s: {design} {found}, published {theirs}"
                   f" ({row['seconds']:.0f} s)", flush=True)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,58 @@ from ridgeline.spec.errors import UserError
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.fleet import FleetSpec, Pool
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.scheduling import OWN
+from ridgeline.spec.sizes import parse_size
 from ridgeline.techniques.registry import default_plan
 
-OF_REPLICA = ("engine", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
+OF_REPLICA = ("engine", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "max_model_len")
 """Fields of a pool that take the place of the workload's."""
 
 
 def load(path: Path) -> FleetSpec:
-    """The fleet of a file. Raises :class:`UserError` naming what is wrong in it."""
+    """The fleet of a file: one to predict, with ``[[pools]]``, or one of ``ridgeline fleet up``, whose ``[[servers]]``
+    are pools on this machine. Raises :class:`UserError` naming what is wrong in it."""
     try:
         data = path.read_bytes()
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}", "give a TOML file with [[pools]]") from None
-    return validate(FleetSpec, parse(data, str(path)), str(path))
+    table = parse(data, str(path))
+    if "servers" in table:
+        table = _of_servers(table, str(path))
+    return validate(FleetSpec, table, str(path))
+
+
+def _of_servers(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """The table of a fleet to predict, of one whose servers run on this machine."""
+    if "pools" in table:
+        raise UserError(f"{where} has [[servers]] and [[pools]]", "keep [[servers]] to run it, [[pools]] to predict it")
+    servers = table["servers"]
+    if not isinstance(servers, list) or not all(isinstance(s, dict) for s in servers):
+        raise UserError(f"servers in {where} is no list of tables", "write [[servers]]")
+    fleet = table.get("fleet", {})
+    policy = {"policy": fleet["policy"]} if isinstance(fleet, dict) and "policy" in fleet else {}
+    return {"fleet": policy, "pools": [_of_server(s, f"servers{i}", where) for i, s in enumerate(servers, 1)]}
+
+
+def _of_server(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """The pool of one ``[[servers]]``, from those of its options that matter to a prediction."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    for option in ("--max-num-seqs", "--max-num-batched-tokens", "--max-model-len"):
+        parser.add_argument(option, type=int)
+    parser.add_argument("--kv-cache", type=parse_size, dest="kv_cache_bytes")
+    parser.add_argument("--with", action="append", dest="with_", default=[])
+    parser.add_argument("--role", choices=("mixed", "prefill", "decode"))
+    try:
+        options = vars(parser.parse_known_args([str(o) for o in table.get("options", [])])[0])
+    except argparse.ArgumentError as e:
+        raise UserError(f"{where}, {name}: {e}", "see `ridgeline serve --help`") from None
+    given = options.pop("with_")
+    off = {item[1:] for item in given if item.startswith("-")}
+    own = [item for item in given if not item.startswith("-")]
+    named = off | {item.partition(":")[0] for item in own}
+    plan = [*(t for t in default_plan("serve") if t not in named), *own]
+    found = {key: value for key, value in options.items() if value is not None}
+    return {"name": name, "on": "local", "replicas": table.get("replicas", 1), "engine": OWN, "plan": plan, **found}
 
 
 def replicas_of(spec: FleetSpec, model: str | ModelSpec, workload: dict[str, Any]) -> dict[str, Experiment]:

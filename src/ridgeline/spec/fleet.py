@@ -105,6 +105,7 @@ class Pool(_Table):
     max_num_seqs: int | None = Field(default=None, ge=1)
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     kv_cache_bytes: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
     price_per_hour: float | None = Field(default=None, ge=0)
     """Dollars per replica and hour; None: the catalog's, of its devices."""
     watts: float | None = Field(default=None, gt=0)

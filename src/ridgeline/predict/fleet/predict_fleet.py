@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -86,11 +87,13 @@ def _add_intervals(
         metrics[name].low = metrics[name].high = metrics[name].value
 
 
-def simulate_fleet(spec: FleetSpec, models: Sequence[PoolModel], w: Serve, arrivals: Sequence[Arrival]) -> FleetOutcome:
-    """Simulate ``arrivals`` on a fleet, with its changes."""
+def simulate_fleet(
+    spec: FleetSpec, models: Sequence[PoolModel], w: Serve, arrivals: Sequence[Arrival], until: float = math.inf
+) -> FleetOutcome:
+    """Simulate ``arrivals`` on a fleet, with its changes; what is not answered ``until`` then has no times."""
     sim = FleetSimulation(spec, models, arrivals, w.concurrency, w.shared_prefix)
     Churn(sim).begin()
-    return sim.run()
+    return sim.run(until)
 
 
 # ---- one replica -----------------------------------------------------------------------------------------------------

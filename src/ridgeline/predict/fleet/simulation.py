@@ -80,9 +80,9 @@ class FleetSimulation:
         """Do ``what`` at a time."""
         heappush(self._events, (when, rank, next(self._order), what))
 
-    def run(self) -> FleetOutcome:
-        """Simulate until every request is answered or rejected."""
-        while self.unanswered and self._events:
+    def run(self, until: float = math.inf) -> FleetOutcome:
+        """Simulate until every request is answered or rejected, or until a time."""
+        while self.unanswered and self._events and self._events[0][0] <= until:
             self.now, _, _, what = heappop(self._events)
             what()
         for m in self.members:
