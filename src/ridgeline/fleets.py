@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,15 @@ from ridgeline.techniques.registry import default_plan
 
 OF_REPLICA = ("engine", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "max_model_len")
 """Fields of a pool that take the place of the workload's."""
+
+SERVER_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "--max-num-seqs": ("max_num_seqs", int),
+    "--max-num-batched-tokens": ("max_num_batched_tokens", int),
+    "--max-model-len": ("max_model_len", int),
+    "--kv-cache": ("kv_cache_bytes", parse_size),
+    "--role": ("role", str),
+}
+"""Options of ``ridgeline serve`` that a pool has, too."""
 
 
 def load(path: Path) -> FleetSpec:
@@ -50,23 +59,29 @@ def _of_servers(table: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _of_server(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     """The pool of one ``[[servers]]``, from those of its options that matter to a prediction."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    for option in ("--max-num-seqs", "--max-num-batched-tokens", "--max-model-len"):
-        parser.add_argument(option, type=int)
-    parser.add_argument("--kv-cache", type=parse_size, dest="kv_cache_bytes")
-    parser.add_argument("--with", action="append", dest="with_", default=[])
-    parser.add_argument("--role", choices=("mixed", "prefill", "decode"))
-    try:
-        options = vars(parser.parse_known_args([str(o) for o in table.get("options", [])])[0])
-    except argparse.ArgumentError as e:
-        raise UserError(f"{where}, {name}: {e}", "see `ridgeline serve --help`") from None
-    given = options.pop("with_")
-    off = {item[1:] for item in given if item.startswith("-")}
-    own = [item for item in given if not item.startswith("-")]
-    named = off | {item.partition(":")[0] for item in own}
-    plan = [*(t for t in default_plan("serve") if t not in named), *own]
-    found = {key: value for key, value in options.items() if value is not None}
+    off, own, found = set(), [], {}
+    for option, value in _options([str(o) for o in table.get("options", [])]):
+        if option == "--with" and value.startswith("-"):
+            off.add(value[1:])
+        elif option == "--with":
+            own.append(value)
+            off.add(value.partition(":")[0])
+        elif option in SERVER_OPTIONS:
+            field, read = SERVER_OPTIONS[option]
+            try:
+                found[field] = read(value)
+            except ValueError:
+                raise UserError(f"{where}: {option} {value!r} of {name} is no number", "correct it there") from None
+    plan = [*(t for t in default_plan("serve") if t not in off), *own]
     return {"name": name, "on": "local", "replicas": table.get("replicas", 1), "engine": OWN, "plan": plan, **found}
+
+
+def _options(items: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The options of a command line with their values."""
+    for option, following in zip(items, [*items[1:], "--"], strict=True):
+        if option.startswith("--"):
+            name, given, value = option.partition("=")
+            yield name, value if given or following.startswith("--") else following
 
 
 def replicas_of(spec: FleetSpec, model: str | ModelSpec, workload: dict[str, Any]) -> dict[str, Experiment]:

@@ -1,11 +1,14 @@
 """Fleets: one replica is the single engine's simulation; caches move, replicas flip, come, go and are lost."""
 
+import json
 import math
 import random
 
 import pytest
+from typer.testing import CliRunner
 
 from ridgeline import catalog, fleets
+from ridgeline.cli.base import app
 from ridgeline.predict import predict
 from ridgeline.predict.fleet.members import Member
 from ridgeline.predict.fleet.predict_fleet import capped, model_of, predict_fleet, simulate_fleet
@@ -222,3 +225,63 @@ def test_a_replica_is_one_engine():
     unsized = fleet({"name": "all", "replicas": None})
     with pytest.raises(UserError, match="no number of replicas"):
         fleets.require_sizes(unsized)
+
+
+def test_a_running_fleet_is_predicted_from_its_own_file(tmp_path):
+    file = tmp_path / "fleet.toml"
+    file.write_text(
+        """
+[fleet]
+port = 8080
+policy = "least-loaded"
+wait_s = 5.0
+[tenants.a]
+key = "x"
+[[servers]]
+checkpoint = "somewhere"
+replicas = 2
+options = ["--max-num-seqs", "64", "--with", "-chunked_prefill", "--with=kv_quant:bits=8", "--kv-cache=1GiB",
+           "--served-model-name", "m"]
+[[servers]]
+checkpoint = "somewhere"
+"""
+    )
+    spec = fleets.load(file)
+    first, second = spec.pools
+    assert (first.on, first.replicas, first.engine, first.max_num_seqs, first.kv_cache_bytes) == (
+        "local", 2, "ridgeline", 64, 2**30,
+    )  # fmt: skip
+    assert "kv_quant:bits=8" in first.plan
+    assert set(second.plan) - set(first.plan) == {"chunked_prefill"}
+    assert (spec.fleet.policy, second.replicas) == ("least-loaded", 1)
+    file.write_text("[[servers]]\ncheckpoint = 'x'\noptions = ['--max-num-seqs', 'many']")
+    with pytest.raises(UserError, match="max-num-seqs"):
+        fleets.load(file)
+
+
+def test_a_fleet_file_is_written_and_read_again(tmp_path):
+    spec = fleet(*SPLIT, flip={}, transfer={"bandwidth": 1e9}, fleet={"policy": "shortest-queue", "seed": 3})
+    assert fleets.load(fleets.write(spec, tmp_path / "a.toml")) == spec
+
+
+def test_the_command_line(tmp_path):
+    file = fleets.write(fleet({"name": "all", "replicas": None}), tmp_path / "fleet.toml")
+    work = ["--task", "serve", "--fleet", str(file), "--rate", "30", "--requests", "200", "--prompt-len", "700"]
+    run = CliRunner()
+    sized = run.invoke(app, ["plan", MODEL, *work, "--slo", "ttft_p99_s=0.5", "--out", str(tmp_path), "--json"])
+    assert sized.exit_code == 0
+    (found,) = json.loads(sized.stdout)
+    assert found["replicas"]["all"] > 1
+    predicted = run.invoke(app, ["predict", MODEL, *work, "--json"])
+    assert predicted.exit_code == 0
+    assert json.loads(predicted.stdout)["metrics"]["ttft_p99_s"]["value"] == found["metrics"]["ttft_p99_s"]
+    none = run.invoke(app, ["plan", MODEL, *work, "--slo", "tpot_p50_s=1us", "--out", str(tmp_path)])
+    assert none.exit_code == 1
+    for options, said in (
+        (["--on", ON], "--on does not go with --fleet"),
+        (["--task", "generate"], "a fleet serves"),
+        (["--with", "fp8"], "--with does not go"),
+    ):
+        error = run.invoke(app, ["predict", MODEL, *work, *options]).exception
+        assert isinstance(error, UserError)
+        assert said in str(error)
