@@ -32,14 +32,13 @@ from typing import Any
 from ridgeline import catalog, fleets
 from ridgeline.measure.environment import fingerprint
 from ridgeline.predict.fleet.members import PoolModel
-from ridgeline.predict.fleet.predict_fleet import model_of, simulate_fleet
-from ridgeline.predict.fleet.simulation import FleetOutcome
+from ridgeline.predict.fleet.predict_fleet import model_of
+from ridgeline.predict.fleet.simulation import FleetOutcome, FleetSimulation
 from ridgeline.predict.serving.arrivals import Arrival, read_trace
 from ridgeline.predict.serving.discrete_events import Costs
 from ridgeline.predict.serving.simulate import percentile
 from ridgeline.search.fleet_size import Search
 from ridgeline.spec.fleet import FleetSpec
-from ridgeline.spec.workload import Serve
 
 SLO = {"ttft": (2.0, 3.0, 6.0), "tpot": (1.25, 1.5, 5.0), "e2e": (1.25, 1.5, 5.0)}
 """Largest slowdowns at p50, p90 and p99 (Splitwise, table VI)."""
@@ -68,9 +67,12 @@ scripts/run_throughput_isopower.sh, run_throughput_isocost.sh, run_throughput.sh
 
 class Measured:
     """Iteration times of SplitwiseSim: medians of its measurements over the tokens of a batch, linear in between and
-    beyond; with prompts and tokens together 1.1 times those of prompts of as many tokens."""
+    beyond; with prompts and tokens together 1.1 times those of prompts of as many tokens.
 
-    def __init__(self, file: Path, model: str, hardware: str) -> None:
+    It looks up the time of a token by the sequences of the batch among measurements by their cached tokens, so that
+    it hardly depends on the batch. ``by_cache``: by their cached tokens, as measured."""
+
+    def __init__(self, file: Path, model: str, hardware: str, by_cache: bool) -> None:
         found: dict[str, dict[int, list[float]]] = {"prompt_time": defaultdict(list), "token_time": defaultdict(list)}
         with file.open(encoding="utf-8") as f:
             for row in csv.DictReader(f):
@@ -81,9 +83,14 @@ class Measured:
         self.prompt, self.token = (
             sorted((x, statistics.median(ys)) for x, ys in table.items()) for table in found.values()
         )
+        self.by_cache = by_cache
 
     def decode(self, n: int) -> tuple[float, float]:
         """As :class:`~ridgeline.predict.serving.discrete_events.Costs`."""
+        if self.by_cache:
+            (x, low), (y, high) = self.token[0], self.token[-1]
+            slope = (high - low) / (y - x)
+            return low - slope * x, slope
         return _line(self.token, n), 0.0
 
     def between(self, n: int) -> float:
@@ -98,7 +105,8 @@ class Measured:
         """As :class:`~ridgeline.predict.serving.discrete_events.Costs`."""
         new = sum(q for q, _ in prompts)
         if not new:
-            return _line(self.token, n)
+            a, b = self.decode(n)
+            return a + b * cached
         return _line(self.prompt, new + n) * (1.1 if n else 1.0)
 
 
@@ -142,7 +150,9 @@ class Study:
     def _measured(self, m: PoolModel) -> PoolModel:
         names = {"bloom": "bloom-176b"}
         hardware = "a100-80gb" if "a100" in m.pool.on else "h100-80gb" + ("-pcap" if m.pool.power_cap < 1 else "")
-        costs: Costs = Measured(self.args.perf_model, names.get(self.args.model, self.args.model), hardware)
+        costs: Costs = Measured(
+            self.args.perf_model, names.get(self.args.model, self.args.model), hardware, self.args.by_cache
+        )
         scheduling = replace(m.made.scheduling, limits=replace(m.made.scheduling.limits, reserve=True))
         return m._replace(costs=costs, made=m.made._replace(scheduling=scheduling), request_s=0.0, admission_s=0.0)
 
@@ -158,9 +168,18 @@ class Study:
         spec, arrivals = self.fleet(design, counts), self.arrivals(rate)
         models = [m._replace(pool=p) for m, p in zip(self.models(design), spec.pools, strict=True)]
         self.simulated += 1
-        last = self.args.seconds + SLO["e2e"][2] * self._unloaded(max(self.sizes, key=lambda r: r.output))[2]
-        outcome = simulate_fleet(spec, models, Serve(), arrivals, last)
-        return self._broken(outcome, arrivals)
+        sim = FleetSimulation(spec, models, arrivals)
+        for share in (0.25, 0.5, 0.75, 1.0):
+            now = share * self.args.seconds
+            if self._late(sim.run(now), arrivals, now) > 0.01 * len(arrivals):
+                return ["ttft p99"]
+        longest = max(self.sizes, key=lambda r: r.output)
+        return self._broken(sim.run(self.args.seconds + SLO["e2e"][2] * self._unloaded(longest)[2]), arrivals)
+
+    def _late(self, o: FleetOutcome, arrivals: Sequence[Arrival], now: float) -> int:
+        """Requests without a first token that are over the limit of p99 already."""
+        return sum(math.isnan(o.requests.first[i]) and now - r.arrival > SLO["ttft"][2] * self._unloaded(r)[0]
+                   for i, r in enumerate(arrivals))  # fmt: skip
 
     def _broken(self, o: FleetOutcome, arrivals: Sequence[Arrival]) -> list[str]:
         slow: dict[str, list[float]] = {name: [] for name in SLO}
@@ -262,6 +281,7 @@ def main() -> int:
                    "published_requests_per_s": conv.throughput(design, theirs, args.start),
                    "seconds": time.perf_counter() - began}  # fmt: skip
             rows.append(row)
+            _write(args, rows)
             print(f"{case}: {design} {own}: {most:.1f} requests/s, {row['kilowatts']:.0f} kW,"
                   f" {row['dollars_per_hour']:.0f} $/h; {theirs}: {row['published_requests_per_s']:.1f}"
                   f" ({row['seconds']:.0f} s)", flush=True)  # fmt: skip
@@ -274,14 +294,20 @@ def main() -> int:
                    **(totals(code, design, found) if found else {}),
                    "seconds": time.perf_counter() - began}  # fmt: skip
             rows.append(row)
+            _write(args, rows)
             print(f"{row['case']} at {args.code_rate:g}/s: {design} {found}, published {theirs}"
                   f" ({row['seconds']:.0f} s)", flush=True)  # fmt: skip
-    report = {"model": args.model, "engine": args.engine, "trace_s": args.seconds, "slo": SLO,
-              "costs": "SplitwiseSim's measurements" if args.perf_model else "predicted", "rows": rows,
-              "simulated": conv.simulated + code.simulated, "environment": fingerprint()}  # fmt: skip
+    return 0
+
+
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    costs = "predicted"
+    if args.perf_model:
+        costs = "SplitwiseSim's measurements" + (", tokens by what is cached" if args.by_cache else "")
+    report = {"model": args.model, "engine": args.engine, "trace_s": args.seconds, "slo": SLO, "costs": costs,
+              "rows": rows, "environment": fingerprint()}  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -291,6 +317,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="bloom")
     parser.add_argument("--engine", default="vllm-2023")
     parser.add_argument("--perf-model", type=Path, help="SplitwiseSim's data/perf_model.csv")
+    parser.add_argument("--by-cache", action="store_true", help="with it, time tokens by what is cached")
     parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals")
     parser.add_argument("--start", type=float, default=60.0, help="first rate of the search for the highest")
     parser.add_argument("--code-rate", type=float, default=130.0, help="requests/s of code to size fleets for")

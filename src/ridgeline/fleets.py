@@ -78,7 +78,7 @@ def _of_server(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 def _options(items: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The options of a command line with their values."""
-    for option, following in zip(items, [*items[1:], "--"], strict=True):
+    for option, following in zip(items, [*items[1:], "--"], strict=False):
         if option.startswith("--"):
             name, given, value = option.partition("=")
             yield name, value if given or following.startswith("--") else following

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -87,13 +86,11 @@ def _add_intervals(
         metrics[name].low = metrics[name].high = metrics[name].value
 
 
-def simulate_fleet(
-    spec: FleetSpec, models: Sequence[PoolModel], w: Serve, arrivals: Sequence[Arrival], until: float = math.inf
-) -> FleetOutcome:
-    """Simulate ``arrivals`` on a fleet, with its changes; what is not answered ``until`` then has no times."""
+def simulate_fleet(spec: FleetSpec, models: Sequence[PoolModel], w: Serve, arrivals: Sequence[Arrival]) -> FleetOutcome:
+    """Simulate ``arrivals`` on a fleet, with its changes."""
     sim = FleetSimulation(spec, models, arrivals, w.concurrency, w.shared_prefix)
     Churn(sim).begin()
-    return sim.run(until)
+    return sim.run()
 
 
 # ---- one replica -----------------------------------------------------------------------------------------------------

@@ -81,18 +81,15 @@ class FleetSimulation:
         heappush(self._events, (when, rank, next(self._order), what))
 
     def run(self, until: float = math.inf) -> FleetOutcome:
-        """Simulate until every request is answered or rejected, or until a time."""
+        """Simulate until every request is answered or rejected, or until a time, from which it can go on."""
         while self.unanswered and self._events and self._events[0][0] <= until:
             self.now, _, _, what = heappop(self._events)
             what()
-        for m in self.members:
-            self._sum(m.replica.out)
-        return self.result
-
-    def _sum(self, part: SimulationOutcome) -> None:
+        parts = [m.replica.out for m in self.members]
         for name in ("preemptions", "iterations", "prompt_iterations", "prompt_tokens", "cached_tokens", "busy_s"):
-            setattr(self.out, name, getattr(self.out, name) + getattr(part, name))
-        self.out.gaps += part.gaps
+            setattr(self.out, name, sum(getattr(part, name) for part in parts))
+        self.out.gaps = [gap for part in parts for gap in part.gaps]
+        return self.result
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
