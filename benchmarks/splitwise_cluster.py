@@ -148,7 +148,7 @@ class Study:
         return self.known[design]
 
     def _measured(self, m: PoolModel) -> PoolModel:
-        names = {"bloom": "bloom-176b"}
+        name = "bloom-176b" if self.args.model == "bloom" else self.args.model
         hardware = "a100-80gb" if "a100" in m.pool.on else "h100-80gb" + ("-pcap" if m.pool.power_cap < 1 else "")
         costs: Costs = Measured(
             self.args.perf_model, names.get(self.args.model, self.args.model), hardware, self.args.by_cache
