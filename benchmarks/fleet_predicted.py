@@ -27,8 +27,8 @@ from ridgeline import catalog, fleets
 from ridgeline.data.batches import train_tokenizer
 from ridgeline.data.text import documents
 from ridgeline.measure.environment import fingerprint, load_average
-from ridgeline.nn.model.init import build
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
+from ridgeline.nn.model.init import build
 from ridgeline.predict.fleet.predict_fleet import predict_fleet
 from ridgeline.predict.serving.arrivals import read_trace
 from ridgeline.spec.result import Result
@@ -63,11 +63,12 @@ def _compare(args: argparse.Namespace, folder: Path, model: Path, trace: Path, r
     file = folder / "fleet.toml"
     file.write_text(f'[fleet]\nport = 0\npolicy = "least-loaded"\n[[servers]]\ncheckpoint = "{model}"\nreplicas = {n}\n'
                     'options = ["--max-num-seqs", "64"]\n', encoding="utf-8")  # fmt: skip
-    spec = fleets.load(file)
-    predicted = predict_fleet(spec, fleets.replicas_of(spec, str(model), {"trace": str(trace), "dtype": "fp32"}))
     busy = load_average()
-    runs = _measure(file, trace, n, model, args.repeats)
-    row: dict[str, Any] = {"replicas": n, "rate": rate, "load_average": busy}
+    runs, router_s = _measure(file, trace, n, model, args.repeats)
+    spec = fleets.load(file)
+    spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"router_s": router_s})})
+    predicted = predict_fleet(spec, fleets.replicas_of(spec, str(model), {"trace": str(trace), "dtype": "fp32"}))
+    row: dict[str, Any] = {"replicas": n, "rate": rate, "load_average": busy, "router_s": router_s}
     for name in METRICS:
         values = [r.metrics[name].value for r in runs]
         value, foretold = statistics.median(values), predicted.metrics[name].value
@@ -77,34 +78,41 @@ def _compare(args: argparse.Namespace, folder: Path, model: Path, trace: Path, r
     return row
 
 
-def _measure(file: Path, trace: Path, n: int, model: Path, repeats: int) -> list[Result]:
-    """What clients of the running fleet measured."""
+def _measure(file: Path, trace: Path, n: int, model: Path, repeats: int) -> tuple[list[Result], float]:
+    """What clients of the running fleet measured, and the seconds that its router adds to an idle server's TTFT."""
     up = subprocess.Popen([sys.executable, "-m", "ridgeline", "fleet", "up", str(file)], stderr=subprocess.PIPE,
                           text=True)  # fmt: skip
     assert up.stderr
+    try:
+        url, members = "", []
+        while not (url and len(members) == n):
+            line = up.stderr.readline()
+            if not line:
+                raise SystemExit("the fleet did not start")
+            if " is up: " in line:
+                members.append(line.split()[0])
+            url = line.split()[-1] if "routing on" in line else url
+        drained = subprocess.Popen(["cat"], stdin=up.stderr, stdout=subprocess.DEVNULL)
+        alone = ["--arrival", "closed:1", "--requests", "40", "--input-len", "32", "--output-len", "2"]
+        _load(members[0], model, alone)
+        direct, routed = (_load(to, model, alone).metrics["ttft_p50_s"].value for to in (members[0], url))
+        loads = [_load(url, model, ["--arrival", f"trace:{trace}", "--warmup", str(4 * n)]) for _ in range(repeats)]
+    finally:
+        up.send_signal(signal.SIGTERM)
+        up.wait(60)
+    drained.wait(60)
+    return loads, max(0.0, routed - direct)
+
+
+def _load(url: str, model: Path, options: list[str]) -> Result:
+    """One run of ``ridgeline load``."""
+    command = [sys.executable, "-m", "ridgeline", "load", url, "--tokenizer", str(model), "--json", *options]
     with tempfile.TemporaryDirectory() as home:
-        try:
-            url, ready = "", 0
-            while not (url and ready == n):
-                line = up.stderr.readline()
-                if not line:
-                    raise SystemExit("the fleet did not start")
-                ready += " is up: " in line
-                url = line.split()[-1] if "routing on" in line else url
-            drained = subprocess.Popen(["cat"], stdin=up.stderr, stdout=subprocess.DEVNULL)
-            command = [sys.executable, "-m", "ridgeline", "load", url, "--arrival", f"trace:{trace}", "--tokenizer",
-                       str(model), "--warmup", str(4 * n), "--json"]  # fmt: skip
-            env = {**os.environ, "XDG_DATA_HOME": home}
-            found = [subprocess.run([*command, "--run", str(i)], env=env, capture_output=True, text=True, check=False)
-                     for i in range(repeats)]  # fmt: skip
-        finally:
-            up.send_signal(signal.SIGTERM)
-            up.wait(60)
-        drained.wait(60)
-    failed = next((r for r in found if r.returncode), None)
-    if failed is not None:
-        raise SystemExit(failed.stderr)
-    return [Result.from_json(r.stdout) for r in found]
+        env = {**os.environ, "XDG_DATA_HOME": home}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return Result.from_json(done.stdout)
 
 
 def _scaled(args: argparse.Namespace, rate: float, file: Path) -> None:

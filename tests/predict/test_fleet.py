@@ -69,6 +69,14 @@ def test_one_replica_is_the_single_engine(plan, more):
         assert found[name].value == pytest.approx(alone[name].value, rel=1e-9), name
 
 
+def test_the_router_delays_every_request():
+    plain, later = (
+        predict_fleet(*_args(fleet({"name": "all"}, fleet={"router_s": s}), WORK)).metrics for s in (0.0, 0.5)
+    )
+    assert later["ttft_s"].value == pytest.approx(plain["ttft_s"].value + 0.5)
+    assert later["tpot_s"].value == pytest.approx(plain["tpot_s"].value)
+
+
 def test_replicas_in_turn_are_data_parallel():
     spec = fleet({"name": "all", "replicas": 3}, fleet={"policy": "round-robin"})
     out, _, arrivals = outcome(spec)

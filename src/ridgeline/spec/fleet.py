@@ -123,6 +123,8 @@ class FleetTable(_Table):
     """Which replica gets a request. ``prefix`` and ``least-loaded``: the one with the fewest requests (recorded
     requests carry no text to compare prefixes of); ``shortest-queue``: that with the fewest tokens to compute, and for
     decoding that with the fewest tokens promised."""
+    router_s: float = Field(default=0.0, ge=0)
+    """Seconds that the router adds to a request's way to its replica, and its answer's way back."""
     seed: int = 0
     """Of random routing and of interruptions."""
 

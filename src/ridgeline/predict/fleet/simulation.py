@@ -67,7 +67,7 @@ class FleetSimulation:
         self.now, self.unanswered, self.next, self.closed = 0.0, len(requests), 0, clients is not None
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._order = count()
-        self.request_s = max(m.request_s for m in models)
+        self.request_s = spec.fleet.router_s + max(m.request_s for m in models)
         for model in models:
             for _ in range(model.pool.replicas or 0):
                 self.add(model)
