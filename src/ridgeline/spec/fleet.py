@@ -60,7 +60,7 @@ class Autoscale(_Table):
 class Spot(_Table):
     """Interruptions of a pool's replicas, each independent of the others."""
 
-    interruptions_per_hour: float = Field(gt=0)
+    interruptions_per_hour: float = Field(gt=0, le=3600)
     """Mean of one replica; times between them are exponential."""
     notice_s: float = Field(default=0.0, ge=0)
     """Seconds before, in which a replica gets no new requests and goes on with its own."""
