@@ -6,7 +6,8 @@
 Requests come as a Poisson process, with prompts and outputs drawn from a trace, as in SplitwiseSim. A fleet keeps the
 paper's limits when the slowdown of its requests, against the same request alone on a DGX A100, is at most 2, 3 and 6
 for TTFT at the median, p90 and p99, and 1.25, 1.5 and 5 for TPOT and for the whole request. Machines cost and draw what
-the paper says: prices per GPU-hour and power as in SplitwiseSim's notebooks.
+the paper says: prices per GPU-hour and power as in SplitwiseSim's notebooks. Prompts run whole and before tokens, as in
+the paper's time; ``--chunked``: in pieces of a batch's 2048 tokens, beside tokens.
 
 ``--perf-model``: SplitwiseSim's data/perf_model.csv (MIT). With it iterations take what SplitwiseSim says, which leaves
 the schedulers alone to compare; without it, what Ridgeline predicts.
@@ -39,6 +40,7 @@ from ridgeline.predict.serving.discrete_events import Costs
 from ridgeline.predict.serving.simulate import percentile
 from ridgeline.search.fleet_size import Search
 from ridgeline.spec.fleet import FleetSpec
+from ridgeline.techniques.registry import default_plan
 
 SLO = {"ttft": (2.0, 3.0, 6.0), "tpot": (1.25, 1.5, 5.0), "e2e": (1.25, 1.5, 5.0)}
 """Largest slowdowns at p50, p90 and p99 (Splitwise, table VI)."""
@@ -133,7 +135,11 @@ class Study:
         """A design with so many machines for prompts and for tokens."""
         machines = DESIGNS[design]
         roles = ("prefill", "decode") if len(machines) == 2 else ("mixed",)
-        pools = [{"name": role, "role": role, "replicas": n, "max_num_batched_tokens": 2048, "max_num_seqs": 512, **m}
+        plan = ["tensor_parallel:degree=8", *default_plan("serve")]
+        if not self.args.chunked:
+            plan.remove("chunked_prefill")
+        common = {"plan": plan, "max_num_batched_tokens": 2048, "max_num_seqs": 512}
+        pools = [{"name": role, "role": role, "replicas": n, **common, **m}
                  for role, n, m in zip(roles, counts, machines, strict=True)]  # fmt: skip
         tables: dict[str, Any] = {"fleet": {"policy": "shortest-queue"}, "pools": pools}
         return FleetSpec.model_validate({**tables, "flip": {}} if len(machines) == 2 else tables)
@@ -150,9 +156,7 @@ class Study:
     def _measured(self, m: PoolModel) -> PoolModel:
         name = "bloom-176b" if self.args.model == "bloom" else self.args.model
         hardware = "a100-80gb" if "a100" in m.pool.on else "h100-80gb" + ("-pcap" if m.pool.power_cap < 1 else "")
-        costs: Costs = Measured(
-            self.args.perf_model, names.get(self.args.model, self.args.model), hardware, self.args.by_cache
-        )
+        costs: Costs = Measured(self.args.perf_model, name, hardware, self.args.by_cache)
         scheduling = replace(m.made.scheduling, limits=replace(m.made.scheduling.limits, reserve=True))
         return m._replace(costs=costs, made=m.made._replace(scheduling=scheduling), request_s=0.0, admission_s=0.0)
 
@@ -285,7 +289,7 @@ def main() -> int:
             print(f"{case}: {design} {own}: {most:.1f} requests/s, {row['kilowatts']:.0f} kW,"
                   f" {row['dollars_per_hour']:.0f} $/h; {theirs}: {row['published_requests_per_s']:.1f}"
                   f" ({row['seconds']:.0f} s)", flush=True)  # fmt: skip
-    for goal in ("cost", "power") if not args.skip_sizing else ():
+    for goal in args.goals:
         for design, theirs in PUBLISHED["iso-throughput"].items():
             began = time.perf_counter()
             found = code.size(design, args.code_rate, _dollars if goal == "cost" else _watts)
@@ -305,6 +309,7 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if args.perf_model:
         costs = "SplitwiseSim's measurements" + (", tokens by what is cached" if args.by_cache else "")
     report = {"model": args.model, "engine": args.engine, "trace_s": args.seconds, "slo": SLO, "costs": costs,
+              "prompts": "in pieces beside tokens" if args.chunked else "whole and first",
               "rows": rows, "environment": fingerprint()}  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -317,11 +322,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="bloom")
     parser.add_argument("--engine", default="vllm-2023")
     parser.add_argument("--perf-model", type=Path, help="SplitwiseSim's data/perf_model.csv")
+    parser.add_argument("--chunked", action="store_true", help="prompts in pieces beside tokens, not whole and first")
     parser.add_argument("--by-cache", action="store_true", help="with it, time tokens by what is cached")
     parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals")
     parser.add_argument("--start", type=float, default=60.0, help="first rate of the search for the highest")
     parser.add_argument("--code-rate", type=float, default=130.0, help="requests/s of code to size fleets for")
-    parser.add_argument("--skip-sizing", action="store_true")
+    parser.add_argument("--goals", nargs="*", choices=("cost", "power"), default=["cost"], help="to size fleets for")
     parser.add_argument("--json", type=Path, help="where to write the results")
     return parser.parse_args()
 
