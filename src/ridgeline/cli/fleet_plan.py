@@ -12,7 +12,7 @@ from ridgeline.cli.base import next_command, say
 from ridgeline.cli.workload_options import Given, workload_fields
 
 if TYPE_CHECKING:
-    from ridgeline.search.fleet_size import Sized
+    from ridgeline.search.fleet_size import Goal, Sized
     from ridgeline.spec.result import Result
 
 SHOWN = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "requests_per_s", "dollars_per_hour", "watts")
@@ -46,10 +46,12 @@ def plan_fleets(
         raise UserError(f"a fleet cannot be sized for {goal!r}", "goals: cost, power")
     fields = workload_fields(model, "serve", given)
     specs = {file: fleets.load(file) for file in files}
-    found = {
-        file: size_fleet(spec, fleets.replicas_of(spec, model, fields), slo, "cost" if goal == "cost" else "power")
-        for file, spec in specs.items()
-    }
+    chosen: Goal = "cost" if goal == "cost" else "power"
+    found = {}
+    with console.Status("sizing") as status:
+        for file, spec in specs.items():
+            status.message(f"{file}: {spec.label}")
+            found[file] = size_fleet(spec, fleets.replicas_of(spec, model, fields), slo, chosen)
     price = "dollars_per_hour" if goal == "cost" else "watts"
     files = sorted(files, key=lambda f: (bool(found[f].missed), found[f].result.metric(price) or 0.0))
     kept = [f for f in files if not found[f].missed]
