@@ -17,7 +17,10 @@ def plan(
     model: Annotated[str, typer.Argument(help="Model: catalog name, config.json or checkpoint directory.")],
     on: On = "local",
     task: Task = "pretrain",
-    goal: Annotated[str, typer.Option(help="What to optimize: throughput, latency, cost or memory.")] = "throughput",
+    goal: Annotated[
+        str | None,
+        typer.Option(help="What to optimize: throughput (default), latency, cost, memory; of a fleet cost or power."),
+    ] = None,
     slo: Annotated[list[str] | None, typer.Option(help="A limit: METRIC=VALUE, e.g. tpot_s=50ms. Repeatable.")] = None,
     with_: Annotated[
         list[str] | None, typer.Option("--with", help="Have this technique or system in every plan. Repeatable.")
@@ -28,6 +31,10 @@ def plan(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Consider no techniques but these. Repeatable.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="Exclude this technique. Repeatable.")] = None,
+    fleet: Annotated[
+        list[Path] | None,
+        typer.Option(help="Fleet file whose pools without `replicas` are sized for the limits (serve). Repeatable."),
+    ] = None,
     *,
     given: Given,
     out: Annotated[Path | None, typer.Option(help="Directory for the plan files (default runs/plan-…).")] = None,
@@ -44,6 +51,13 @@ def plan(
     from ridgeline.search.why import closest_miss, relaxations, why_not
     from ridgeline.techniques.registry import brief
 
+    if fleet:
+        from ridgeline.cli.fleet_plan import plan_fleets
+
+        others = {"--on": on != "local", "--with": with_, "--allow": allow, "--only": only, "--forbid": forbid}
+        plan_fleets(fleet, model, task, given, goal or "cost", parse_slo(slo or []), others, out, json)
+        return
+    goal = goal or "throughput"
     cluster = catalog.cluster(on)
     fields = workload_fields(model, task, given)
     if task in ("pretrain", "finetune"):  # throughput needs one batch size for all layouts

@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from ridgeline.cli.base import Json, On, PlanName, With, app, predicted_trace, say, store
-from ridgeline.cli.workload_options import Given, Model, Task, experiment_from_options, workload_options
+from ridgeline.cli.workload_options import (
+    Given,
+    Model,
+    Task,
+    experiment_from_options,
+    workload_options,
+)
 
 
 @app.command()
@@ -22,6 +28,9 @@ def predict(
     given: Given,
     plan: PlanName = None,
     trace: Annotated[Path | None, typer.Option(help="Also write the predicted step as a Chrome trace.")] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(help="Fleet file (TOML): pools of replicas behind a router (serve); instead of --on.")
+    ] = None,
     save: Annotated[bool, typer.Option(help="Store the result.")] = False,
     json: Json = False,
 ) -> None:
@@ -29,10 +38,16 @@ def predict(
     from ridgeline.predict import predict as run
     from ridgeline.report.console import print_result
 
-    e = experiment_from_options(model, on, task, with_, plan, given)
-    result = run(e)
-    if trace:
-        predicted_trace(e, trace)
+    if fleet:
+        from ridgeline.cli.fleet_plan import predicted_fleet
+
+        others = {"--on": on != "local", "--with": with_, "--plan": plan, "--trace": trace}
+        result = predicted_fleet(fleet, model, task, given, others)
+    else:
+        e = experiment_from_options(model, on, task, with_, plan, given)
+        result = run(e)
+        if trace:
+            predicted_trace(e, trace)
     if save:
         say(f"stored as {store().add_result(result)}")
     print(result.to_json()) if json else print_result(result)

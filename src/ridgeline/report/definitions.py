@@ -41,6 +41,11 @@ DEFINITIONS: dict[str, str] = {
     "e2e_s": "From the time the request was to be sent to its end.",
     "goodput_per_s": "Requests per second that keep the limits on TTFT and TPOT; failed ones keep none.",
     "slo_share": "Share of requests that keep both limits; failed ones keep none.",
+    "dollars_per_hour": "Price of all replicas of a fleet, each as long as it was there, mean over the time.",
+    "watts": "Rated power of all devices of a fleet, mean over the time: an upper bound.",
+    "kv_transfer_exposed_s": "From a request's first token to the arrival of its cache at the replica that "
+    "generates the rest, mean.",
+    "recomputed_requests": "Requests whose replica was lost, and which were computed again on another.",
     "schedule_lag_s": "By how much the client sent after the intended time. It is part of every latency.",
     "exposed_communication_s": "Communication per step that is not hidden behind computation.",
     "share": "Part of the sum of all rows.",

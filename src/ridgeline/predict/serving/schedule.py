@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -23,6 +23,9 @@ from ridgeline.predict.serving.arrivals import Arrival, Arrivals
 from ridgeline.predict.serving.discrete_events import Costs, SimulationOutcome, decode_iterations, until
 from ridgeline.runtime.batch_order import CostOrderedBatches, CostTable, free, grid
 from ridgeline.spec.scheduling import Scheduling
+
+Then = Callable[[int], None]
+"""What follows from a number of iterations."""
 
 
 @dataclass(slots=True, eq=False)
@@ -284,7 +287,11 @@ class Simulation:
         most = 1 if rows else self.ends[0][0] - self.step
         if most > 1 and self._blocks(most) - need > self.pool.free:
             most = 1
-        k = self._time([(n, job.computed) for job, n in rows.items() if n > 1], going + len(ones), cached, most)
+        prompts = [(n, job.computed) for job, n in rows.items() if n > 1]
+        self._iterate(prompts, going + len(ones), cached, most, 0, lambda k: self._passed(rows, going, need, k))
+
+    def _passed(self, rows: dict[SimulatedRequest, int], going: int, need: int, k: int) -> None:
+        """``k`` iterations of :meth:`_pass` are over."""
         if going:
             self.pool.take(self._blocks(k) - need)
             self.step += k
@@ -409,18 +416,30 @@ class Simulation:
 
     # ---- iterations --------------------------------------------------------------------------------------------------
 
-    def _time(self, prompts: list[tuple[int, int]], decoding: int, cached: int, most: int, pads: int = 0) -> int:
-        """Run one iteration, or up to ``most`` like it until a request arrives that could join; returns how many."""
-        k = 1
+    def _iterate(
+        self, prompts: list[tuple[int, int]], decoding: int, cached: int, most: int, pads: int, then: Then
+    ) -> None:
+        """Run one iteration, or up to ``most`` like it until a request arrives that could join, ``then`` what follows
+        from it."""
+        k, each, slope = self._length(prompts, decoding, cached, most, pads)
+        if not prompts and self.limits.continuous and not self.waiting:
+            k = until(self.arrivals.next - self.now, each, slope, k)
+        then(self._spend(k, each, slope, prompts, decoding))
+
+    def _length(
+        self, prompts: list[tuple[int, int]], decoding: int, cached: int, most: int, pads: int
+    ) -> tuple[int, float, float]:
+        """(iterations, seconds of the first, increase from each to the next), at most ``most`` of them."""
         if prompts:
-            seconds = self.costs.mixed(prompts, decoding, cached, pads)
+            return 1, self.costs.mixed(prompts, decoding, cached, pads), 0.0
+        return decode_iterations(self.costs, decoding, cached, most)
+
+    def _spend(self, k: int, each: float, slope: float, prompts: list[tuple[int, int]], decoding: int) -> int:
+        """Advance time by ``k`` iterations."""
+        if prompts:
             self.out.prompt_iterations += 1
             self.out.prompt_tokens += sum(n for n, _ in prompts)
-        else:
-            k, each, slope = decode_iterations(self.costs, decoding, cached, most)
-            if self.limits.continuous and not self.waiting:
-                k = until(self.arrivals.next - self.now, each, slope, k)
-            seconds = k * each + slope * (k * (k - 1) / 2)
+        seconds = k * each + slope * (k * (k - 1) / 2)
         seconds += self.fresh * self.admission_s
         self.fresh = 0
         self.now += seconds
@@ -437,7 +456,10 @@ class Simulation:
         cached = sum(job.computed for job in plan) - sum(before for _, before in prompts) + decoding
         pads = len(plan) * max(plan.values()) - sum(plan.values()) if self.limits.padded else 0
         most = self._lasting(plan) if steady and decoding == len(self.running) else 1
-        k = self._time(prompts, decoding, cached, most, pads)
+        self._iterate(prompts, decoding, cached, most, pads, lambda k: self._stepped(plan, k))
+
+    def _stepped(self, plan: dict[SimulatedRequest, int], k: int) -> None:
+        """``k`` iterations of :meth:`_step` are over."""
         if self.steps is not None:
             self.steps += [list(plan.values())] * k
         for job in plan if k > 1 else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ridgeline.graph import tokens_graph
 from ridgeline.graph.traffic import traffic
@@ -20,7 +21,7 @@ from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.result import Metric, Result, Row, Traffic
-from ridgeline.spec.scheduling import OWN, context
+from ridgeline.spec.scheduling import OWN, Scheduling, context
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.registry import default_plan
 from ridgeline.techniques.technique import Technique
@@ -41,7 +42,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
         raise Incompatible(f"{e.model.name} is an encoder: its serving can be run, not predicted", "use a decoder")
     arrivals = _share(requests(w), e.data_parallel, w)
     lengths = [r.prompt + r.output for r in arrivals]
-    surface = _surface(e, techniques, arrivals)
+    surface = surface_of(e, techniques, arrivals)
     cluster, engine = surface.cluster, surface.engine
     clients = _clients(w, e.data_parallel)
     sim, space = simulation_of(surface, techniques, w, arrivals, clients)
@@ -49,7 +50,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     if outcome.rejected == len(arrivals):
         return _infeasible(e, space, cluster, f"{space.reason}, no request ({min(lengths)} tokens or more) fits")
     latencies = latencies_of(outcome)
-    metrics = serving_metrics(outcome, latencies, w, e, source_of(cluster))
+    metrics = serving_metrics(outcome, latencies, w, e.world, source_of(cluster), e.data_parallel)
     if w.shared_prefix:
         found = outcome.cached_tokens / sum(r.prompt for r in arrivals)
         metrics["cached_share"] = metric(found, "", "higher", "prompt tokens found in the cache")
@@ -68,7 +69,7 @@ def predict_serving(e: Experiment, techniques: list[Technique]) -> Result:
     sent, stages = sorted(traffic(surface.graph(1, 1, 1)).items()), e.parallel.get("pp", 1)
     result.traffic = [Traffic(kind=k, ranks=n, calls=c / stages, bytes=size / stages) for (k, n), (c, size) in sent]
     mean = max(1, round(metrics["batch_mean"].value))
-    result.breakdown = _rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
+    result.breakdown = iteration_rows(surface, "decode", mean, 1, max(1, w.prompt_len + w.output_len // 2))
     return result
 
 
@@ -78,7 +79,7 @@ def prompt_rows(e: Experiment, techniques: list[Technique]) -> list[Row]:
     w = e.workload
     assert isinstance(w, Serve)
     arrivals = _share(requests(w), e.data_parallel, w)
-    surface = _surface(e, techniques, arrivals)
+    surface = surface_of(e, techniques, arrivals)
     outcome = simulation_of(surface, techniques, w, arrivals, _clients(w, e.data_parallel))[0].run()
     if not outcome.prompt_iterations:
         return []
@@ -90,10 +91,10 @@ def prompt_rows(e: Experiment, techniques: list[Technique]) -> list[Row]:
     share = outcome.prompt_iterations / outcome.iterations
     scaled = ("seconds", "count", "flops", "bytes", "link_bytes")
     return [row.model_copy(update={name: share * getattr(row, name) for name in scaled})
-            for row in _rows(surface, "prefill", prompts, each, seen)]  # fmt: skip
+            for row in iteration_rows(surface, "prefill", prompts, each, seen)]  # fmt: skip
 
 
-def _surface(e: Experiment, techniques: list[Technique], arrivals: Sequence[Arrival]) -> Iterations:
+def surface_of(e: Experiment, techniques: list[Technique], arrivals: Sequence[Arrival]) -> Iterations:
     """The cost surface of one replica that serves ``arrivals``."""
     w, cluster = e.workload, rank_cluster(e)
     assert isinstance(w, Serve)
@@ -107,7 +108,7 @@ def _surface(e: Experiment, techniques: list[Technique], arrivals: Sequence[Arri
     return Iterations(e, techniques, cluster, engine, contexts)
 
 
-def _rows(surface: Iterations, phase: str, batch: int, q_len: int, kv_len: int) -> list[Row]:
+def iteration_rows(surface: Iterations, phase: str, batch: int, q_len: int, kv_len: int) -> list[Row]:
     """The breakdown of an iteration over the last ``q_len`` of ``kv_len`` tokens of ``batch`` sequences."""
     device = surface.cluster.device
     inside = {"1": max(0.0, device.in_step(batch * q_len))} if device.step_latency else {}
@@ -138,14 +139,22 @@ def _infeasible(e: Experiment, space: Room, cluster: Cluster, reason: str) -> Re
     return result
 
 
-def simulation_of(
-    surface: Iterations,
-    techniques: Sequence[Technique],
-    w: Serve,
-    arrivals: Sequence[Arrival],
-    clients: int | None = None,
-) -> tuple[Simulation, Room]:
-    """An engine as the plan sets it up, about to serve ``arrivals``, and the room that it has for the cache."""
+class EngineSetup(NamedTuple):
+    """An engine as a plan sets it up."""
+
+    scheduling: Scheduling
+    blocks: int
+    """Of the cache."""
+    longest: int
+    """Prompt and output together that it takes."""
+    mixes: bool
+    """Whether prompts and decoding share an iteration."""
+
+
+def setup_of(
+    surface: Iterations, techniques: Sequence[Technique], w: Serve, arrivals: Sequence[Arrival]
+) -> tuple[EngineSetup, Room]:
+    """The engine of ``surface`` as the plan sets it up for ``arrivals``, and the room that it has for the cache."""
     engine = surface.engine
     s = engine.scheduling(techniques)
     s.take_workload(w)
@@ -157,8 +166,21 @@ def simulation_of(
         blocks = space.tokens // s.block_size
         longest = min(context(surface.e.model, w), blocks * s.block_size)
     mixes = engine.mixes or s.limits.chunked > engine.chunked  # pieces that a plan asks for go beside decoding
-    sim = Simulation(surface, s, blocks, longest, arrivals, clients, engine.request_s, engine.admission_s, mixes,
-                     prefix=w.shared_prefix)  # fmt: skip
+    return EngineSetup(s, blocks, longest, mixes), space
+
+
+def simulation_of(
+    surface: Iterations,
+    techniques: Sequence[Technique],
+    w: Serve,
+    arrivals: Sequence[Arrival],
+    clients: int | None = None,
+) -> tuple[Simulation, Room]:
+    """An engine as the plan sets it up, about to serve ``arrivals``, and the room that it has for the cache."""
+    engine = surface.engine
+    made, space = setup_of(surface, techniques, w, arrivals)
+    sim = Simulation(surface, made.scheduling, made.blocks, made.longest, arrivals, clients, engine.request_s,
+                     engine.admission_s, made.mixes, prefix=w.shared_prefix)  # fmt: skip
     return sim, space
 
 
@@ -187,13 +209,13 @@ def _tpot(o: SimulationOutcome, i: int) -> float:
 
 
 def serving_metrics(
-    o: SimulationOutcome, latencies: dict[str, list[float]], w: Serve, e: Experiment, source: str
+    o: SimulationOutcome, latencies: dict[str, list[float]], w: Serve, devices: int, source: str, n: int = 1
 ) -> dict[str, Metric]:
-    """Latencies (mean and percentiles), throughput and goodput of a simulated replica, times the replicas."""
+    """Latencies (mean and percentiles), throughput and goodput of what was simulated, times ``n`` replicas like it on
+    ``devices`` in all."""
     served = [i for i, t in enumerate(o.finish) if not math.isnan(t)]
     span = max(o.finish[i] for i in served) - min(o.arrival[i] for i in served)
     tokens = sum(o.output[i] for i in served)
-    n = e.data_parallel
     metrics: dict[str, Metric] = {}
     for name, values in latencies.items():
         if values:
@@ -201,8 +223,8 @@ def serving_metrics(
             for q in QUANTILES:
                 metrics[f"{name}_p{q * 100:.0f}_s"] = metric(percentile(values, q), "s", "lower", source)
     if o.gaps:
-        total = sum(n for _, n in o.gaps)
-        metrics["itl_s"] = metric(math.fsum(v * n for v, n in o.gaps) / total, "s", "lower", source)
+        total = sum(count for _, count in o.gaps)
+        metrics["itl_s"] = metric(math.fsum(v * count for v, count in o.gaps) / total, "s", "lower", source)
         for q, value in zip(QUANTILES, weighted_percentiles(o.gaps, QUANTILES), strict=True):
             metrics[f"itl_p{q * 100:.0f}_s"] = metric(value, "s", "lower", source)
     good = sum(
@@ -215,7 +237,7 @@ def serving_metrics(
         "goodput_per_s": metric(n * good / span, "requests/s", "higher", "requests within slo_ttft and slo_tpot"),
         "slo_share": metric(good / max(1, len(served) + o.rejected), "", "higher", "requests within both limits"),
         "tokens_per_s": metric(n * tokens / span, "tokens/s", "higher", "generated tokens"),
-        "tokens_per_s_per_device": metric(n * tokens / span / e.world, "tokens/s", "higher", "generated tokens"),
+        "tokens_per_s_per_device": metric(n * tokens / span / devices, "tokens/s", "higher", "generated tokens"),
         "busy_share": metric(o.busy_s / span, "", "", "time with an iteration under way"),
         "batch_mean": metric(tokens / max(1, o.iterations), "sequences", "", "tokens per iteration"),
         "preemptions": metric(o.preemptions, "", "lower", source),
