@@ -31,6 +31,8 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as QueuedSequence
 from ridgeline.serve.sequence import Sequence as Row
+from ridgeline.serve.transfer.exports import Exports
+from ridgeline.serve.transfer.imports import Imports
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
@@ -65,6 +67,9 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
         engine.adapters = AdapterTable(run.model, table, each, longest)
+    if run.role:
+        engine.role = run.role
+        engine.exports, engine.imports = Exports(engine, run.whole_below), Imports(engine)
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
     if run.cut is not None:

@@ -48,6 +48,8 @@ class Engine:
         self.outputs = Outputs(self.scheduler)
         self.next_tokens = NextTokens(runner, sampler, self.scheduler, self.outputs)
         self.adapters: AdapterTable | None = None
+        self.role = ""
+        """What a fleet's router prefers to use it for."""
         self.imports: Imports | None = None
         """Prompts that other servers compute for this one."""
         self.exports: Exports | None = None
@@ -227,7 +229,8 @@ class Engine:
         return Stats(
             len(s.waiting) + len(s.arriving), len(s.running), b.count, b.used, len(b.cached), self._prompt_tokens, o.cached_tokens,
             o.generated, s.preemptions, self._steps, self._drafted, self.next_tokens.accepted,
-            *((b.store.saved, b.store.restored) if b.store is not None else ()),
+            *((b.store.saved, b.store.restored) if b.store is not None else (0, 0)),
+            sum(max(0, len(q.group.request.prompt) - q.n_computed) for q in (*s.waiting, *s.running)),
         )  # fmt: skip
 
     def check(self) -> None:

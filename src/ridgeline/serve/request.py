@@ -292,3 +292,5 @@ class Stats:
     """Blocks that the pool dropped and a store kept."""
     restored_blocks: int = 0
     """Blocks that came back from it."""
+    pending_prompt_tokens: int = 0
+    """Prompt tokens of requests here that are still to be computed."""

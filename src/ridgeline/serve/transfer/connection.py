@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ridgeline.serve.transfer.frames import HEADER, LARGEST, SMALL, TAG, BadPeer, Frame, Kind, body_length, derive
+from ridgeline.serve.transfer.frames import HEADER, LARGEST, SMALL, TAG, BadPeer, Frame, Kind, body_length
 from ridgeline.serve.transfer.frames import pack as packed
 from ridgeline.serve.transfer.frames import unpack as unpacked
+from ridgeline.serve.transfer.secret import derive
 
 PING = 1.0
 """Seconds between two signs of life."""
@@ -94,9 +95,9 @@ class Connection:
         return unpacked(*args) if length <= INLINE else await asyncio.to_thread(unpacked, *args)
 
     def send(self, kind: Kind, message: dict[str, Any], payload: Payload | None = None, nbytes: int = 0) -> None:
-        """Queue a frame. What has no tensors goes first: a first token does not wait for keys and values."""
+        """Queue a frame; any other goes before those of keys and values, so that a first token does not wait."""
         self.queued += nbytes
-        (self._bulk if payload is not None else self._urgent).append((kind, message, payload, nbytes))
+        (self._bulk if kind is Kind.KV else self._urgent).append((kind, message, payload, nbytes))
         self._news.set()
 
     async def pump(self) -> None:

@@ -62,11 +62,6 @@ class Frame:
     """With header and tag."""
 
 
-def derive(secret: bytes, *parts: bytes) -> bytes:
-    """A key for one purpose, from the shared secret."""
-    return hmac.digest(secret, b"\0".join(hashlib.sha256(p).digest() for p in parts), "sha256")
-
-
 def pack(kind: Kind, number: int, key: bytes, message: dict[str, Any], tensors: dict[str, Tensor]) -> list[bytes]:
     """A frame as pieces to write one after another."""
     body = safetensors.torch.save(tensors, {"message": json.dumps(message)})

@@ -42,6 +42,7 @@ class PrefillServer:
         self.engine, self.exports, self.post, self.counts, self.say = engine, exports, post, counts, say
         self._secret, self._fingerprint = secret, fingerprint
         self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.thread = LoopThread("prefill-server")
 
     def listen(self, host: str, port: int) -> int:
@@ -52,13 +53,18 @@ class PrefillServer:
             what = f"cannot listen for decode servers on {host}:{port}: {e.strerror}"
             raise UserError(what, "choose another --transfer-port") from None
         self.thread.start()
-        start = asyncio.start_server(self._serve, sock=sock, limit=BUFFER)
+        start = asyncio.start_server(self._accept, sock=sock, limit=BUFFER)
         asyncio.run_coroutine_threadsafe(start, self.thread.loop).result(10)
         return int(sock.getsockname()[1])
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
         self.thread.stop()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
