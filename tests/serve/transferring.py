@@ -84,7 +84,8 @@ def run(sides, until, seconds=20.0):
     """Step all sides until ``until()``."""
     deadline = time.monotonic() + seconds
     while not until():
-        if not any([side.step() for side in sides]):
+        busy = [side.step() for side in sides]
+        if not any(busy):
             time.sleep(0.001)
         assert time.monotonic() < deadline, [side.said for side in sides]
 

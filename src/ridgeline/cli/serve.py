@@ -10,7 +10,6 @@ import typer
 
 from ridgeline.cli.base import With, app, number_of_bytes, require_package, say
 from ridgeline.cli.engine_options import (
-    SecretFile,
     BatchedTokens,
     ChatTemplate,
     Checkpoint,
@@ -19,12 +18,12 @@ from ridgeline.cli.engine_options import (
     HostMemory,
     Length,
     Pool,
+    SecretFile,
     Seqs,
     Tokenizer,
     make_engine,
 )
 from ridgeline.serve.transfer.secret import VARIABLE, read_secret
-
 
 if TYPE_CHECKING:
     from ridgeline.serve.engine_loop import EngineLoop

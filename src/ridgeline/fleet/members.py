@@ -125,6 +125,7 @@ def _describe(member: Member, said: Any) -> None:
     """Note what a server says of its place in the fleet. Raises :class:`ValueError`, ``TypeError`` or ``KeyError``."""
     if said is None:
         member.role = member.source = ""
+        member.sequences, member.queued_tokens = member.running, 0
         return
     numbers = [int(said[k]) for k in ("port", "queued_tokens", "most_tokens", "sequences", "most_sequences")]
     if said["role"] not in ROLES:

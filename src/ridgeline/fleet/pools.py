@@ -16,6 +16,8 @@ CHARACTERS = 4
 ITERATIONS = 4
 """Full batches of prompt tokens that may be queued before another pool helps."""
 
+Load = Callable[[Member], tuple[int, int]]
+
 
 class Pools:
     """Chooses pairs of servers. ``say`` gets a line when a server changes its pool."""
@@ -37,15 +39,11 @@ class Pools:
         decode = self._pick(able, "decode", _sequences, lambda m: m.sequences >= m.most_sequences)
         sources = [m for m in prompts if m.source and m.fingerprint == decode.fingerprint] or [decode]
         prefill = self._pick(sources, "prefill", _tokens, lambda m: m.queued_tokens >= ITERATIONS * m.most_tokens)
-        if decode.role == "decode" and not decode.lent and prefill.lent and decode.queued_tokens <= prefill.queued_tokens:
-            prefill = decode
         decode.sequences += 1
-        prefill.queued_tokens += len(prompt) // CHARACTERS
+        prefill.queued_tokens += 1 + len(prompt) // CHARACTERS
         return decode, prefill if prefill is not decode and decode.source else None
 
-    def _pick(
-        self, able: Sequence[Member], role: str, load: Callable[[Member], tuple[int, int]], full: Callable[[Member], bool]
-    ) -> Member:
+    def _pick(self, able: Sequence[Member], role: str, load: Load, full: Callable[[Member], bool]) -> Member:
         """The least loaded server of a role; a mixed one where that has too much, and one of the other where those
         have, too."""
         own = [m for m in able if m.role == role]

@@ -227,8 +227,8 @@ class Engine:
         """The engine's statistics."""
         b, s, o = self.blocks, self.scheduler, self.outputs
         return Stats(
-            len(s.waiting) + len(s.arriving), len(s.running), b.count, b.used, len(b.cached), self._prompt_tokens, o.cached_tokens,
-            o.generated, s.preemptions, self._steps, self._drafted, self.next_tokens.accepted,
+            len(s.waiting) + len(s.arriving), len(s.running), b.count, b.used, len(b.cached), self._prompt_tokens,
+            o.cached_tokens, o.generated, s.preemptions, self._steps, self._drafted, self.next_tokens.accepted,
             *((b.store.saved, b.store.restored) if b.store is not None else (0, 0)),
             sum(max(0, len(q.group.request.prompt) - q.n_computed) for q in (*s.waiting, *s.running)),
         )  # fmt: skip

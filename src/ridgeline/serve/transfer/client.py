@@ -221,7 +221,7 @@ def _logprob(given: Any, token: int, vocabulary: int) -> TokenLogprob:
     """The log-probability of a first token. Raises :class:`BadPeer`."""
 
     def known(t: Any, p: Any) -> bool:
-        return type(t) is int and 0 <= t < vocabulary and (p is None or (isinstance(p, float | int) and math.isfinite(p)))
+        return type(t) is int and 0 <= t < vocabulary and (p is None or math.isfinite(p))
 
     try:
         own, p, top = given

@@ -7,10 +7,11 @@ import contextlib
 import itertools
 import math
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import ConfigDict, create_model
 
 from ridgeline.serve.request import EngineRequest, Sampling
 from ridgeline.serve.transfer.connection import BUFFER, Connection, LoopThread, Lost
@@ -28,8 +29,10 @@ MOST_QUEUED = 1 << 30
 """Bytes that wait to be sent to one peer at most, before it gets no more."""
 Post = Callable[[Callable[[], None]], None]
 """Has the engine's thread call something between two steps."""
-PLAIN = {f.name: f for f in fields(Sampling) if f.name not in ("grammar", "prompt_logprobs")}
-"""Sampling parameters that are sent: what a first token depends on, and the rest as it is."""
+SENT = create_model("SentSampling", __config__=ConfigDict(extra="forbid"), **{
+    name: (kind, ...) for name, kind in get_type_hints(Sampling).items() if name not in ("grammar", "prompt_logprobs")
+})  # type: ignore[call-overload]
+"""Sampling parameters that are sent: those that a first token depends on, and the others as they are."""
 
 
 class PrefillServer:
@@ -123,14 +126,15 @@ class PrefillServer:
                 send("the server is busy")
                 return
             self.exports.begin(request, start, upto, send)
-        except UserError as e:
-            send(e.what)
+        except Exception as e:  # whatever is wrong with it, others must not suffer
+            send(e.what if isinstance(e, UserError) else f"{type(e).__name__}: {e}")
 
     def _send(self, connection: Connection, name: str, names: set[str], news: Outgoing) -> None:
         if name not in names:  # cancelled
             return
         if isinstance(news, Parcel):
-            message = {"id": name, "layers": [news.layers.start, news.layers.stop], "at": news.at, "tokens": news.tokens}
+            layers = [news.layers.start, news.layers.stop]
+            message = {"id": name, "layers": layers, "at": news.at, "tokens": news.tokens}
             size = sum(t.nbytes for t in news.tensors.values())
             self.counts.sent.inc(size)
             connection.send(Kind.KV, message, news.to_host, size)
@@ -146,8 +150,7 @@ class PrefillServer:
 
 def described(request: EngineRequest, sampling: Sampling) -> dict[str, Any]:
     """A request as a frame's message, but for the prompt."""
-    values = {name: getattr(sampling, name) for name in PLAIN}
-    values["logit_bias"] = [[k, v] for k, v in sampling.logit_bias.items()]
+    values = {name: getattr(sampling, name) for name in SENT.model_fields}
     return {"id": request.id, "sampling": values, "salt": request.salt.hex(), "priority": request.priority}
 
 
@@ -156,11 +159,9 @@ def parsed(frame: Frame, name: str) -> tuple[EngineRequest, int, int]:
     m = frame.message
     try:
         prompt = frame.tensors["tokens"].tolist()
-        values: Mapping[str, Any] = m["sampling"]
-        given = {k: tuple(tuple(x) if isinstance(x, list) else x for x in v) if isinstance(v, list) else v
-                 for k, v in values.items() if k in PLAIN}  # fmt: skip
-        given["logit_bias"] = {int(k): float(v) for k, v in values["logit_bias"]}
-        request = EngineRequest(name, prompt, Sampling(**given), salt=bytes.fromhex(m["salt"]), priority=int(m["priority"]))
+        sampling = Sampling(**SENT.model_validate(m["sampling"]).model_dump())
+        salt, priority = bytes.fromhex(m["salt"]), int(m["priority"])
+        request = EngineRequest(name, prompt, sampling, salt=salt, priority=priority)
         start, upto = int(m["start"]), int(m["upto"])
     except (KeyError, TypeError, ValueError) as e:
         raise BadPeer(f"it asked for a prompt in a way that is not understood: {type(e).__name__}: {e}") from None
