@@ -24,7 +24,6 @@ def requests():
         ask("nucleus", PROMPT[7:60], 9, temperature=1.1, top_p=0.8, top_k=40, seed=5),
         ask("penalties", PROMPT[1:70], 9, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.3),
         ask("biased", PROMPT[2:70], 6, logit_bias={7: 50.0, 8: 50.0}, bad_words=((7, 8),)),
-        ask("one token", PROMPT[11:], 1),
         ask("several", PROMPT[4:], 6, temperature=0.7, seed=9, n=3),
     ]
 
@@ -35,9 +34,10 @@ def test_the_tokens_of_one_engine(made, whole_below):
     with pair(made, whole_below=whole_below, max_num_batched_tokens=64) as (prefill, decode, address):
         got = split(prefill, decode, address, *requests())
         assert got == {(r.id, i): tokens for r in requests() for i, tokens in alone(made, r).items()}
-        assert decode.count("prompts_total", result="complete") + decode.count("prompts_total", result="cancelled") == 7
-        assert decode.count("prompts_total", result="complete") >= 6  # that of one token may end before its cache comes
-        run([prefill, decode], lambda: decode.count("received_bytes_total") == prefill.count("sent_bytes_total"))
+        assert decode.count("prompts_total", result="complete") == len(requests())
+        tokens = sum(len(r.prompt) - (r.sampling.n > 1) for r in requests())  # of several outputs the last one is not
+        sent = prefill.count("sent_bytes_total")
+        assert decode.count("received_bytes_total") == sent == tokens * sum(decode.engine.imports.layout.token_bytes)
         assert not prefill.said + decode.said
         prefill.idle()
         decode.idle()
@@ -45,7 +45,7 @@ def test_the_tokens_of_one_engine(made, whole_below):
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_quantized_caches_are_sent_as_codes(made, kind):
-    plan = f"quantized_kv:dtype={kind}"
+    plan = f"kv_quant:dtype={kind}"
     with pair(made, None, plan) as (prefill, decode, address):
         some = requests()[:3]
         want, _ = served(engine(made, plan), *some)
@@ -98,10 +98,19 @@ def test_more_than_the_pool_holds(made):
         decode.idle()
 
 
+def test_an_output_of_one_token(made):
+    """It ends before its cache has come, which nobody then waits for."""
+    with pair(made) as (prefill, decode, address):
+        request = ask("a", PROMPT, 1)
+        assert split(prefill, decode, address, request)["a", 0] == alone(made, request)[0]
+        run([prefill, decode], lambda: not decode.engine.imports.open and not prefill.engine.groups)
+        decode.idle()
+
+
 def test_a_prefill_server_that_is_lost(made):
     """Whenever it goes, its prompts are computed here, and what has been reported stays."""
     for after in (0, 1, 3):
-        with pair(made) as (prefill, decode, address):
+        with pair(made, max_num_batched_tokens=32) as (prefill, decode, address):
             for r in requests():
                 decode.engine.add(replace(r, prefill_at=address))
             for _ in range(after):
@@ -119,19 +128,19 @@ def test_a_prefill_server_that_is_lost(made):
 
 def test_a_decode_server_that_is_lost(made):
     """Its prompts are dropped on the prefill server."""
-    with pair(made) as (prefill, decode, address):
+    with pair(made, max_num_batched_tokens=32) as (prefill, decode, address):
         for r in requests():
             decode.engine.add(replace(r, prefill_at=address))
         run([prefill, decode], prefill.engine.has_work)
         decode.client.close()
-        run([prefill], lambda: not prefill.engine.groups and not prefill.engine.exports.open)
+        run([prefill], lambda: not prefill.engine.groups and prefill.said)
         prefill.idle()
-        assert any("prompts dropped" in line for line in prefill.said)
+        assert "prompts dropped" in prefill.said[0]
 
 
 def test_a_cancelled_request(made):
     """Blocks are free at once on both sides."""
-    with pair(made) as (prefill, decode, address):
+    with pair(made, max_num_batched_tokens=32) as (prefill, decode, address):
         decode.engine.add(replace(ask("a", PROMPT, 12), prefill_at=address))
         run([prefill, decode], prefill.engine.has_work)
         assert decode.engine.abort("a")
@@ -142,7 +151,8 @@ def test_a_cancelled_request(made):
 
 
 @pytest.mark.parametrize(
-    ("secret", "other", "says"), [(b"another secret of tests", False, "tag"), (b"", False, "tag"), (None, True, "weights")]
+    ("secret", "other", "says"),
+    [(b"another secret of tests", False, "tag"), (b"", False, "tag"), (None, True, "weights")],
 )
 def test_servers_that_do_not_belong_together(made, secret, other, says):
     """Another secret, or other weights: one line on each side that sees it, and the prompt is computed here."""
@@ -212,4 +222,4 @@ def test_the_fingerprint_is_of_every_weight(made):
         weight.view(-1)[-1] += 1e-6
         assert fingerprint(eng.runner) != before
         weight.view(-1)[-1] = old
-    assert fingerprint(engine(made, "quantized_kv:dtype=int8").runner) != before
+    assert fingerprint(engine(made, "kv_quant:dtype=int8").runner) != before

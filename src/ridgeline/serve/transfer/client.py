@@ -132,7 +132,8 @@ class PrefillClient:
             self._banned[peer.address] = time.monotonic() + BAN
             self.say(f"prefill server {peer.address} refused for {BAN:g} s: {e}; {self._consequence(peer)}")
         except Lost as e:
-            self.say(f"prefill server {peer.address} lost: {e}; {self._consequence(peer)}")
+            if peer.waiting:
+                self.say(f"prefill server {peer.address} lost: {e}; {self._consequence(peer)}")
         finally:
             self._peers.pop(peer.address, None)
             if connection is not None:

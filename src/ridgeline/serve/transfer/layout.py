@@ -31,12 +31,14 @@ class KVLayout:
 
     def take(self, layer: int, slots: Tensor) -> dict[str, Tensor]:
         """Copies of what a layer has in ``slots`` [N], [G, N, …] each."""
-        return {f"{layer}.{i}": t[0].index_select(1, slots) for i, t in enumerate(self.layers[layer])}
+        return {
+            f"{layer}.{i}": _bits(t)[0].index_select(1, slots).view(t.dtype) for i, t in enumerate(self.layers[layer])
+        }
 
     def put(self, layer: int, slots: Tensor, tensors: dict[str, Tensor]) -> None:
         """Write what :meth:`take` gave into other slots."""
         for i, t in enumerate(self.layers[layer]):
-            t[0].index_copy_(1, slots, tensors[f"{layer}.{i}"].to(self.device))
+            _bits(t)[0].index_copy_(1, slots, _bits(tensors[f"{layer}.{i}"].to(self.device)))
 
     def require(self, layers: range, tokens: int, tensors: dict[str, Tensor]) -> None:
         """Raise :class:`BadPeer` unless ``tensors`` are those of ``tokens`` tokens in ``layers``, all finite."""
@@ -51,6 +53,11 @@ class KVLayout:
                 raise BadPeer(f"it sent a tensor {what} was due")
             if t.is_floating_point() and not torch.isfinite(t if t.element_size() > 1 else t.float()).all():
                 raise BadPeer("it sent values that are not finite")
+
+
+def _bits(t: Tensor) -> Tensor:
+    """fp8 as bytes: it has no operators that copy by index."""
+    return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
 
 
 def fingerprint(runner: Runner) -> str:

@@ -29,9 +29,15 @@ MOST_QUEUED = 1 << 30
 """Bytes that wait to be sent to one peer at most, before it gets no more."""
 Post = Callable[[Callable[[], None]], None]
 """Has the engine's thread call something between two steps."""
-SENT = create_model("SentSampling", __config__=ConfigDict(extra="forbid"), **{
-    name: (kind, ...) for name, kind in get_type_hints(Sampling).items() if name not in ("grammar", "prompt_logprobs")
-})  # type: ignore[call-overload]
+SENT = create_model(
+    "SentSampling",
+    __config__=ConfigDict(extra="forbid"),
+    **{
+        name: (kind, ...)
+        for name, kind in get_type_hints(Sampling).items()
+        if name not in ("grammar", "prompt_logprobs")
+    },
+)  # type: ignore[call-overload]
 """Sampling parameters that are sent: those that a first token depends on, and the others as they are."""
 
 
