@@ -183,31 +183,31 @@ def test_what_can_only_be_computed_here(made):
         assert not prefill.engine.stats().steps
 
 
-def test_layers_leave_while_the_next_one_computes(made):
+@pytest.mark.parametrize(("whole_below", "early"), [(1, True), (512, False)])
+def test_layers_leave_while_the_next_one_computes(made, whole_below, early):
     """A long prompt's first layer is on its way before the last one has been computed; a short one's is not."""
-    for whole_below, early in ((1, True), (512, False)):
-        with pair(made, whole_below=whole_below) as (prefill, decode, address):
-            order = []
-            first, last = (list(made.layers.values())[i] for i in (0, -1))
-            hooks = [
-                last.register_forward_hook(lambda *_: order.append("computed")),
-                first.register_forward_pre_hook(lambda *_: order.clear()),
-            ]
-            begin = prefill.engine.exports.begin
+    with pair(made, whole_below=whole_below) as (prefill, decode, address):
+        order = []
+        first, last = (list(made.layers.values())[i] for i in (0, -1))
+        hooks = [
+            last.register_forward_hook(lambda *_: order.append("computed")),
+            first.register_forward_pre_hook(lambda *_: order.clear()),
+        ]
+        begin = prefill.engine.exports.begin
 
-            def watched(request, start, upto, send, begin=begin, order=order):
-                def noted(news):
-                    order.append(type(news).__name__)
-                    send(news)
+        def watched(request, start, upto, send):
+            def noted(news):
+                order.append(type(news).__name__)
+                send(news)
 
-                begin(request, start, upto, noted)
+            begin(request, start, upto, noted)
 
-            prefill.engine.exports.begin = watched
-            decode.engine.add(replace(ask("a", PROMPT, 1), prefill_at=address))
-            run([prefill, decode], lambda order=order: "FirstToken" in order)
-            assert (order.index("Parcel") < order.index("computed")) == early
-            for hook in hooks:
-                hook.remove()
+        prefill.engine.exports.begin = watched
+        decode.engine.add(replace(ask("a", PROMPT, 1), prefill_at=address))
+        run([prefill, decode], lambda: "FirstToken" in order)
+        assert (order.index("Parcel") < order.index("computed")) == early
+        for hook in hooks:
+            hook.remove()
 
 
 def test_the_fingerprint_is_of_every_weight(made):
