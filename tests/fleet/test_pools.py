@@ -4,12 +4,12 @@ writes."""
 import pytest
 
 pytest.importorskip("aiohttp")
-from tests.fleet.test_router import Stub, fleet  # noqa: E402
+from tests.fleet.test_router import Stub, fleet
 
-from ridgeline.fleet.members import Member, Members  # noqa: E402
-from ridgeline.fleet.pools import CHARACTERS, ITERATIONS, Pools  # noqa: E402
-from ridgeline.serve.transfer.secret import HEADER, SHORTEST, read_secret, signed, verified  # noqa: E402
-from ridgeline.spec.errors import UserError  # noqa: E402
+from ridgeline.fleet.members import Member, Members
+from ridgeline.fleet.pools import CHARACTERS, ITERATIONS, Pools
+from ridgeline.serve.transfer.secret import HEADER, SHORTEST, read_secret, signed, verified
+from ridgeline.spec.errors import UserError
 
 SECRET = b"a secret of the tests"
 
@@ -127,7 +127,7 @@ def test_the_router_names_the_prefill_server_and_nobody_else_does(secret):
 
     async def go():
         p, d = Divided("p", "prefill"), Divided("d", "decode")
-        async with fleet([p, d], secret=secret) as (routing, session, url):
+        async with fleet([p, d], secret=secret) as (_, session, url):
             body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
             forged = {HEADER: signed(SECRET, "elsewhere:1")}
             async with session.post(f"{url}/v1/chat/completions", json=body, headers=forged) as answer:

@@ -1,6 +1,9 @@
-"""Peers that lie, break off, fall silent or send garbage: one line says so, they are refused, and no request is lost."""
+"""Peers that lie, fall silent or send garbage: one line says so, they are refused, and no request is lost."""
 
 import asyncio
+import contextlib
+import hashlib
+import hmac
 import random
 import socket
 from dataclasses import replace
@@ -13,6 +16,8 @@ from tests.serving import alone, ask, model
 from ridgeline.serve.transfer import connection as connection_module
 from ridgeline.serve.transfer.connection import Connection, LoopThread
 from ridgeline.serve.transfer.frames import HEADER, LARGEST, MAGIC, BadPeer, Kind, body_length, pack, unpack
+from ridgeline.serve.transfer.imports import Prompt
+from ridgeline.serve.transfer.server import described
 
 PROMPT = list(range(3, 70))
 REQUEST = ask("a", PROMPT, 6, logprobs=1)
@@ -32,7 +37,7 @@ class Liar:
         self.thread.start()
         start = asyncio.start_server(self.serve, "127.0.0.1", 0)
         server = asyncio.run_coroutine_threadsafe(start, self.thread.loop).result(5)
-        self.address = "127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     async def serve(self, reader, writer):
         self.asked += 1
@@ -187,7 +192,8 @@ def test_a_recorded_greeting_opens_nothing(made):
                 writer.close()
 
             server = await asyncio.start_server(serve, "127.0.0.1", 0)
-            decode.client.ask("127.0.0.1:%d" % server.sockets[0].getsockname()[1], prompt_of(decode))
+            at = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            decode.client.ask(at, Prompt(REQUEST, 0, 0, len(PROMPT)))
             while not heard:
                 await asyncio.sleep(0.01)
             server.close()
@@ -200,12 +206,6 @@ def test_a_recorded_greeting_opens_nothing(made):
             run([prefill], lambda: prefill.said)
         assert "frame 0 where frame 1 was due" in prefill.said[0]
         assert not prefill.engine.stats().steps
-
-
-def prompt_of(side):
-    from ridgeline.serve.transfer.imports import Prompt
-
-    return Prompt(REQUEST, 0, 0, len(PROMPT))
 
 
 ASKED = {
@@ -225,8 +225,6 @@ ASKED = {
 @pytest.mark.parametrize("what", ASKED)
 def test_a_decode_server_that_asks_for_nonsense(made, what):
     """It is refused, or told so; another one is served meanwhile."""
-    from ridgeline.serve.transfer.server import described
-
     tensors, fields = ASKED[what]
     with pair(made) as (prefill, decode, address):
         host, port = address.split(":")
@@ -262,6 +260,12 @@ def test_a_decode_server_that_asks_for_nonsense(made, what):
             thread.stop()
 
 
+def read(header, body, tag, key):
+    """A frame that should be the fourth."""
+    body_length(header, 3)
+    return unpack(header, body, tag, key)
+
+
 def test_changed_frames_are_noticed():
     """Whatever byte is changed, added or missing: never read as a frame, nor anything but :class:`BadPeer`."""
     key, draw = b"k" * 32, random.Random(1)
@@ -272,16 +276,12 @@ def test_changed_frames_are_noticed():
         part = draw.choice(parts)
         part[draw.randrange(len(part))] ^= 1 << draw.randrange(8)
         with pytest.raises(BadPeer):
-            body_length(bytes(parts[0]), 3)
-            unpack(*map(bytes, parts), key)
+            read(*map(bytes, parts), key)
 
 
 def test_bodies_that_are_no_safetensors():
     key, draw = b"k" * 32, random.Random(2)
     _, body, _ = pack(Kind.KV, 0, key, {"id": "a"}, {"0.0": torch.arange(8.0)})
-    import hashlib
-    import hmac
-
     for i in range(300):
         changed = bytearray(body)
         for _ in range(1 + i % 4):
@@ -290,7 +290,5 @@ def test_bodies_that_are_no_safetensors():
             del changed[draw.randrange(len(changed)) :]
         header = HEADER.pack(MAGIC, Kind.KV, 0, len(changed))
         tag = hmac.new(key, header + bytes(changed), hashlib.sha256).digest()
-        try:
-            unpack(header, bytes(changed), tag, key)
-        except BadPeer as e:
-            assert "frame's" in str(e)
+        with contextlib.suppress(BadPeer):  # what still can be read is one
+            assert unpack(header, bytes(changed), tag, key).kind is Kind.KV
