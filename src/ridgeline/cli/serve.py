@@ -123,7 +123,7 @@ def serve(
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     if role is not None:
-        more = (*more, f"splitwise:role={role}")
+        more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
                          (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
