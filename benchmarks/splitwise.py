@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -36,7 +37,7 @@ from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.nn.checkpoint.checkpoint import save_checkpoint
 from ridgeline.nn.model.init import build
 from ridgeline.predict.serving.kv_transfer import kv_transfer
-from ridgeline.serve.transfer.connection import Connection
+from ridgeline.serve.transfer.connection import BUFFER, Connection
 from ridgeline.serve.transfer.frames import Kind
 from ridgeline.spec.device import Link
 from ridgeline.spec.model import ModelSpec
@@ -159,38 +160,50 @@ def measured(checkpoint: str, name: str, args: argparse.Namespace, seed: int) ->
     return row
 
 
-def link() -> Link:
-    """Loopback as frames use it: tags and safetensors included, in one process."""
-    data = torch.zeros(1 << 20)
+def sink(port: Any, frames: int) -> None:
+    """A process that receives frames."""
 
-    async def timed(frames: int) -> float:
-        came = asyncio.Event()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        c = Connection(reader, writer)
+        await c.greet(b"secret", "", asks=False)
+        for _ in range(frames):
+            await c.receive()
+        await c._write(Kind.PING, {})
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            c = Connection(reader, writer)
-            await c.greet(b"secret", "", asks=False)
-            for _ in range(frames):
-                await c.receive()
-            came.set()
-            c.close()
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=BUFFER)
+        port.put(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        c = Connection(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    asyncio.run(run())
+
+
+def link(sizes: tuple[int, int] = (1 << 18, 8 << 20), frames: int = 16) -> Link:
+    """Loopback between two processes as frames use it: tags and safetensors included."""
+
+    async def timed(size: int, port: int) -> float:
+        data = torch.zeros(size // 4)
+        c = Connection(*await asyncio.open_connection("127.0.0.1", port, limit=BUFFER))
         await c.greet(b"secret", "", asks=True)
         pump = asyncio.create_task(c.pump())
         start = time.perf_counter()
         for _ in range(frames):
-            c.send(Kind.KV, {}, lambda: {"x": data}, data.nbytes)
-        await came.wait()
+            c.send(Kind.KV, {}, lambda: {"x": data}, size)
+        await c.receive()
         took = time.perf_counter() - start
         pump.cancel()
         c.close()
-        server.close()
-        return took
+        return took / frames
 
-    rounds = [(asyncio.run(timed(1)), asyncio.run(timed(33))) for _ in range(5)]
-    each = statistics.median((many - one) / 32 for one, many in rounds)
-    return Link(name="loopback", bandwidth=data.nbytes / each, latency=0.0)
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    p = context.Process(target=sink, args=(ports, frames), daemon=True)
+    p.start()
+    port = ports.get()
+    small, large = (statistics.median(asyncio.run(timed(size, port)) for _ in range(5)) for size in sizes)
+    p.terminate()
+    bandwidth = (sizes[1] - sizes[0]) / (large - small)
+    return Link(name="loopback", bandwidth=bandwidth, latency=max(0.0, small - sizes[0] / bandwidth))
 
 
 def transfers(checkpoint: str, name: str, args: argparse.Namespace, wire: Link, count: int = 6) -> dict[str, Any]:
@@ -199,7 +212,7 @@ def transfers(checkpoint: str, name: str, args: argparse.Namespace, wire: Link, 
     work = {"kind": "serve", "prompt_len": args.prompt, "output_len": 2, "rate": 1.0}
     e = experiments.make(checkpoint, "local", work, [])
     draw = np.random.default_rng(0)
-    names = ("received_bytes_total", "exposed_seconds_sum")
+    names = ("received_bytes_total", "exposed_seconds_sum", "wait_seconds_sum")
     with fleet(checkpoint, name) as (url, servers):
 
         async def one() -> float:
@@ -215,7 +228,8 @@ def transfers(checkpoint: str, name: str, args: argparse.Namespace, wire: Link, 
     counted = [(b - a) / count for a, b in zip(before, after, strict=True)]
     return {
         "first_token_s": compute, "bytes": {"measured": counted[0], "predicted": found.nbytes},
-        "exposed_s": {"measured": counted[1], "predicted": found.exposed}, "seconds_predicted": found.seconds,
+        "exposed_s": {"measured": counted[1], "predicted": found.exposed}, "wait_s": counted[2],
+        "seconds_predicted": found.seconds,
     }  # fmt: skip
 
 
@@ -246,8 +260,9 @@ def main() -> None:
         for key in ("gap_max_s", "tpot_p99_s", "tpot_p50_s", "burst_first_token_p50_s")
     }  # fmt: skip
     settings = {k: v for k, v in vars(args).items() if k != "json"}
+    loopback = {"bytes_per_s": wire.bandwidth, "latency_s": wire.latency}
     report = {"model": SPEC.model_dump(mode="json", exclude_defaults=True), "settings": settings, "rows": rows,
-              "over_split": ratios, "link_bytes_per_s": wire.bandwidth, "transfers": sent, "environment": fingerprint()}  # fmt: skip
+              "over_split": ratios, "link": loopback, "transfers": sent, "environment": fingerprint()}  # fmt: skip
     print(json.dumps({"over_split": ratios, "transfers": sent}, indent=1))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

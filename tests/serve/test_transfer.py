@@ -38,6 +38,8 @@ def test_the_tokens_of_one_engine(made, whole_below):
         tokens = sum(len(r.prompt) - (r.sampling.n > 1) for r in requests())  # of several outputs the last one is not
         sent = prefill.count("sent_bytes_total")
         assert decode.count("received_bytes_total") == sent == tokens * sum(decode.engine.imports.layout.token_bytes)
+        run([prefill], lambda: prefill.count("exposed_seconds_count") == len(requests()))
+        assert decode.count("wait_seconds_count") == len(requests())
         assert not prefill.said + decode.said
         prefill.idle()
         decode.idle()

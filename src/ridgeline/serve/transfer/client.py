@@ -184,7 +184,7 @@ class PrefillClient:
         if incoming.whole and peer.waiting.pop(name, None) is not None:
             assert incoming.first is not None
             self.counts.prompts.labels("complete").inc()
-            self.counts.exposed.observe(time.monotonic() - incoming.first)
+            self.counts.wait.observe(time.monotonic() - incoming.first)
             self.post(partial(self.imports.complete, name, incoming.prompt.upto))
 
     def _write(self, incoming: Incoming, frame: Frame) -> None:

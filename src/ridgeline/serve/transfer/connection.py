@@ -30,6 +30,9 @@ Payload = Callable[[], dict[str, Tensor]]
 """Brings a frame's tensors to host memory; called on another thread."""
 
 
+_Queued = tuple[Kind, dict[str, Any], Payload | None, int]
+
+
 class Lost(Exception):
     """The connection broke."""
 
@@ -43,8 +46,8 @@ class Connection:
         self.peer = f"{host}:{port}"
         self.queued = 0
         """Bytes that wait to be sent, as they were announced."""
-        self._urgent: deque[tuple[Kind, dict[str, Any], Payload | None, int]] = deque()
-        self._bulk: deque[tuple[Kind, dict[str, Any], Payload | None, int]] = deque()
+        self._urgent: deque[_Queued] = deque()
+        self._bulk: deque[_Queued | Callable[[], None]] = deque()
         self._news = asyncio.Event()
         self._read_key = self._write_key = b""
         self._read = self._written = 0
@@ -100,6 +103,11 @@ class Connection:
         (self._bulk if kind is Kind.KV else self._urgent).append((kind, message, payload, nbytes))
         self._news.set()
 
+    def when_sent(self, call: Callable[[], None]) -> None:
+        """Make a call once all keys and values that are queued now were sent."""
+        self._bulk.append(call)
+        self._news.set()
+
     async def pump(self) -> None:
         """Send what is queued, and a ping when nothing was for a while, until cancelled. Raises :class:`Lost`."""
         while True:
@@ -109,7 +117,11 @@ class Connection:
                     await asyncio.wait_for(self._news.wait(), PING)
                 if not (self._urgent or self._bulk):
                     self.send(Kind.PING, {})
-            kind, message, payload, nbytes = (self._urgent or self._bulk).popleft()
+            item = self._urgent.popleft() if self._urgent else self._bulk.popleft()
+            if callable(item):
+                item()
+                continue
+            kind, message, payload, nbytes = item
             await self._write(kind, message, payload)
             self.queued -= nbytes
 

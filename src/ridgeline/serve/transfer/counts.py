@@ -19,5 +19,11 @@ class TransferCounts:
         self.prompts = counter("prompts", "Prompts asked of prefill servers, by how that ended: complete, lost, failed,"
                                " cancelled.", "result")  # fmt: skip
         self.refused = counter("peers_refused", "Connections closed because of what the peer sent.")
-        self.exposed = Histogram("ridgeline_transfer_exposed_seconds", "From a prompt's first token to the arrival of"
-                                 " the last of its keys and values.", buckets=_SECONDS, registry=registry)  # fmt: skip
+
+        def histogram(name: str, what: str) -> Histogram:
+            return Histogram(f"ridgeline_transfer_{name}", what, buckets=_SECONDS, registry=registry)
+
+        self.exposed = histogram("exposed_seconds", "From the end of a prompt's computation here until the last of its"
+                                 " keys and values was sent.")  # fmt: skip
+        self.wait = histogram("wait_seconds", "From the arrival of a prompt's first token here to that of the last of"
+                              " its keys and values.")  # fmt: skip

@@ -7,6 +7,7 @@ after their pass at once, because many small frames cost more than they hide (Sp
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,6 +62,8 @@ class FirstToken:
     logprob: TokenLogprob | None
     cached: int
     """Prompt tokens that were found in the prefill server's cache."""
+    computed: float
+    """When it was chosen, on the monotonic clock."""
 
 
 Outgoing = Parcel | FirstToken | str
@@ -134,7 +137,8 @@ class Exports:
             if event.tokens:
                 group, logprobs = export.seq.group, event.logprobs
                 first = logprobs[0] if logprobs else None
-                export.send(FirstToken(event.request, event.tokens[0], first, max(0, group.cached_tokens)))
+                cached = max(0, group.cached_tokens)
+                export.send(FirstToken(event.request, event.tokens[0], first, cached, time.monotonic()))
                 if event.finish is None:
                     self.engine.finish(event.request, 0)
             else:

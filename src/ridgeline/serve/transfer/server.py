@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -150,6 +151,7 @@ class PrefillServer:
             p = news.logprob
             logprob = None if p is None else [p.token, _number(p.logprob), [[t, _number(x)] for t, x in p.top]]
             connection.send(Kind.FIRST, {"id": name, "token": news.token, "logprob": logprob, "cached": news.cached})
+            connection.when_sent(lambda: self.counts.exposed.observe(time.monotonic() - news.computed))
         else:
             connection.send(Kind.FAILED, {"id": name, "why": news})
 
