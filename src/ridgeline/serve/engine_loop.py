@@ -157,6 +157,11 @@ class EngineLoop:
         return len({id(stream) for stream in list(self._streams.values())})
 
     @property
+    def _exporting(self) -> bool:
+        """Whether prompts are being computed for other servers."""
+        return self.engine.exports is not None and bool(self.engine.exports.open)
+
+    @property
     def queued(self) -> tuple[int, int]:
         """Sequences and prompt tokens that wait to be scheduled."""
         with self._wake:
@@ -252,7 +257,7 @@ class EngineLoop:
         """Accept no more requests, let the running ones finish for this long, then abort the rest."""
         self.draining = True
         until = time.monotonic() + seconds
-        while self.open_streams and time.monotonic() < until and self.alive:
+        while (self.open_streams or self._exporting) and time.monotonic() < until and self.alive:
             await asyncio.sleep(0.02)
         if left := list(self._streams):
             log.warning("%d requests aborted: not finished within %g s", len(left), seconds)

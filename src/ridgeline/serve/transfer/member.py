@@ -29,7 +29,9 @@ class FleetMember:
         self.role, self._secret, self._loop = role, secret, loop
         self.fingerprint = fingerprint(engine.runner)
         counts = TransferCounts(loop.metrics.registry)
-        self.server = PrefillServer(engine, engine.exports, loop.post, secret, self.fingerprint, counts, say)
+        self.server = PrefillServer(
+            engine, engine.exports, loop.post, secret, self.fingerprint, counts, say, lambda: loop.draining
+        )
         self.port = self.server.listen(host, port)
         self.client = PrefillClient(engine.imports, loop.post, secret, self.fingerprint, counts, say)
 

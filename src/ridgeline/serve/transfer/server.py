@@ -47,8 +47,10 @@ class PrefillServer:
 
     def __init__(
         self, engine: Engine, exports: Exports, post: Post, secret: bytes, fingerprint: str, counts: TransferCounts,
-        say: Callable[[str], None],
+        say: Callable[[str], None], draining: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
+        """``draining``: whether new prompts are refused."""
+        self.draining = draining
         self.engine, self.exports, self.post, self.counts, self.say = engine, exports, post, counts, say
         self._secret, self._fingerprint = secret, fingerprint
         self._numbers = itertools.count()
@@ -121,7 +123,7 @@ class PrefillServer:
         def send(news: Outgoing) -> None:
             self.thread.call(self._send, connection, name, names, news)
 
-        busy = connection.queued > MOST_QUEUED
+        busy = connection.queued > MOST_QUEUED or self.draining()
         self.post(partial(self._begin, request, start, upto, send, busy))
 
     def _begin(
