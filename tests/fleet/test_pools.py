@@ -155,3 +155,35 @@ def test_a_description_that_is_none_is_no_answer():
     for wrong in ({**good, "role": "boss"}, {**good, "port": "x"}, {"role": "mixed"}, 5):
         with pytest.raises((ValueError, KeyError, TypeError)):
             _describe(m, wrong)
+
+
+def test_roles_in_a_fleet_file(tmp_path, monkeypatch):
+    from ridgeline.fleet.processes import Fleet, load_fleet
+
+    file = tmp_path / "fleet.toml"
+    server = f'[[servers]]\ncheckpoint = "{tmp_path}"\n'
+    file.write_text(f'{server}role = "prefill"\n{server}role = "decode"\n{server}')
+    table, tenants = load_fleet(file)
+    assert [s.role for s in table.servers] == ["prefill", "decode", None]
+    monkeypatch.setenv("RIDGELINE_FLEET_SECRET", SECRET.decode())
+    assert Fleet(table, tenants, print).router.secret == SECRET
+    monkeypatch.delenv("RIDGELINE_FLEET_SECRET")
+    made = [Fleet(table, tenants, print).router.secret for _ in range(2)]
+    assert len(set(made)) == 2
+    assert min(map(len, made)) >= SHORTEST
+    for wrong in ('role = "boss"\n', 'options = ["--role", "prefill"]\n', 'options = ["--fleet-secret-file=x"]\n'):
+        file.write_text(server + wrong)
+        with pytest.raises(UserError):
+            load_fleet(file)
+
+
+@pytest.mark.parametrize("more", [(), ("--fleet-secret-file", "nowhere")])
+def test_a_server_with_a_role_needs_the_secret(tmp_path, monkeypatch, more):
+    from typer.testing import CliRunner
+
+    from ridgeline.cli import app
+
+    monkeypatch.delenv("RIDGELINE_FLEET_SECRET", raising=False)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--role", "prefill", *more])
+    assert isinstance(result.exception, UserError)
+    assert "secret" in str(result.exception)

@@ -138,7 +138,7 @@ def test_a_decode_server_that_is_lost(made):
         decode.client.close()
         run([prefill], lambda: not prefill.engine.groups and prefill.said)
         prefill.idle()
-        assert "prompts dropped" in prefill.said[0]
+        assert "prompts dropped: " in prefill.said[0]
 
 
 def test_a_cancelled_request(made):

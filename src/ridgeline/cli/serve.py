@@ -121,6 +121,8 @@ def serve(
     options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config)
     options.check()
     secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
+    if role is not None:
+        _require_secret(role, secret)
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
     if role is not None:
         more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
@@ -142,17 +144,23 @@ def serve(
         raise typer.Exit(1)
 
 
+def _require_secret(role: str, secret: bytes) -> None:
+    """Raise :class:`UserError` for an empty secret."""
+    from ridgeline.spec.errors import UserError
+
+    if not secret:
+        raise UserError(f"a server of role {role} sends caches to whoever knows the fleet's secret, and there is none",
+                        f"give --fleet-secret-file FILE, or set {VARIABLE}")  # fmt: skip
+
+
 def _member(loop: EngineLoop, secret: bytes, host: str, port: int) -> FleetMember | None:
     """The server as a member of a fleet, if its plan makes it one. Raises :class:`UserError` without a secret."""
     from ridgeline.serve.transfer.member import FleetMember
-    from ridgeline.spec.errors import UserError
 
     role = loop.engine.role
     if not role:
         return None
-    if not secret:
-        raise UserError(f"a server of role {role} sends caches to whoever knows the fleet's secret, and there is none",
-                        f"give --fleet-secret-file FILE, or set {VARIABLE}")  # fmt: skip
+    _require_secret(role, secret)
     loop.member = FleetMember(loop, role, secret, host, port, say)
     say(f"{role}: caches of prompts on port {loop.member.port}")
     return loop.member

@@ -147,7 +147,7 @@ class PrefillClient:
 
     @staticmethod
     def _consequence(peer: Peer) -> str:
-        return f"its {len(peer.waiting)} prompts are computed here"
+        return f"prompts computed here instead: {len(peer.waiting)}"
 
     async def _connect(self, peer: Peer) -> Connection:
         host, _, port = peer.address.rpartition(":")

@@ -94,7 +94,7 @@ class PrefillServer:
             self.say(f"decode server {connection.peer} refused: {e}")
         except Lost as e:
             if names:
-                self.say(f"decode server {connection.peer} lost: {e}; {len(names)} prompts dropped")
+                self.say(f"decode server {connection.peer} lost: {e}; prompts dropped: {len(names)}")
         finally:
             connection.close()
             if pump is not None:
