@@ -108,14 +108,17 @@ class Connection:
         self._bulk.append(call)
         self._news.set()
 
-    async def pump(self) -> None:
-        """Send what is queued, and a ping when nothing was for a while, until cancelled. Raises :class:`Lost`."""
+    async def pump(self, alive: Callable[[], bool] = lambda: True) -> None:
+        """Send what is queued, and while ``alive()`` a ping when nothing was for a while, until cancelled. Raises
+        :class:`Lost`."""
         while True:
             if not (self._urgent or self._bulk):
                 self._news.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._news.wait(), PING)
                 if not (self._urgent or self._bulk):
+                    if not alive():
+                        continue
                     self.send(Kind.PING, {})
             item = self._urgent.popleft() if self._urgent else self._bulk.popleft()
             if callable(item):

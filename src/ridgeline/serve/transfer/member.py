@@ -29,9 +29,9 @@ class FleetMember:
         self.role, self._secret, self._loop = role, secret, loop
         self.fingerprint = fingerprint(engine.runner)
         counts = TransferCounts(loop.metrics.registry)
-        self.server = PrefillServer(
-            engine, engine.exports, loop.post, secret, self.fingerprint, counts, say, lambda: loop.draining
-        )
+        self.server = PrefillServer(engine, engine.exports, loop.post, secret, self.fingerprint, counts, say)
+        self.server.draining = lambda: loop.draining
+        self.server.alive = lambda: loop.failure is None and loop.step_age <= loop.limits.stall
         self.port = self.server.listen(host, port)
         self.client = PrefillClient(engine.imports, loop.post, secret, self.fingerprint, counts, say)
 

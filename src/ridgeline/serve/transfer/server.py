@@ -47,10 +47,12 @@ class PrefillServer:
 
     def __init__(
         self, engine: Engine, exports: Exports, post: Post, secret: bytes, fingerprint: str, counts: TransferCounts,
-        say: Callable[[str], None], draining: Callable[[], bool] = lambda: False,
+        say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """``draining``: whether new prompts are refused."""
-        self.draining = draining
+        self.draining: Callable[[], bool] = lambda: False
+        """Whether new prompts are refused."""
+        self.alive: Callable[[], bool] = lambda: True
+        """Whether the engine is; decode servers do not wait for one that is not."""
         self.engine, self.exports, self.post, self.counts, self.say = engine, exports, post, counts, say
         self._secret, self._fingerprint = secret, fingerprint
         self._numbers = itertools.count()
@@ -85,7 +87,7 @@ class PrefillServer:
         names: set[str] = set()
         try:
             await connection.greet(self._secret, self._fingerprint, asks=False)
-            pump = asyncio.create_task(connection.pump())
+            pump = asyncio.create_task(connection.pump(lambda: self.alive()))
             pump.add_done_callback(lambda _: connection.close())  # which ends the reading below
             while True:
                 self._take(connection, scope, names, await connection.receive())
