@@ -164,7 +164,7 @@ def refused(made, lying, says, tokens=True):
 
 
 def test_a_peer_that_falls_silent(made, monkeypatch):
-    monkeypatch.setattr(connection_module, "SILENCE", 0.2)
+    monkeypatch.setattr(connection_module, "SILENCE", 1.0)
 
     async def silent(c, name):
         await asyncio.sleep(30)
