@@ -12,7 +12,6 @@ from tests.serving import collect, engine
 
 from ridgeline.serve.transfer.client import PrefillClient
 from ridgeline.serve.transfer.counts import TransferCounts
-from ridgeline.serve.transfer.layout import fingerprint
 from ridgeline.serve.transfer.server import PrefillServer
 
 SECRET = b"a secret of the tests"
@@ -25,7 +24,7 @@ class Side:
         self.engine = engine(made, *plan, **fields)
         self.calls, self.said, self.registry = deque(), [], CollectorRegistry()
         self.counts = TransferCounts(self.registry)
-        self.fingerprint = fingerprint(self.engine.runner)
+        self.fingerprint = self.engine.fingerprint()
         self.events = []
 
     def step(self):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,6 +51,8 @@ class Engine:
         self.adapters: AdapterTable | None = None
         self.role = ""
         """What a fleet's router prefers to use it for."""
+        self.fingerprint: Callable[[], str] = str
+        """What two servers must have in common to share caches."""
         self.imports: Imports | None = None
         """Prompts that other servers compute for this one."""
         self.exports: Exports | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -60,13 +62,20 @@ def _bits(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
 
 
-def fingerprint(runner: Runner) -> str:
-    """What two servers must agree on for their caches to be the same: architecture, every weight, and the cache's
-    format."""
-    digest = hashlib.sha256(json.dumps(runner.model.spec.model_dump(mode="json"), sort_keys=True).encode())
-    for name, t in sorted(runner.model.state_dict().items()):
+def fingerprint(runner: Runner, checkpoint: str | None = None, lossy: Iterable[str] = ()) -> str:
+    """What two servers must agree on for their caches to be the same: architecture, every weight (of the
+    ``checkpoint``'s files, if there is one: in memory they may rest elsewhere), techniques that change results, and the
+    cache's format."""
+    spec = runner.model.spec.model_dump(mode="json", exclude={"name"})  # a folder's name, often
+    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode())
+    for file in sorted(Path(checkpoint).glob("*.safetensors")) if checkpoint else ():
+        with file.open("rb") as f:
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            while data := f.read(1 << 24):
+                digest.update(data)
+    for name, t in () if checkpoint else sorted(runner.model.state_dict().items()):
         digest.update(f"{name} {t.dtype} {list(t.shape)}".encode())
         digest.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     pools = [[str(t.dtype), t.shape[1], list(t.shape[3:])] for layer in KVLayout(runner).layers for t in layer]
-    digest.update(json.dumps(pools).encode())
+    digest.update(json.dumps([sorted(lossy), pools]).encode())
     return digest.hexdigest()

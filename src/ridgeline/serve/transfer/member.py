@@ -10,7 +10,6 @@ from ridgeline.serve.detokenize import ServeJob
 from ridgeline.serve.engine_loop import EngineLoop
 from ridgeline.serve.transfer.client import PrefillClient
 from ridgeline.serve.transfer.counts import TransferCounts
-from ridgeline.serve.transfer.layout import fingerprint
 from ridgeline.serve.transfer.secret import verified
 from ridgeline.serve.transfer.server import PrefillServer
 
@@ -27,7 +26,7 @@ class FleetMember:
         assert engine.exports is not None
         assert engine.imports is not None
         self.role, self._secret, self._loop = role, secret, loop
-        self.fingerprint = fingerprint(engine.runner)
+        self.fingerprint = engine.fingerprint()
         counts = TransferCounts(loop.metrics.registry)
         self.server = PrefillServer(engine, engine.exports, loop.post, secret, self.fingerprint, counts, say)
         self.server.draining = lambda: loop.draining
