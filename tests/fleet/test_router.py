@@ -22,6 +22,7 @@ class Stub:
 
     def __init__(self, name, models=("m",)):
         self.name, self.models, self.mode, self.asked = name, models, "ok", []
+        self.more = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -34,6 +35,8 @@ class Stub:
         app.router.add_get("/v1/models", self.list)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/packed", self.packed)
+        for path, handler in self.more:
+            app.router.add_get(path, handler)
         self.runner = web.AppRunner(app, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", port).start()

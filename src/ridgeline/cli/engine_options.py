@@ -26,6 +26,10 @@ DeviceMemory = Annotated[
     typer.Option(help="Device memory to use: 8GiB, …; layers that do not fit rest in host memory or on --disk."),
 ]
 HostMemory = Annotated[str | None, typer.Option(help="Host memory that layers may rest in: 32GiB, …")]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(help="File with the secret that a fleet's machines share (or RIDGELINE_FLEET_SECRET)."),
+]
 DiskFolder = Annotated[Path | None, typer.Option("--disk", help="Folder on a disk that layers may rest on.")]
 
 

@@ -69,7 +69,8 @@ def status(at: At = URL, json: Json = False) -> None:
         print(js.dumps(found))
         return
     for m in found["members"]:
-        print(f"{m['url']}  {m['state']}  {m['running']} running, {m['sent']} sent, {m['failed']} failed  "
+        role = f"  {m['role']}{' (mixed for now)' if m['lent'] else ''}" if m["role"] else ""
+        print(f"{m['url']}  {m['state']}{role}  {m['running']} running, {m['sent']} sent, {m['failed']} failed  "
               f"{', '.join(m['models'])}")  # fmt: skip
     print(f"{found['retries']} requests asked of another server, {found['broken']} answers cut short")
 

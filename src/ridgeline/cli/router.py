@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ridgeline.cli.base import app, require_package, say
+from ridgeline.cli.engine_options import SecretFile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,17 +30,20 @@ def router(
     admin_key: Annotated[
         str, typer.Option(envvar="RIDGELINE_ADMIN_KEY", help="API key for draining and resuming members.")
     ] = "",
+    fleet_secret_file: SecretFile = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that a request waits for a server to come up.")] = 30.0,
 ) -> None:
     """Route OpenAI requests to servers by their load, their cached prefixes and their adapters. Ctrl-C stops it."""
     require_package("aiohttp", "fleet")
     import asyncio
     import contextlib
+    import os
 
     from ridgeline.fleet.members import Members
     from ridgeline.fleet.policies import POLICIES
     from ridgeline.fleet.router import Limits, Router
     from ridgeline.fleet.tenants import Tenants, load_tenants
+    from ridgeline.serve.transfer.secret import VARIABLE, read_secret
     from ridgeline.spec.errors import UserError, unknown
 
     if policy not in POLICIES:
@@ -47,9 +51,10 @@ def router(
     for url in servers:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is not an address", "write http://127.0.0.1:8000")
+    secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
     members = Members(servers, say, member_key)
     known = Tenants(load_tenants(tenants) if tenants else ())
-    routing = Router(members, POLICIES[policy](), known, Limits(wait_s=wait), admin_key)
+    routing = Router(members, POLICIES[policy](), known, Limits(wait_s=wait), admin_key, secret)
 
     async def run() -> None:
         async with listening(routing, host, port):

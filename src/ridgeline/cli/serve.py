@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,10 +18,16 @@ from ridgeline.cli.engine_options import (
     HostMemory,
     Length,
     Pool,
+    SecretFile,
     Seqs,
     Tokenizer,
     make_engine,
 )
+from ridgeline.serve.transfer.secret import VARIABLE, read_secret
+
+if TYPE_CHECKING:
+    from ridgeline.serve.engine_loop import EngineLoop
+    from ridgeline.serve.transfer.member import FleetMember
 
 
 @app.command()
@@ -67,6 +74,13 @@ def serve(
     pooling: Annotated[
         str | None, typer.Option(help="What embeddings are made of: mean, last or cls (the checkpoint's own, or mean).")
     ] = None,
+    role: Annotated[
+        str | None, typer.Option(help="What a fleet's router prefers to use it for: prefill, decode or mixed.")
+    ] = None,
+    transfer_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on which other servers fetch the caches of prompts; 0 for any.")
+    ] = 0,
+    fleet_secret_file: SecretFile = None,
     max_model_len: Length = None,
     max_num_seqs: Seqs = None,
     max_num_batched_tokens: BatchedTokens = None,
@@ -106,26 +120,54 @@ def serve(
     body, prefix = number_of_bytes("--max-body", max_body), path_prefix(root_path)
     options = Options(tool_call_parser, enable_auto_tool_choice, pooling, reasoning_parser, generation_config)
     options.check()
+    secret = read_secret(fleet_secret_file, os.environ.get(VARIABLE))
+    if role is not None:
+        _require_secret(role, secret)
     more = bringing("adapter_table") if adapters is not None or admin_keys else ()
+    if role is not None:
+        more = (*more, *(f"{name}:role={role}" for name in bringing("phase_pools")))
     engine = make_engine(checkpoint, with_, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache, more,
                          (device_memory, host_memory, disk))  # fmt: skip
     limits = QueueLimits(max_num_queued_reqs, max_num_queued_tokens, first_token_timeout, stall_timeout)
     service = make_service(engine, checkpoint, limits, served_model_name, tokenizer, chat_template, options)
     if adapters is not None:
         service.load_all(adapters)
+    member = _member(service.loop, secret, host, transfer_port)
     asgi = create_app(service, keys, admin_keys, body or 0, prefix, allowed_origins or ())
     say(f"{service.name}: {engine.max_model_len} tokens of context, {engine.blocks.count} blocks of cache")
     with spare_core():
         well = run(asgi, service.loop, host, port, drain_timeout, say, max_connections)
+    if member is not None:
+        member.close()
     engine.close()
     if not well:
         raise typer.Exit(1)
 
 
+def _require_secret(role: str, secret: bytes) -> None:
+    """Raise :class:`UserError` for an empty secret."""
+    from ridgeline.spec.errors import UserError
+
+    if not secret:
+        raise UserError(f"a server of role {role} sends caches to whoever knows the fleet's secret, and there is none",
+                        f"give --fleet-secret-file FILE, or set {VARIABLE}")  # fmt: skip
+
+
+def _member(loop: EngineLoop, secret: bytes, host: str, port: int) -> FleetMember | None:
+    """The server as a member of a fleet, if its plan makes it one. Raises :class:`UserError` without a secret."""
+    from ridgeline.serve.transfer.member import FleetMember
+
+    role = loop.engine.role
+    if not role:
+        return None
+    _require_secret(role, secret)
+    loop.member = FleetMember(loop, role, secret, host, port, say)
+    say(f"{role}: caches of prompts on port {loop.member.port}")
+    return loop.member
+
+
 def _keys(kind: str, given: list[str] | None) -> list[str]:
     """The keys that were given. Raises :class:`UserError` for an empty one, as of a variable that is not set."""
-    import os
-
     from ridgeline.spec.errors import UserError
 
     variable = f"RIDGELINE_{kind}_KEY"

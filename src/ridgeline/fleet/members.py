@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
@@ -14,6 +15,7 @@ EVERY = 1.0
 PATIENCE = 5.0
 """Seconds after which a health check without an answer has failed."""
 PLAIN = {"Accept-Encoding": "identity"}
+ROLES = ("prefill", "decode", "mixed")
 FAILURES = 2
 """Failed health checks in a row after which a member is down; a refused connection is enough."""
 
@@ -34,6 +36,22 @@ class Member:
     """Those of them that it did not answer."""
     missed: int = 0
     """Failed health checks in a row."""
+    role: str = ""
+    """What it is for: prefill, decode or mixed; empty: it sends and receives no caches of prompts."""
+    lent: bool = False
+    """Whether it does the other kind of work, too, for now."""
+    source: str = ""
+    """Address (host:port) where other servers fetch the caches of prompts."""
+    fingerprint: str = ""
+    """Equal for servers whose caches are the same."""
+    queued_tokens: int = 0
+    """Prompt tokens that it has to compute, by its last account, and about those that it was sent since."""
+    most_tokens: int = 1
+    """Tokens of one of its steps."""
+    sequences: int = 0
+    """Sequences that it has, in the same way."""
+    most_sequences: int = 1
+    """Sequences of one of its steps."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it is down: what it has not answered is asked of another."""
 
@@ -91,6 +109,8 @@ class Members:
             async with session.get(f"{member.url}/v1/models", headers=headers, timeout=limit) as answer:
                 answer.raise_for_status()
                 member.models = frozenset(str(m["id"]) for m in (await answer.json())["data"])
+            async with session.get(f"{member.url}/fleet-member", headers=headers, timeout=limit) as answer:
+                _describe(member, await answer.json() if answer.status == 200 else None)
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as e:
             member.missed += 1
             if member.missed >= FAILURES or isinstance(e, aiohttp.ClientConnectorError):
@@ -99,3 +119,18 @@ class Members:
         member.missed = 0
         if member.state != "draining" and member.become("up"):
             self.say(f"{member.url} is up: {', '.join(sorted(member.models))}")
+
+
+def _describe(member: Member, said: Any) -> None:
+    """Note what a server says of its place in the fleet. Raises :class:`ValueError`, ``TypeError`` or ``KeyError``."""
+    if said is None:
+        member.role = member.source = ""
+        member.sequences, member.queued_tokens = member.running, 0
+        return
+    numbers = [int(said[k]) for k in ("port", "queued_tokens", "most_tokens", "sequences", "most_sequences")]
+    if said["role"] not in ROLES:
+        raise ValueError(f"it has the role {said['role']!r}")
+    host = urllib.parse.urlsplit(member.url).hostname or ""
+    member.role, member.fingerprint = said["role"], str(said["fingerprint"])
+    member.source = f"{f'[{host}]' if ':' in host else host}:{numbers[0]}"
+    member.queued_tokens, member.most_tokens, member.sequences, member.most_sequences = numbers[1:]

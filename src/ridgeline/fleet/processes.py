@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ridgeline.fleet.policies import POLICIES
 from ridgeline.fleet.router import Limits, Router
 from ridgeline.fleet.tenants import Tenant, Tenants, tenants_of
 from ridgeline.jobs.launch import free_port
+from ridgeline.serve.transfer.secret import VARIABLE, read_secret
 from ridgeline.spec.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -44,6 +46,8 @@ class ServerTable(_Table):
 
     checkpoint: str
     replicas: int = Field(default=1, ge=1)
+    role: Literal["prefill", "decode", "mixed"] | None = None
+    """What it is preferred for, where prompts and outputs are computed on different servers."""
     options: list[str] = []
     """Options of ``ridgeline serve``."""
 
@@ -85,16 +89,19 @@ def load_fleet(path: Path) -> tuple[FleetFile, list[Tenant]]:
     for s in file.servers:
         if not Path(s.checkpoint).is_dir():
             raise UserError(f"{path}: no checkpoint at {s.checkpoint}", "give the directory of a checkpoint")
-        if taken := {"--port", "--host"} & {o.partition("=")[0] for o in s.options}:
-            raise UserError(f"{path}: {min(taken)} is the fleet's own", "leave it out")
+        if taken := {"--port", "--host", "--role", "--fleet-secret-file"} & {o.partition("=")[0] for o in s.options}:
+            fix = 'write role = "…" beside it' if min(taken) == "--role" else "leave it out"
+            raise UserError(f"{path}: {min(taken)} is the fleet's own", fix)
     return file, tenants
 
 
 class ServerProcess:
     """One server, whose address stays when it is started again. ``say`` gets its lines."""
 
-    def __init__(self, table: ServerTable, say: Callable[[str], None]) -> None:
+    def __init__(self, table: ServerTable, say: Callable[[str], None], secret: bytes) -> None:
         self.table, self.say = table, say
+        self._role = ["--role", table.role] if table.role is not None else []
+        self._environment = {**os.environ, VARIABLE: secret.decode()}
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: asyncio.subprocess.Process | None = None
@@ -107,7 +114,8 @@ class ServerProcess:
             began = asyncio.get_running_loop().time()
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "ridgeline", "serve", self.table.checkpoint, "--host", "127.0.0.1",
-                "--port", str(self.port), *self.table.options, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+                "--port", str(self.port), *self._role, *self.table.options, stderr=asyncio.subprocess.PIPE,
+                start_new_session=True, env=self._environment,
             )  # fmt: skip
             assert self.process.stderr is not None
             await self._read(self.process.stderr)
@@ -156,10 +164,11 @@ class Fleet:
         member_key: str = "",
     ) -> None:  # fmt: skip
         self.file, self.say = file, say
-        self.servers = [ServerProcess(table, say) for table in file.servers for _ in range(table.replicas)]
+        secret = read_secret(None, os.environ.get(VARIABLE)) or secrets.token_hex(32).encode()
+        self.servers = [ServerProcess(table, say, secret) for table in file.servers for _ in range(table.replicas)]
         members = Members([s.url for s in self.servers], say, member_key)
         limits = Limits(wait_s=file.fleet.wait_s)
-        self.router = Router(members, POLICIES[file.fleet.policy](), Tenants(tenants), limits, admin_key)
+        self.router = Router(members, POLICIES[file.fleet.policy](), Tenants(tenants), limits, admin_key, secret)
         self.router.restart, self.router.down = self.restart, self.down
         self.ended = asyncio.Event()
         self.restarting = asyncio.Lock()

@@ -18,7 +18,9 @@ from aiohttp import web
 from ridgeline.fleet.exposition import merged
 from ridgeline.fleet.members import PATIENCE, PLAIN, Member, Members
 from ridgeline.fleet.policies import Policy
+from ridgeline.fleet.pools import Pools
 from ridgeline.fleet.tenants import Tenant, Tenants
+from ridgeline.serve.transfer.secret import HEADER, signed
 
 LARGEST = 64 << 20
 """Bytes of a request's body at most."""
@@ -46,10 +48,12 @@ class Router:
 
     def __init__(
         self, members: Members, policy: Policy, tenants: Tenants | None = None, limits: Limits | None = None,
-        admin_key: str = "",
+        admin_key: str = "", secret: bytes = b"",
     ) -> None:  # fmt: skip
+        """``secret``: the fleet's, with which it names prefill servers to decode servers."""
         self.members, self.policy = members, policy
         self.tenants, self.limits, self.admin_key = tenants or Tenants(), limits or Limits(), admin_key
+        self.secret, self.pools = secret, Pools(members.say)
         self.retries = self.broken = 0
         self.restart: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Restarts the members one after another, where this process has started them."""
@@ -98,7 +102,7 @@ class Router:
         """Members with their states and counts."""
         members = [
             {"url": m.url, "state": m.state, "models": sorted(m.models), "running": m.running, "sent": m.sent,
-             "failed": m.failed} for m in self.members.all
+             "failed": m.failed, "role": m.role, "lent": m.lent} for m in self.members.all
         ]  # fmt: skip
         return web.json_response({"members": members, "retries": self.retries, "broken": self.broken})
 
@@ -195,14 +199,15 @@ class Router:
         model, prompt = described(body)
         tried: set[Member] = set()
         last: web.Response | None = None
-        while (member := await self._next(model, prompt, tried)) is not None:
+        while (found := await self._next(model, prompt, tried)) is not None:
+            member, prefill = found
             self.retries += bool(tried)
             tried.add(member)
             member.running += 1
             member.sent += 1
             reply = Reply(request)
             try:
-                last = await self._unless_lost(member, self._ask(member, request, body, reply))
+                last = await self._unless_lost(member, self._ask(member, prefill, request, body, reply))
                 if last is None or last.status not in AGAIN:
                     return last or reply.response
                 member.failed += 1
@@ -218,15 +223,18 @@ class Router:
                 member.running -= 1
         return last or _error(503, "no server of this fleet is up", "service_unavailable")
 
-    async def _next(self, model: str | None, prompt: str, tried: set[Member]) -> Member | None:
-        """The member to ask; waits where none is up. None: all were tried."""
+    async def _next(self, model: str | None, prompt: str, tried: set[Member]) -> tuple[Member, Member | None] | None:
+        """The member to ask, and the one that computes the prompt for it, if another does; waits where none is up.
+        None: all were tried."""
         deadline = asyncio.get_running_loop().time() + self.limits.wait_s
         while True:
             known = self.members.listing(model)  # a model that nobody has listed is refused by whoever is asked
             able = self.members.able(model) if known else self.members.able(None)
             left = [m for m in able if m not in tried]
+            if left and self.secret and prompt and self.pools.divided(able):
+                return self.pools.choose(left, able, prompt)
             if left:
-                return self.policy.choose(left, prompt)
+                return self.policy.choose(left, prompt), None
             if able or asyncio.get_running_loop().time() > deadline:
                 return None
             await asyncio.sleep(0.05)
@@ -247,9 +255,14 @@ class Router:
                 task.cancel()
             await asyncio.gather(answer, lost, return_exceptions=True)
 
-    async def _ask(self, member: Member, request: web.Request, body: bytes, reply: Reply) -> web.Response | None:
+    async def _ask(
+        self, member: Member, prefill: Member | None, request: web.Request, body: bytes, reply: Reply
+    ) -> web.Response | None:
         """A member's answer; None where it was streamed. Raises what a connection raises."""
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP} | self.members.headers
+        own = {*HOP, HEADER.lower()}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in own} | self.members.headers
+        if prefill is not None:
+            headers[HEADER] = signed(self.secret, prefill.source)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_s)
         async with self.session.request(
             request.method, member.url + request.path_qs, data=body or None, headers=headers, timeout=timeout,

@@ -47,6 +47,11 @@ class ServeBuild(Scheduling, Build):
     """How tokens are drafted; None: no drafts."""
     memory: Callable[[Forward, BatchLayout, torch.device], Forward] | None = None
     """Wraps the forward pass with its own memory management; None: results are allocated one by one."""
+    role: str = ""
+    """What a fleet's router prefers to use the server for: prefill, decode or mixed; empty: it sends and receives no
+    caches of prompts."""
+    whole_below: int = 0
+    """Prompts with fewer tokens are sent at once, longer ones layer by layer."""
     per_task: bool = False
     """Whether the batching function needs the costs of adapters."""
     block_store: Callable[[Iterable[torch.Tensor], int], BlockStore] | None = None

@@ -31,6 +31,9 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.sequence import Sequence as QueuedSequence
 from ridgeline.serve.sequence import Sequence as Row
+from ridgeline.serve.transfer.exports import Exports
+from ridgeline.serve.transfer.imports import Imports
+from ridgeline.serve.transfer.layout import fingerprint
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.errors import Incompatible, UserError
 from ridgeline.spec.experiment import Experiment
@@ -38,7 +41,7 @@ from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.plan import Plan
 from ridgeline.spec.scheduling import context
 from ridgeline.spec.workload import Serve
-from ridgeline.techniques.registry import default_plan, mesh_axes, require_runnable, resolve, techniques_of
+from ridgeline.techniques.registry import default_plan, make, mesh_axes, require_runnable, resolve, techniques_of
 
 DEFAULT_PLAN = default_plan("serve")
 """Techniques that ``ridgeline serve`` enables by default."""
@@ -65,6 +68,11 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     engine = Engine(runner, table, Sampler(ends_of(w.checkpoint), run.hierarchical), run.limits, longest, w.seed)
     if run.adapters:
         engine.adapters = AdapterTable(run.model, table, each, longest)
+    if run.role:
+        engine.role = run.role
+        lossy = [str(call) for call in e.plan.calls if not make(call).card.lossless]
+        engine.fingerprint = partial(fingerprint, runner, w.checkpoint, lossy)
+        engine.exports, engine.imports = Exports(engine, run.whole_below), Imports(engine)
     if run.drafts is not None:
         engine.drafter = _drafting(run, run.drafts, longest)
     if run.cut is not None:

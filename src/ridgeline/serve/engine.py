@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from ridgeline.serve.runner import Runner
 from ridgeline.serve.sampler import Sampler
 from ridgeline.serve.scheduler import Scheduler, StepBatch
 from ridgeline.serve.sequence import Sequence, SequenceGroup
+from ridgeline.serve.transfer.exports import Exports
+from ridgeline.serve.transfer.imports import Imports
 from ridgeline.spec.scheduling import Limits
 
 LOGITS = 1 << 24
@@ -46,6 +49,14 @@ class Engine:
         self.outputs = Outputs(self.scheduler)
         self.next_tokens = NextTokens(runner, sampler, self.scheduler, self.outputs)
         self.adapters: AdapterTable | None = None
+        self.role = ""
+        """What a fleet's router prefers to use it for."""
+        self.fingerprint: Callable[[], str] = str
+        """What two servers must have in common to share caches."""
+        self.imports: Imports | None = None
+        """Prompts that other servers compute for this one."""
+        self.exports: Exports | None = None
+        """Prompts that this one computes for others."""
         self.drafter: Drafting | None = None
         self._random = random.Random(seed)
         self._prompt_tokens = self._steps = self._drafted = 0
@@ -78,7 +89,10 @@ class Engine:
         seq.watch = request.watch() if request.watch is not None else None
         group.sequences.append(seq)
         self.groups[request.id] = group
-        self.scheduler.add(seq)
+        if self.imports is not None and self.imports.takes(request):
+            self.imports.add(seq)
+        else:
+            self.scheduler.add(seq)
 
     def validate(self, request: EngineRequest) -> None:
         """Raise :class:`Invalid`, naming the field, for a request that could never be served."""
@@ -124,7 +138,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.groups or self.outputs.events)
+        return bool(self.outputs.events or self.scheduler.running or self.scheduler.waiting)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -135,6 +149,8 @@ class Engine:
         Raises :class:`ridgeline.serve.ranks.RankLost` when the ranks of a divided model fall apart.
         """
         start, before, drafted = time.perf_counter(), self.outputs.generated, self._drafted
+        if self.imports is not None:
+            self.imports.admit()
         self._draft()
         batch = self.scheduler.schedule()
         if batch.tokens:
@@ -144,7 +160,10 @@ class Engine:
             if self.drafter is not None and decoding:
                 tokens, seconds = self.outputs.generated - before, time.perf_counter() - start
                 self.drafter.observe(len(batch.tokens), self._drafted > drafted, tokens, seconds)
-        return self.outputs.take_events()
+        events = self.outputs.take_events()
+        if self.exports is not None:
+            self.exports.report(events)
+        return events
 
     def _draft(self) -> None:
         """Let the drafter propose tokens for sequences that are decoding."""
@@ -165,7 +184,11 @@ class Engine:
             if self.adapters is not None:
                 batch.sort(key=lambda item: item[0].group.request.adapter)
                 self.adapters.activate(batch, self.runner.rows(batch))
+            if self.exports is not None:
+                self.exports.begin_pass(batch)
             hidden = self.runner.run(batch, step.copies)
+            if self.exports is not None:
+                self.exports.end_pass()
         except RankLost:
             raise
         except Exception as e:  # one faulty request must not fail the others: find it
@@ -207,15 +230,16 @@ class Engine:
         """The engine's statistics."""
         b, s, o = self.blocks, self.scheduler, self.outputs
         return Stats(
-            len(s.waiting), len(s.running), b.count, b.used, len(b.cached), self._prompt_tokens, o.cached_tokens,
-            o.generated, s.preemptions, self._steps, self._drafted, self.next_tokens.accepted,
-            *((b.store.saved, b.store.restored) if b.store is not None else ()),
+            len(s.waiting) + len(s.arriving), len(s.running), b.count, b.used, len(b.cached), self._prompt_tokens,
+            o.cached_tokens, o.generated, s.preemptions, self._steps, self._drafted, self.next_tokens.accepted,
+            *((b.store.saved, b.store.restored) if b.store is not None else (0, 0)),
+            sum(max(0, len(q.group.request.prompt) - q.n_computed) for q in (*s.waiting, *s.running)),
         )  # fmt: skip
 
     def check(self) -> None:
         """Assert what must hold between two steps."""
         alive = [s for g in self.groups.values() for s in g.sequences]
-        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.arriving]
         assert len(queued) == len(set(queued)), "a sequence is in two places"
         assert set(queued) == set(alive), "a sequence is lost, or runs without a request"
         assert all(s.n_computed <= len(s.tokens) and not s.draft for s in alive)

@@ -25,6 +25,7 @@ from ridgeline.spec.errors import UserError
 if TYPE_CHECKING:
     from ridgeline.serve.engine import Engine
     from ridgeline.serve.metrics import Metrics
+    from ridgeline.serve.transfer.member import FleetMember
 
 log = logging.getLogger("ridgeline.serve")
 
@@ -114,6 +115,8 @@ class EngineLoop:
         self.stats: Stats = engine.stats()
         self.failure: Exception | None = None
         self.draining = False
+        self.member: FleetMember | None = None
+        """Sends and receives the caches of prompts, where the server does."""
         self.on_failure: Callable[[], None] = lambda: None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -152,6 +155,11 @@ class EngineLoop:
     def open_streams(self) -> int:
         """Number of requests with a waiting reader."""
         return len({id(stream) for stream in list(self._streams.values())})
+
+    @property
+    def _exporting(self) -> bool:
+        """Whether prompts are being computed for other servers."""
+        return self.engine.exports is not None and bool(self.engine.exports.open)
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -222,7 +230,7 @@ class EngineLoop:
         left = [job.request.id for job in stream.jobs.values() if job.open]
         if left and self.failure is None:
             self.metrics.disconnected.inc()
-            self._call(lambda: self._abort(left))
+            self.post(lambda: self._abort(left))
 
     async def ask(self, function: Callable[[Engine], Any]) -> Any:
         """``function(engine)``, between two steps."""
@@ -242,18 +250,18 @@ class EngineLoop:
 
         if self.failure is not None:
             raise Failed("the engine has stopped")
-        self._call(call)
+        self.post(call)
         return await answer
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, let the running ones finish for this long, then abort the rest."""
         self.draining = True
         until = time.monotonic() + seconds
-        while self.open_streams and time.monotonic() < until and self.alive:
+        while (self.open_streams or self._exporting) and time.monotonic() < until and self.alive:
             await asyncio.sleep(0.02)
         if left := list(self._streams):
             log.warning("%d requests aborted: not finished within %g s", len(left), seconds)
-            self._call(lambda: self._abort(left))
+            self.post(lambda: self._abort(left))
             while self.open_streams and self.alive:
                 await asyncio.sleep(0.02)
 
@@ -293,7 +301,8 @@ class EngineLoop:
         if most is not None and outputs > most:
             raise Invalid("n", f"makes {outputs} outputs of all prompts, of {most} at most", "ask in several requests")
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread make a call between two steps; from any thread."""
         with self._wake:
             self._inbox.append(call)
             self._wake.notify()

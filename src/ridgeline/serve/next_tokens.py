@@ -63,6 +63,15 @@ class NextTokens:
         if beams:
             self.beams.extend([ready[i][0] for i in beams], logits[beams])
 
+    def accept(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        """Append and report a first token that another server has drawn, with this sequence's next random number."""
+        if not seq.group.request.sampling.greedy:
+            seq.rng.random()
+        self._append(seq, token, logprob)
+        self.outputs.emit(seq)
+        if seq.finish is not None:
+            self.outputs.end(seq)
+
     def _sample(self, expanded: list[tuple[Sequence, int]], logits: Tensor, hidden: Tensor) -> None:
         """Next tokens; where drafts agree with the sampled ones, also those after them."""
         agreed = {seq: 0 for seq, _ in expanded}

@@ -195,6 +195,8 @@ class EngineRequest:
     """With ``embed``: return the logits of the model's classes instead."""
     watch: Callable[[], Watch] | None = None
     """Makes what finds the stop strings of one output; of outputs that are ranked, whose text nobody reads before."""
+    prefill_at: str = ""
+    """Address (host:port) of the server that computes the prompt; empty: this one."""
 
 
 def check_request(request: EngineRequest, spec: ModelSpec, context: int) -> None:
@@ -290,3 +292,5 @@ class Stats:
     """Blocks that the pool dropped and a store kept."""
     restored_blocks: int = 0
     """Blocks that came back from it."""
+    pending_prompt_tokens: int = 0
+    """Prompt tokens of requests here that are still to be computed."""

@@ -28,6 +28,7 @@ from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
 from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
+from ridgeline.serve.transfer.secret import HEADER
 
 T = TypeVar("T")
 P = TypeVar("P", bound=PreparedRequest)
@@ -62,6 +63,8 @@ async def answer(
 
     async def work() -> tuple[P, OutputStream]:
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
+        if loop.member is not None:
+            loop.member.assign(prepared.jobs, request.headers.get(HEADER))
         return prepared, await loop.submit(prepared.jobs)
 
     async def all_of_it() -> Response:
@@ -278,6 +281,13 @@ def state_routes(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         """Ridgeline's version."""
         return Json({"version": app.version})
+
+    @app.get("/fleet-member", responses=_REFUSALS)
+    async def member() -> Response:
+        """For a fleet's router: the role, and where prompts are sent from."""
+        if loop.member is None:
+            return refusal(404, "this server sends and receives no caches of prompts")
+        return Json(loop.member.description())
 
     @app.get("/load", responses=_REFUSALS)
     async def load() -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +73,8 @@ class Runner:
         }
         self.keeps = slots > 0
         self.layout.kernel = find_kernel(self.device, weight.dtype, kind) if self.keeps else None
+        self.after_layer: Callable[[int], None] | None = None
+        """Called when a layer has written its keys and values, with its number; not by the decoder below."""
         self.decoder: Decoder | None = None
         """All layers in one kernel, for steps of one new token for each sequence."""
         self._described: Pool | None = None
@@ -156,8 +159,10 @@ class Runner:
             if self._described is None:
                 self._described = Pool.paged(c for c in self.cache.values() if isinstance(c, PagedCache))
             return self.decoder(x[0], next(iter(ropes.values())), self._described, s, self.layout.slots)[None]
-        for name, block in self.model.layers.items():
+        for i, (name, block) in enumerate(self.model.layers.items()):
             x = block(x, NO_MASK, ropes[bool(block.windowed)], self.cache[name])
+            if self.after_layer is not None:
+                self.after_layer(i)
         return x
 
     def norm(self, x: Tensor) -> Tensor:

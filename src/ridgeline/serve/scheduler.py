@@ -39,6 +39,8 @@ class Scheduler:
         self.blocks, self.limits, self.max_model_len, self.whole = blocks, limits, max_model_len, whole
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.arriving: list[Sequence] = []
+        """Sequences whose prompt another server computes."""
         self.order: Order | None = None
         self.preemptions = 0
         self._admitted = 0
@@ -67,12 +69,20 @@ class Scheduler:
         else:
             self.running.insert(at, seq)
 
+    def join(self, seq: Sequence) -> None:
+        """Run a sequence that has its blocks already."""
+        self._admitted += 1
+        seq.admitted = self._admitted
+        self.running.append(seq)
+
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
+        elif seq in self.arriving:
+            self.arriving.remove(seq)
         self.blocks.release(seq)
 
     def schedule(self) -> StepBatch:
@@ -174,9 +184,7 @@ class Scheduler:
             if seq.group.cached_tokens < 0:
                 seq.group.cached_tokens = found
             self.waiting.popleft()
-            self._admitted += 1
-            seq.admitted = self._admitted
-            self.running.append(seq)
+            self.join(seq)
             batch.tokens[seq] = n
             batch.copies += copies
 

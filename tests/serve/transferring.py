@@ -1,0 +1,97 @@
+"""Two engines in one process, with real sockets between them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+from tests.serving import collect, engine
+
+from ridgeline.serve.transfer.client import PrefillClient
+from ridgeline.serve.transfer.counts import TransferCounts
+from ridgeline.serve.transfer.server import PrefillServer
+
+SECRET = b"a secret of the tests"
+
+
+class Side:
+    """An engine, and the calls that are posted to it."""
+
+    def __init__(self, made, *plan, **fields):
+        self.engine = engine(made, *plan, **fields)
+        self.calls, self.said, self.registry = deque(), [], CollectorRegistry()
+        self.counts = TransferCounts(self.registry)
+        self.fingerprint = self.engine.fingerprint()
+        self.events = []
+
+    def step(self):
+        """What the engine's thread does in one turn → whether there was anything to do."""
+        busy = bool(self.calls) or self.engine.has_work()
+        while self.calls:
+            self.calls.popleft()()
+        self.engine.check()
+        if self.engine.has_work():
+            self.events += self.engine.step()
+            self.engine.check()
+        return busy
+
+    def count(self, name, **labels):
+        return self.registry.get_sample_value(f"ridgeline_transfer_{name}", labels) or 0.0
+
+    def idle(self):
+        assert not self.engine.groups
+        assert self.engine.blocks.used == 0
+        assert not self.engine.scheduler.arriving
+        assert not self.engine.exports.open
+        assert not self.engine.imports.open
+
+    def serve(self, secret=SECRET):
+        """Listen → the address."""
+        args = self.engine, self.engine.exports, self.calls.append, secret, self.fingerprint, self.counts
+        self.server = PrefillServer(*args, self.said.append)
+        return f"127.0.0.1:{self.server.listen('127.0.0.1', 0)}"
+
+    def connect(self, secret=SECRET):
+        args = self.engine.imports, self.calls.append, secret, self.fingerprint, self.counts
+        self.client = PrefillClient(*args, self.said.append)
+
+    def close(self):
+        for end in (getattr(self, "server", None), getattr(self, "client", None)):
+            if end is not None:
+                end.close()
+
+
+@contextmanager
+def pair(prefill_model, decode_model=None, *plan, whole_below=1, secret=SECRET, **fields):
+    """(prefill side, decode side, address of the first)."""
+    plan = (*plan, f"splitwise:whole_below={whole_below}")
+    prefill = Side(prefill_model, *plan, **fields)
+    decode = Side(decode_model if decode_model is not None else prefill_model, *plan, **fields)
+    try:
+        address = prefill.serve()
+        decode.connect(secret)
+        yield prefill, decode, address
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def run(sides, until, seconds=20.0):
+    """Step all sides until ``until()``."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        busy = [side.step() for side in sides]
+        if not any(busy):
+            time.sleep(0.001)
+        assert time.monotonic() < deadline, [side.said for side in sides]
+
+
+def split(prefill, decode, address, *requests):
+    """Serve ``requests`` → tokens by (request, output)."""
+    for r in requests:
+        decode.engine.add(replace(r, prefill_at=address))
+    run([prefill, decode], lambda: not decode.engine.groups and not decode.engine.outputs.events)
+    return collect(decode.events)
