@@ -3,7 +3,7 @@
     python benchmarks/engine_host.py [--before PATH] [--out benchmarks/results/engine_host.json]
 
 ``sampler``: milliseconds to choose the tokens of a batch, by vocabulary, rows, settings, and by how wide the logits
-are: peaked as a language model's, normal with a deviation of 3, or nearly flat. ``penalty``: a repetition penalty for one
+are: peaked as a language model's, normal with a deviation of 3 or nearly flat. ``penalty``: a repetition penalty of one
 sequence. ``step``: to describe a decode step (slots, tables, lengths) by sequences and their length, with tables of
 neighboring or scattered blocks. Medians and extremes over rounds. ``--before`` runs the same on the source tree at PATH
 and puts its medians beside.
