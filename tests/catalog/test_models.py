@@ -37,7 +37,7 @@ def test_entry_is_complete(name):
     assert spec.name == name
     assert spec.source
     if spec.family != "t5":
-        assert spec.head_dim * spec.num_heads == spec.hidden_size or spec.family.startswith(("qwen3", "gpt_oss"))
+        assert spec.head_dim * spec.num_heads == spec.hidden_size or spec.family.startswith(("qwen3", "gpt_oss", "gemma"))
 
 
 def test_exact_counts_are_held_exactly():
