@@ -54,7 +54,9 @@ def _of_servers(table: dict[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"servers in {where} is no list of tables", "write [[servers]]")
     fleet = table.get("fleet", {})
     policy = {"policy": fleet["policy"]} if isinstance(fleet, dict) and "policy" in fleet else {}
-    return {"fleet": policy, "pools": [_of_server(s, f"servers{i}", where) for i, s in enumerate(servers, 1)]}
+    pools = [_of_server(s, f"servers{i}", where) for i, s in enumerate(servers, 1)]
+    split = any(p.get("role", "mixed") != "mixed" for p in pools)
+    return {"fleet": policy, "pools": pools, **({"flip": {}} if split else {})}  # the router's servers help each other
 
 
 def _of_server(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def _of_server(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
             except ValueError:
                 raise UserError(f"{where}: {option} {value!r} of {name} is no number", "correct it there") from None
     plan = [*(t for t in default_plan("serve") if t not in off), *own]
-    return {"name": name, "on": "local", "replicas": table.get("replicas", 1), "engine": OWN, "plan": plan, **found}
+    own_keys = {key: table[key] for key in ("replicas", "role") if key in table}
+    return {"name": name, "on": "local", "replicas": 1, "engine": OWN, "plan": plan, **found, **own_keys}
 
 
 def _options(items: Sequence[str]) -> Iterator[tuple[str, str]]:

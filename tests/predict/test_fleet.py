@@ -15,6 +15,7 @@ from ridgeline.predict.fleet.predict_fleet import capped, model_of, predict_flee
 from ridgeline.predict.fleet.replica import FleetRequest
 from ridgeline.predict.fleet.transfers import Transfers
 from ridgeline.predict.serving.arrivals import requests
+from ridgeline.predict.serving.kv_transfer import kv_transfer
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.fleet import FleetSpec, Transfer
 from ridgeline.spec.workload import Serve
@@ -123,18 +124,28 @@ def test_transfer_by_layer_is_a_pipeline():
         for _ in range(3):
             prompt, begun, ended = rng.randint(512, 4000), now, now + rng.uniform(0.5, 4.0)
             job = FleetRequest(0, prompt, prompt + 1, prompt + 1, since=begun)
-            each = prompt / 8 / model.bandwidth
+            each = prompt / 8 / model.bandwidth + model.latency
             for layer in range(1, 9):
                 free = max(free, begun + (ended - begun) * layer / 8) + each
             end = way.send(job, a, b, ended)
             if a.sends_until == pytest.approx(free):  # the link never waited for a layer
-                assert end == pytest.approx(free + 0.01)
+                assert end == pytest.approx(free)
             else:
-                assert end == pytest.approx(ended + each + 0.01)
+                assert end == pytest.approx(ended + each)
             free, now = a.sends_until, ended
     short = FleetRequest(0, 100, 101, 101, since=0.0)
     a, b = Member(model, None, 0), Member(model, None, 1)
     assert way.send(short, a, b, 5.0) == pytest.approx(5.0 + 100 / model.bandwidth + 0.01)
+
+
+def test_a_transfer_on_an_idle_link_is_that_of_two_servers():
+    spec = fleet(*SPLIT)
+    out, models, arrivals = outcome(spec, {**WORK, "requests": 1, "prompt_len": 2000, "length_cv": 0.0})
+    compute = out.members[0].replica.out.busy_s
+    e = fleets.replicas_of(spec, MODEL, WORK)["prompt"]
+    alone = kv_transfer(e, 2000, e.cluster.device.network, compute)
+    assert out.sent.bytes == alone.nbytes
+    assert (out.sent.seconds, out.sent.exposed_s) == pytest.approx((alone.seconds, alone.exposed))
 
 
 def test_replicas_flip_under_a_burst_and_back():
@@ -252,6 +263,7 @@ options = ["--max-num-seqs", "64", "--with", "-chunked_prefill", "--with=kv_quan
            "--served-model-name", "m"]
 [[servers]]
 checkpoint = "somewhere"
+role = "mixed"
 """
     )
     spec = fleets.load(file)
@@ -262,6 +274,9 @@ checkpoint = "somewhere"
     assert "kv_quant:bits=8" in first.plan
     assert set(second.plan) - set(first.plan) == {"chunked_prefill"}
     assert (spec.fleet.policy, second.replicas) == ("least-loaded", 1)
+    file.write_text("".join(f"[[servers]]\ncheckpoint = 'x'\nrole = '{r}'\n" for r in ("prefill", "decode")))
+    assert [p.role for p in fleets.load(file).pools] == ["prefill", "decode"]
+    assert fleets.load(file).flip is not None
     file.write_text("[[servers]]\ncheckpoint = 'x'\noptions = ['--max-num-seqs', 'many']")
     with pytest.raises(UserError, match="max-num-seqs"):
         fleets.load(file)

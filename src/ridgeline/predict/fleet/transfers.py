@@ -25,7 +25,8 @@ class Transfers:
     """Times of transfers. A replica's cards send one cache after the other, and receive so.
 
     Layer by layer (Splitwise, arXiv:2311.18677, section IV-C), the cache of layer i leaves while layer i + 1 computes:
-    of L layers at least the last is sent after the prompt's end.
+    of L layers at least the last is sent after the prompt's end. On an idle link this is
+    :func:`~ridgeline.predict.serving.kv_transfer.kv_transfer` (a test).
     """
 
     def __init__(self, spec: Transfer) -> None:
@@ -35,17 +36,16 @@ class Transfers:
         """When the cache of a prompt whose first token is generated ``now`` has arrived."""
         if source is target:
             return now
-        size = (job.tokens - 1) * source.model.kv_bytes
-        seconds = size / min(source.model.bandwidth, target.model.bandwidth)
-        latency = max(source.model.latency, target.model.latency)
-        last, begun = seconds, now
-        if job.tokens > self.spec.layerwise_from:  # the prompt and its first token
-            last = seconds / source.model.layers
-            begun = job.since + (now - job.since) / source.model.layers
+        model, size = source.model, (job.tokens - 1) * source.model.kv_bytes
+        by_layer = job.tokens > self.spec.layerwise_from  # the prompt and its first token
+        messages = model.layers if by_layer else 1
+        latency = max(model.latency, target.model.latency)
+        seconds = size / min(model.bandwidth, target.model.bandwidth) + messages * latency
+        begun = job.since + (now - job.since) / messages if by_layer else now
         begun = max(begun, source.sends_until, target.receives_until)
         over = begun + seconds
         source.sends_until = target.receives_until = over
-        end = max(now + last, over) + latency
+        end = max(now + seconds / messages, over)
         self.sent.count += 1
         self.sent.bytes += size
         self.sent.seconds += seconds
