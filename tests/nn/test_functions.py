@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tests.nn.conftest import randomize, spec_of
 
 from ridgeline.nn import token_loss
-from ridgeline.nn.model import attention
+from ridgeline.nn.model import attention, flash_blocks
 from ridgeline.nn.model.attention import Mask, flash_attention, naive_attention
 from ridgeline.nn.model.mlp import gated
 from ridgeline.nn.model.moe import MoE
@@ -134,7 +134,7 @@ def test_dispatch_equals_dense_reference(normalize, tokens):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_in_fp32_where_its_16_bit_kernel_fails(monkeypatch, causal):
-    monkeypatch.setattr(attention, "_packs_for_amx_alone", lambda: True)
+    monkeypatch.setattr(flash_blocks, "_packs_for_amx_alone", lambda: True)
     q, k, v = (normal(2, 4, 64, 32, dtype=torch.bfloat16, seed=s) for s in range(3))
     wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
     out = attention.fused(q, k, v, causal=causal)

@@ -74,7 +74,7 @@ def test_keys_that_no_query_sees_are_left_out_exactly(window):
     """The last four of 40 queries see at most a window of keys behind them."""
     spec = ModelSpec(**{**LLAMA, "family": "mistral", "sliding_window": window})
     q, k, v = heads(2, 4, 40)
-    mask = make_mask(spec, None, 36, 4, True, q.device, q.dtype)
+    mask = make_mask(spec, True, None, 36, 4, True, q.device, q.dtype)
     tally = Tally()
     backend = skipping_attention(0.0, 8, tally)
     torch.testing.assert_close(backend.function(q, k, v, mask), naive_attention(q, k, v, mask))

@@ -20,10 +20,13 @@ ORDINARY = {
     "fp8": "a dtype",
     "recompute": "a phase of techniques, a color, and a column of published tables",
     "gptq": "a checkpoint format, and a solver that other quantizers start from",
+    "mxfp4": "a checkpoint format",
     "rtn": "a solver that another quantizer starts from",
 }
 """Names that are also other words: they count only where a plan or a technique is asked for by them."""
 ALLOWED = {
+    "fleets.py": "what divides a replica over its devices, where a pool says nothing else",
+    "validate/hardware_claims.py": "published setups become plans, as in the catalog",
     "validate/finetuning_rows.py": "published rows become plans, as in the catalog",
     "validate/generation_rows.py": "published rows become plans, as in the catalog",
     "validate/memory_rows.py": "published rows become plans, as in the catalog",

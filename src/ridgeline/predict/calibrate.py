@@ -170,7 +170,7 @@ _PREDICT: dict[str, Callable[[Machine, Any, TimedSample], float]] = {
 
 _STILL = {
     "dequantize_share", "backward_share", "network_share", "network_hop", "power", "share_limit", "tensor_share",
-    "tensor_rate",
+    "tensor_rate", "port", "tile_rows", "tile_columns",
 }  # fmt: skip
 """Constants that single kernels on one node of one device cannot determine."""
 _OF_WIDTH = {
