@@ -140,7 +140,7 @@ def test_transfer_by_layer_is_a_pipeline():
 
 def test_a_transfer_on_an_idle_link_is_that_of_two_servers():
     spec = fleet(*SPLIT)
-    out, models, arrivals = outcome(spec, {**WORK, "requests": 1, "prompt_len": 2000, "length_cv": 0.0})
+    out, _, _ = outcome(spec, {**WORK, "requests": 1, "prompt_len": 2000, "length_cv": 0.0})
     compute = out.members[0].replica.out.busy_s
     e = fleets.replicas_of(spec, MODEL, WORK)["prompt"]
     alone = kv_transfer(e, 2000, e.cluster.device.network, compute)
