@@ -71,10 +71,10 @@ class Measured:
     """Iteration times of SplitwiseSim: medians of its measurements over the tokens of a batch, linear in between and
     beyond; with prompts and tokens together 1.1 times those of prompts of as many tokens.
 
-    It looks up the time of a token by the sequences of the batch among measurements by their cached tokens, so that
-    it hardly depends on the batch. ``by_cache``: by their cached tokens, as measured."""
+    It looks up the time of a token by the number of sequences, among measurements by their cached tokens, so that it
+    hardly depends on the batch."""
 
-    def __init__(self, file: Path, model: str, hardware: str, by_cache: bool) -> None:
+    def __init__(self, file: Path, model: str, hardware: str) -> None:
         found: dict[str, dict[int, list[float]]] = {"prompt_time": defaultdict(list), "token_time": defaultdict(list)}
         with file.open(encoding="utf-8") as f:
             for row in csv.DictReader(f):
@@ -85,14 +85,9 @@ class Measured:
         self.prompt, self.token = (
             sorted((x, statistics.median(ys)) for x, ys in table.items()) for table in found.values()
         )
-        self.by_cache = by_cache
 
     def decode(self, n: int) -> tuple[float, float]:
         """As :class:`~ridgeline.predict.serving.discrete_events.Costs`."""
-        if self.by_cache:
-            (x, low), (y, high) = self.token[0], self.token[-1]
-            slope = (high - low) / (y - x)
-            return low - slope * x, slope
         return _line(self.token, n), 0.0
 
     def between(self, n: int) -> float:
@@ -156,7 +151,7 @@ class Study:
     def _measured(self, m: PoolModel) -> PoolModel:
         name = "bloom-176b" if self.args.model == "bloom" else self.args.model
         hardware = "a100-80gb" if "a100" in m.pool.on else "h100-80gb" + ("-pcap" if m.pool.power_cap < 1 else "")
-        costs: Costs = Measured(self.args.perf_model, name, hardware, self.args.by_cache)
+        costs: Costs = Measured(self.args.perf_model, name, hardware)
         scheduling = replace(m.made.scheduling, limits=replace(m.made.scheduling.limits, reserve=True))
         return m._replace(costs=costs, made=m.made._replace(scheduling=scheduling), request_s=0.0, admission_s=0.0)
 
@@ -305,9 +300,7 @@ def main() -> int:
 
 
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    costs = "predicted"
-    if args.perf_model:
-        costs = "SplitwiseSim's measurements" + (", tokens by what is cached" if args.by_cache else "")
+    costs = "SplitwiseSim's measurements" if args.perf_model else "predicted"
     report = {"model": args.model, "engine": args.engine, "trace_s": args.seconds, "slo": SLO, "costs": costs,
               "prompts": "in pieces beside tokens" if args.chunked else "whole and first",
               "rows": rows, "environment": fingerprint()}  # fmt: skip
@@ -323,7 +316,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engine", default="vllm-2023")
     parser.add_argument("--perf-model", type=Path, help="SplitwiseSim's data/perf_model.csv")
     parser.add_argument("--chunked", action="store_true", help="prompts in pieces beside tokens, not whole and first")
-    parser.add_argument("--by-cache", action="store_true", help="with it, time tokens by what is cached")
     parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals")
     parser.add_argument("--start", type=float, default=60.0, help="first rate of the search for the highest")
     parser.add_argument("--code-rate", type=float, default=130.0, help="requests/s of code to size fleets for")
