@@ -75,7 +75,7 @@ def _of_server(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
             except ValueError:
                 raise UserError(f"{where}: {option} {value!r} of {name} is no number", "correct it there") from None
     plan = [*(t for t in default_plan("serve") if t not in off), *own]
-    own_keys = {key: table[key] for key in ("replicas", "role") if key in table}
+    own_keys: dict[str, Any] = {key: table[key] for key in ("replicas", "role") if key in table}
     return {"name": name, "on": "local", "replicas": 1, "engine": OWN, "plan": plan, **found, **own_keys}
 
 
