@@ -16,6 +16,9 @@ _LLAMA = {
 }  # fmt: skip
 _GPT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
         "max_position_embeddings": 64}  # fmt: skip
+_DEEPSEEK = {**_LLAMA, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+             "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+             "moe_intermediate_size": 24, "first_k_dense_replace": 1}  # fmt: skip
 
 FAMILIES = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -38,6 +41,9 @@ FAMILIES = {
     "falcon_grouped": {**_GPT, "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt_oss": {**_LLAMA, "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "sliding_window": 5},
+    "deepseek_v2": {**_DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**_DEEPSEEK, "model_type": "deepseek_v3", "n_group": 2, "topk_group": 1,
+                    "routed_scaling_factor": 2.5},
     "bloom": {"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 3, "n_head": 4, "seq_length": 64},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "opt": {**_GPT, "model_type": "opt", "word_embed_proj_dim": 32, "ffn_dim": 64},

@@ -19,6 +19,7 @@ from ridgeline.runtime.gradients import clear, clip, global_norm
 from ridgeline.runtime.mesh import Mesh
 from ridgeline.runtime.optimizer import MakeOptimizer, learning_rate, make_optimizer
 from ridgeline.spec.experiment import Experiment
+from ridgeline.spec.model import FROZEN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -289,9 +290,10 @@ class TrainBuild(Build):
         return total
 
     def assert_trainable(self) -> None:
-        """Set ``requires_grad`` of every parameter from ``trainable``; some wrappers silently reset it."""
+        """Set ``requires_grad`` of every parameter from ``trainable``; some wrappers silently reset it. Those that no
+        gradient reaches never train."""
         for name, p in self.root.named_parameters():
             if p.is_floating_point():
-                p.requires_grad_(self.trainable(name))
+                p.requires_grad_(self.trainable(name) and not name.endswith(FROZEN))
         for chunk in self.chunks:
             chunk.autocast = self.compute_dtype

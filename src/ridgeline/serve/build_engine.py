@@ -59,7 +59,7 @@ def make_engine(e: Experiment, device: torch.device, model: Transformer | None =
     assert isinstance(w, Serve)
     run.take_workload(w)
     width = next(run.model.parameters()).element_size()
-    each = run.block_bytes(len(run.model.layers), run.kv_heads, e.model.head_dim, width)
+    each = run.block_bytes(e.model, len(run.model.layers), run.kv_heads, width)
     blocks, longest = run.pool(e.model, w, each, _free(run)) if e.model.causal else (0, context(e.model, w))
     runner = _runner(run, blocks)
     table = Blocks(blocks, run.block_size, run.share_prefixes)
@@ -117,7 +117,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         else:
             model = build(e.model, device, dtype, w.seed)
     model.requires_grad_(False)
-    run = ServeBuild(e, model, device, kv_heads=e.model.num_kv_heads, followers=followers)
+    run = ServeBuild(e, model, device, kv_heads=e.model.cached_heads, followers=followers)
     run.mesh = Mesh.make(e, device.type, e.parallel.get("ep", 1)) if e.world > 1 else None
     for technique in techniques:
         technique.scheduling(run)

@@ -27,7 +27,7 @@ from ridgeline.nn.model.moe import MoE
 from ridgeline.nn.model.transformer import InputEmbedding, MLMHead, Transformer
 from ridgeline.nn.parallel.collectives import enter, leave, linear, local, rms_norm_of_parts
 from ridgeline.nn.quant.quantized import QuantizedLinear
-from ridgeline.spec.model import COLUMN, ROW
+from ridgeline.spec.model import COLUMN, LATENT, ROW
 
 Partial = Literal["never", "sequence", "always"]
 """When a replicated parameter's gradient is partial: only if it works on a part of the sequence, or always."""
@@ -98,6 +98,9 @@ class Divider:
                 self.place(child.router, "weight", Replicate(), "always")
                 child.router.forward = partial(_replicated, child.router)  # type: ignore[method-assign]
                 self.place(child.router, "bias", Replicate(), "always")
+                self.place(child.router, "score_bias", Replicate())
+                if child.shared is not None:
+                    self._shared(child.shared)
                 for leaf, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2), ("gate_bias", 1), ("up_bias", 1)):
                     self.place(child.experts, leaf, Shard(dim))
                 self.place(child.experts, "down_bias", Replicate(), "always")
@@ -111,12 +114,33 @@ class Divider:
                     self.column(module)
                 elif leaf in ROW:
                     self.row(module)
+                elif leaf in LATENT:  # whole on every rank, which sees only the gradient through its heads
+                    self._whole(module)
                 elif child.joint_norm:  # over the heads of all ranks
                     size = int(module.weight.shape[0])  # type: ignore[index]
                     self.place(module, "weight", Shard(0))
                     module.forward = partial(rms_norm_of_parts, module, size, self.group)
                 else:  # norms over each head: a rank sees only its heads
                     self.place(module, "weight", Replicate(), "always")
+
+    def _shared(self, mlp: nn.Module) -> None:
+        """An MLP beside experts: its partial output is summed with theirs."""
+        for leaf, module in mlp.named_children():
+            if leaf in ROW:
+                self.place(module, "weight", Shard(1))
+                module.forward = partial(_product, module)
+            else:
+                self.column(module)
+
+    def _whole(self, module: nn.Module) -> None:
+        if isinstance(module, LoRALinear):
+            for name in ("lora_a", "lora_b", "lora_m"):
+                self.place(module, name, Replicate(), "always")
+            module = module.base
+        for name, _ in list(module.named_parameters(recurse=False)):
+            self.place(module, name, Replicate(), "always")
+        if type(module) is nn.Linear:
+            module.forward = partial(_replicated, module)  # type: ignore[method-assign]
 
     def rest(self, module: nn.Module) -> None:
         """What every rank replicates, and applies to a part of the sequence."""

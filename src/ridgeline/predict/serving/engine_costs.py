@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ridgeline.graph.graph import Block, Graph, Op, changed
+from ridgeline.graph.graph import LATENT, Block, Graph, Op, changed
 from ridgeline.spec.device import DTYPE_BYTES, Device
 from ridgeline.spec.errors import unknown
 from ridgeline.spec.experiment import Experiment
@@ -293,7 +293,9 @@ def fuse(g: Graph, engine: EngineCosts, model: ModelSpec) -> Graph:
     def each(b: Block) -> None:
         if engine.fused:
             _fuse(b, model)
-        b.forward = [changed(o, kernel=engine.kernel) if o.kind == "attention" else o for o in b.forward]
+        b.forward = [
+            changed(o, kernel=engine.kernel) if o.kind == "attention" and o.kernel != LATENT else o for o in b.forward
+        ]
 
     return g.each_block(each, layers_only=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ridgeline.nn.model.attention import Attention
 from ridgeline.nn.model.mlp import MLP
 from ridgeline.nn.model.norm import NoNorm, RMSNorm
 from ridgeline.nn.model.transformer import TransformerBlock
@@ -19,7 +20,7 @@ def readers(block: TransformerBlock, site: str) -> list[nn.Linear]:
     sites."""
     attention, mlp = block.attention, block.mlp
     if site == "attention.qkv":
-        return [attention.q_proj, attention.k_proj, attention.v_proj]
+        return [attention.get_submodule(name) for name in attention.entrances]  # type: ignore[misc]
     if site == "attention.o":
         return [attention.o_proj]
     assert isinstance(mlp, MLP)
@@ -38,6 +39,8 @@ def unfoldable(block: TransformerBlock, site: str) -> str:
             return "the norm before it is read by attention and MLP"
         none = block.post_norm or isinstance(block.attention_norm, NoNorm)
         return "no norm stands before it" if none else ""
+    if site == "attention.o" and not isinstance(block.attention, Attention):
+        return "its input is computed from latents"
     if site == "attention.o":
         shared = block.attention.v_proj.out_features != block.attention.o_proj.in_features
         return "query heads share value channels" if shared else ""

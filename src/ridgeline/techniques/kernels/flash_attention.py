@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ridgeline.graph.graph import BIASED, PORTABLE, Block, Graph, Op, Saved
+from ridgeline.graph.graph import BIASED, LATENT, PORTABLE, Block, Graph, Op, Saved
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
 from ridgeline.techniques.registry import has
@@ -105,6 +105,8 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
         old = {f"{prefix}.{part}" for part in _PARTS}
         old_backward = {f"{prefix}.{part}" for part in _BACKWARD_PARTS}
         each = max(1, heads // batch)
+        if any(o.name == f"{prefix}.absorb" for o in b.forward):
+            groups, kernel = each, LATENT
         shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
         masked = causal and prefix == "attention" and b.name == "layers"
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,

@@ -79,7 +79,7 @@ def _rewritten(op: Op, t: int) -> Op:
     return split_bytes(op, t) if outside and not op.axis else op
 
 
-_INPUTS = {"attention": ("attention.q_proj",), "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.router"),
+_INPUTS = {"attention": ("attention.q_proj", "attention.q_a_proj"), "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.router"),
               "head": ("head.out",)}  # fmt: skip
 """The first operator of each part that reads the whole sequence."""
 _OUTPUTS = {"attention": ("attention.o_proj",), "mlp": ("mlp.down_proj", "mlp.combine"), "embed": ("embed.tokens",)}

@@ -10,7 +10,7 @@ from pydantic import Field
 from ridgeline.graph.graph import Block, Graph, Op, Param, changed
 from ridgeline.spec.device import DTYPE_BYTES
 from ridgeline.spec.experiment import Experiment
-from ridgeline.spec.model import COLUMN, ROW
+from ridgeline.spec.model import COLUMN, LATENT, ROW
 from ridgeline.spec.scheduling import OWN, engine_name
 from ridgeline.spec.workload import Serve
 from ridgeline.techniques.parallel.divide_operators import (
@@ -102,13 +102,14 @@ class TensorParallel(Technique):
         whole = isinstance(e.workload, Serve) and engine_name(e.workload.engine, e.cluster.device.name) == OWN
         apart = e.task == "serve" and has(e, "divided_experts")
         kv = min(t, e.model.num_kv_heads)
-        g.kv_cache /= kv
+        g.kv_cache /= min(t, e.model.cached_heads)
+        turned = 1 if e.model.is_latent else kv  # whose rotated key is the same for all heads
         for b in g.blocks:
             if whole and b.name in ("embed", "head"):
                 continue
             mixed = apart and any(".experts." in p.name for p in b.params)
-            b.forward = [op if mixed and op.module == "mlp" else _divide(op, t, kv) for op in b.forward]
-            b.backward = [_divide(op, t, kv) for op in b.backward]
+            b.forward = [op if mixed and op.module == "mlp" else _divide(op, t, kv, turned) for op in b.forward]
+            b.backward = [_divide(op, t, kv, turned) for op in b.backward]
             for p in b.params:
                 if not (mixed and ".experts." in p.name):
                     _divide_param(p, t, kv, e.model.joint_qk_norm)
@@ -151,7 +152,7 @@ class TensorParallel(Technique):
         self._whole_heads(run.experiment)
         for block in run.model.layers.values():
             divide(block, run.mesh.group("tp"), experts=not has(run.experiment, "divided_experts"))
-        run.kv_heads //= self.degree
+        run.kv_heads = max(1, run.kv_heads // self.degree)  # latents, which have one head, are held by all
 
 
 def _square_sums(ops: list[Op], t: int, size: float) -> list[Op]:
@@ -171,19 +172,19 @@ def _leaf(name: str) -> tuple[str, str]:
     return (parts[at], ".".join(parts[at + 1 :])) if at >= 0 else ("", name)
 
 
-def _divide(op: Op, t: int, kv: int) -> Op:
+def _divide(op: Op, t: int, kv: int, turned: int) -> Op:
     layer, tail = _leaf(op.name)
     if layer:
         by = kv if layer in ("k_proj", "v_proj") else t
         return _divide_linear(op, layer in COLUMN, tail, by)
     suffix = op.name.partition(".")[2]
     if op.module == "attention" and suffix in ATTENTION_CORE:
-        by = kv if suffix.startswith("k_rope") else t
+        by = turned if suffix.startswith("k_rope") else t
         shape = (op.shape[0] // t, *op.shape[1:]) if op.shape else ()
         return changed(split_bytes(op, by), shape=shape)
     if suffix in ("q_norm", "k_norm", "q_norm.bwd", "k_norm.bwd"):
         return split_bytes(op, t if suffix[0] == "q" else kv)
-    if suffix in ("act", "act.bwd") and op.module == "mlp":
+    if suffix in ("act", "act.bwd", "shared.act", "shared.act.bwd") and op.module == "mlp":
         return split_bytes(op, t)
     if op.name.startswith("head.out"):
         return _divide_linear(op, True, op.name.removeprefix("head.out").removeprefix("."), t)
@@ -242,6 +243,8 @@ def _is_partial(name: str, sequence: bool, joint: bool) -> bool:
     """Whether each rank's gradient of a parameter is partial: it saw only its heads, its experts' columns, or its
     tokens. ``joint``: norms over all heads are divided with them."""
     layer, tail = _leaf(name)
+    if name.split(".")[-2] in LATENT:
+        return True
     if layer:
         held = tail == ("lora_a" if layer in COLUMN else "lora_b")
         return held or (sequence and layer in ROW and tail == "bias")
@@ -280,7 +283,8 @@ def _divide_saved(b: Block, t: int, kv: int) -> None:
     for prefix in ("attention", "cross_attention"):
         for name in _DIVIDED:
             split_saved(b, [f"{prefix}.{name}"], kv if name in ("k", "v", "k_raw", "k_norm.stats") else t)
-    split_saved(b, ["mlp.up", "mlp.gate", "mlp.inner", "logits"], t)
+    inner = [f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared") for name in ("up", "gate", "inner", "acted")]
+    split_saved(b, [*inner, "logits"], t)
 
 
 def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
@@ -303,7 +307,7 @@ def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
         rows = b.saved["logits"].bytes / 4 / next(op.shape[1] * t for op in forward if op.name == "head.out")
         forward += [reduce("loss.peak", "forward", 4 * rows), reduce("loss.reduce", "forward", 8 * rows)]
     backward = list(b.backward)
-    for names, label in ((("q_proj", "k_proj", "v_proj"), "attention"), (("gate_proj", "up_proj"), "mlp"),
+    for names, label in ((("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj"), "attention"), (("gate_proj", "up_proj"), "mlp"),
                          (("out",), "head")):  # fmt: skip
         last = max((i for i, op in enumerate(backward) if op.name.endswith(tuple(f".{n}.dx" for n in names))),
                    default=-1)  # fmt: skip
