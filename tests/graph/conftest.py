@@ -1,5 +1,7 @@
 """One small model per family, and the real twin of a training experiment."""
 
+import re
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from ridgeline.graph import training_graph
 from ridgeline.predict.common import rewritten
 from ridgeline.runtime.train_build import TrainBuild
 from ridgeline.spec.model import ModelSpec
+from ridgeline.spec.targets import linears
 from ridgeline.techniques.registry import check
 
 _LLAMA = {
@@ -49,6 +52,21 @@ FAMILIES = {
     "opt": {**_GPT, "model_type": "opt", "word_embed_proj_dim": 32, "ffn_dim": 64},
     "bert": {**_GPT, "model_type": "bert", "intermediate_size": 64},
 }  # fmt: skip
+
+
+_IN_LATENT = {"q_proj": "q_b_proj", "k_proj": "kv_a_proj", "v_proj": "kv_b_proj"}
+
+
+def fitting(spec, plan):
+    """``plan`` with LoRA's targets by the names that latent attention has for them."""
+    if not spec.is_latent:
+        return list(plan)
+    known = {name.rpartition(".")[2] for name in linears(spec)}
+    plan = [call.replace("rank=4", "rank=4,targets=q_proj+v_proj") if call == "lora:rank=4" else call for call in plan]
+    for name, theirs in _IN_LATENT.items():
+        if name not in known:
+            plan = [re.sub(rf"\b{name}", theirs, call) for call in plan]
+    return plan
 
 
 @pytest.fixture(params=FAMILIES)

@@ -274,10 +274,11 @@ class Builder:
             for part, size in (("gate", f), ("up", f), ("down", h)):
                 if part != "gate" or s.gated:
                     self.param(f"{experts}.{part}_bias", (e, size))
-        if s.shared_intermediate_size:
-            self.mlp(f"{prefix}.shared", source, s.shared_intermediate_size)
         self.pointwise(f"{prefix}.combine", "mlp", "copy", 2 * rows * h, t * h, t * h, 2 * rows * h)
         self.save(f"{prefix}.expert_out", rows * h, [f"{prefix}.combine.bwd"])
+        if s.shared_intermediate_size:
+            self.mlp(f"{prefix}.shared", source, s.shared_intermediate_size)
+            self.pointwise(f"{prefix}.shared.add", "mlp", "residual", 2 * t * h, t * h, 0, 0)
 
     def _activation(self, prefix: str, n: float) -> None:
         """silu(gate)·up, or one activation; saves its inputs (a plain ReLU its output, as the next linear does)."""

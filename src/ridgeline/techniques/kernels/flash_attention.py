@@ -98,6 +98,7 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
         if scores is None:
             continue
         heads, q_len, kv_len, dim = scores.shape
+        value = next(o.shape[2] for o in b.forward if o.name == f"{prefix}.values")
         flops = 4.0 * heads * q_len * kv_len * dim
         elements = float(heads * (2 * q_len + 2 * kv_len) * dim)
         width = scores.bytes / (heads * q_len * dim + heads * kv_len * dim + heads * q_len * kv_len)
@@ -122,8 +123,12 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
             for part, kept in (("q", heads * q_len * dim * width), ("k", keys), ("v", keys)):
                 saved[f"{prefix}.{part}"] = Saved(kept, frozenset({grad.name}))
             context = saved.get(f"{prefix}.context")
-            users = (context.users if context else frozenset()) | {grad.name}
-            saved[f"{prefix}.context"] = Saved(float(heads * q_len * dim) * width, users)
+            own, users = frozenset({grad.name}), context.users if context else frozenset()
+            out = float(heads * q_len * dim) * width
+            if value == dim:
+                saved[f"{prefix}.context"] = Saved(out, users | own)
+            else:  # computed with values as wide as the keys, of which a part is read on
+                saved[f"{prefix}.padded_context"] = Saved(out, own)
             saved[f"{prefix}.lse"] = Saved(heads * q_len * 4.0, frozenset({grad.name}))
             b.saved = saved
         small = float(heads * q_len * dim) * width

@@ -294,12 +294,13 @@ def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
         return Op(name, "communication", "all_reduce", direction, bytes=size, link_bytes=size, ranks=t, axis="tp")
 
     forward: list[Op] = []
+    ends = [op.name for op in b.forward if op.name in ("mlp.down_proj", "mlp.combine", "mlp.shared.add")][-1:]
     for op in b.forward:
         forward.append(op)
         layer = op.name.rpartition(".")[2]
         if op.kind == "gemm" and layer == "o_proj":
             forward.append(reduce(f"{op.name.rpartition('.')[0]}.reduce", "forward"))
-        elif op.name in ("mlp.down_proj", "mlp.combine"):  # experts' outputs are summed once, when combined
+        elif op.name in ends:  # experts' outputs are summed once, when combined
             forward.append(reduce("mlp.reduce", "forward"))
         elif op.name == "embed.tokens":
             forward.append(reduce("embed.reduce", "forward"))
