@@ -254,7 +254,7 @@ class Builder:
         h, f, e, k = s.hidden_size, s.intermediate_size, s.num_experts, s.experts_per_token
         self.linear(f"{prefix}.router", "mlp", t, e, h, source)
         if s.router_score_bias:
-            self.param(f"{prefix}.router.score_bias", (e,))
+            self.param(f"{prefix}.score_bias", (e,))
             self.block.params[-1].trainable = False
         self.pointwise(f"{prefix}.routing", "mlp", "softmax", t * e, t * e, 2 * t * e, t * e)
         self.save(f"{prefix}.routing", t * e + 4 * t * k, [f"{prefix}.routing.bwd"], 4.0)

@@ -415,7 +415,7 @@ class ModelSpec(BaseModel):
             e = self.num_experts
             yield Parameter(f"{block}.mlp.router.weight", (e, h), block)
             if self.router_score_bias:
-                yield Parameter(f"{block}.mlp.router.score_bias", (e,), block)
+                yield Parameter(f"{block}.mlp.score_bias", (e,), block)
             if self.gated:
                 yield Parameter(f"{block}.mlp.experts.gate_proj", (e, f, h), block)
             yield Parameter(f"{block}.mlp.experts.up_proj", (e, f, h), block)
@@ -486,9 +486,10 @@ class ModelSpec(BaseModel):
 
         Raises :class:`UserError` for an unsupported ``model_type`` or a missing key.
         """
-        from ridgeline.spec.families import FAMILIES
+        from ridgeline.spec.families import ALIASES, FAMILIES
 
         kind = str(config.get("model_type", ""))
+        kind = ALIASES.get(kind, kind)
         if kind not in FAMILIES:
             raise refuse(kind) or unknown("model_type", kind, FAMILIES, "config.json")
         try:

@@ -65,6 +65,8 @@ class FileSpan(NamedTuple):
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Ends of the names of MXFP4 codes and exponents."""
+_BLOCK_SCALES = "_scale_inv"
+"""End of the name of the factors that an fp8 weight's blocks are multiplied by (DeepSeek-V3, Qwen3-FP8)."""
 
 
 class _Files:
@@ -76,7 +78,9 @@ class _Files:
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         if not path.is_dir():
             raise UserError(f"no checkpoint directory at {path}", "give the directory that holds config.json")
-        self.format = reader(_config(path).get("quantization_config")) if files is None else form
+        quantized = _config(path).get("quantization_config") if files is None else None
+        self.format = reader(quantized) if files is None else form
+        self._block: list[int] = (quantized or {}).get("weight_block_size") or [128, 128]
         self.where: dict[str, Path] = {}
         for file in self._all(path) if files is None else files:
             if not file.is_file():
@@ -162,6 +166,8 @@ class _Files:
         """The part of tensor ``name`` that ``link`` maps, in our layout."""
         if name not in self.where:
             return self._cut(self._expanded(name), link)
+        if f"{name}{_BLOCK_SCALES}" in self.where:
+            return self._cut(self._scaled(name), link)
         try:
             return self._cut(self._handle(self.where[name]).get_slice(name), link)
         except (SafetensorError, OSError) as e:
@@ -173,6 +179,18 @@ class _Files:
         if blocks is None or scales is None:
             raise UserError(f"{self.names_of()} holds {name}{_BLOCKS} but no {name}{_SCALES}", _AGAIN)
         return mxfp4.expand(blocks, scales).mT
+
+    def _scaled(self, name: str) -> Tensor:
+        """A weight [out, in] from fp8 and one factor per block of it, in bf16."""
+        handle, scales = self._handle(self.where[name]), self.tensor(f"{name}{_BLOCK_SCALES}")
+        weight = handle.get_tensor(name).float()
+        assert scales is not None
+        for dim, size in enumerate(self._block):
+            if scales.shape[dim] != -(-weight.shape[dim] // size):
+                raise UserError(f"{name}{_BLOCK_SCALES} in {self.names_of()} has {list(scales.shape)} factors for blocks"
+                                f" of {self._block} in {list(weight.shape)}", _AGAIN)  # fmt: skip
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        return (weight * scales).bfloat16()
 
     @staticmethod
     def _cut(piece: Any, link: NamePair) -> Tensor:

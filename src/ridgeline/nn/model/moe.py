@@ -74,20 +74,11 @@ def run_here(experts: Experts, rows: Tensor, counts: list[int]) -> Tensor:
     return out
 
 
-class Router(nn.Linear):
-    """Logits of all experts, [..., h] → [..., E]."""
-
-    score_bias: nn.Parameter | None
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec.hidden_size, spec.num_experts, bias=spec.moe_bias)
-        bias = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False) if spec.router_score_bias else None
-        self.register_parameter("score_bias", bias)
-
-
 class MoE(nn.Module):
     """Router, dispatch of every token to its k experts, and the weighted sum of their outputs, to which that of the
     shared experts is added, if there are any."""
+
+    score_bias: nn.Parameter | None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -95,7 +86,9 @@ class MoE(nn.Module):
         self.normalize, self.scale = spec.normalize_router, spec.router_scale or 1.0
         self.sigmoid = spec.router_scores == "sigmoid"
         self.groups, self.groups_chosen = spec.router_groups, spec.router_groups_chosen
-        self.router = Router(spec)
+        self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=spec.moe_bias)
+        bias = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False) if spec.router_score_bias else None
+        self.register_parameter("score_bias", bias)
         self.experts = Experts(spec)
         wide = spec.shared_intermediate_size
         self.shared = MLP(spec, wide) if wide else None
@@ -107,7 +100,7 @@ class MoE(nn.Module):
         logits = self.router(x)
         wide = torch.promote_types(logits.dtype, torch.float32)
         scores = logits.to(wide).sigmoid() if self.sigmoid else logits.softmax(-1, dtype=wide)
-        if self.router.score_bias is None and self.groups == 1:
+        if self.score_bias is None and self.groups == 1:
             weights, chosen = scores.topk(self.k, dim=-1)
         else:
             chosen = self._ranked(scores.detach()).topk(self.k, dim=-1).indices
@@ -119,7 +112,7 @@ class MoE(nn.Module):
     def _ranked(self, scores: Tensor) -> Tensor:
         """What experts are chosen by, [N, E]: biased scores, -inf outside of the best groups (arXiv:2405.04434, section
         2.2.2; 2412.19437, section 2.1.2)."""
-        bias = self.router.score_bias
+        bias = self.score_bias
         if bias is not None:
             scores = scores + local(bias).to(scores.dtype)
         if self.groups == self.groups_chosen:

@@ -98,7 +98,7 @@ class Divider:
                 self.place(child.router, "weight", Replicate(), "always")
                 child.router.forward = partial(_replicated, child.router)  # type: ignore[method-assign]
                 self.place(child.router, "bias", Replicate(), "always")
-                self.place(child.router, "score_bias", Replicate())
+                self.place(child, "score_bias", Replicate())
                 if child.shared is not None:
                     self._shared(child.shared)
                 for leaf, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2), ("gate_bias", 1), ("up_bias", 1)):

@@ -64,7 +64,6 @@ def _read_v2(c: Config) -> Config:
 
 
 def _read_v3(c: Config) -> Config:
-    """V3's, whatever its files call the family."""
     if c.get("scoring_func", "sigmoid") != "sigmoid" or c.get("topk_method", "noaux_tc") != "noaux_tc":
         raise UserError("deepseek_v3 with another scoring_func than sigmoid or topk_method than noaux_tc is not"
                         " supported")  # fmt: skip
@@ -126,6 +125,7 @@ _BLOCK = {
     "attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_a_norm": "self_attn.kv_a_layernorm",
     "attention.kv_b_proj": "self_attn.kv_b_proj",
+    "mlp": "mlp.gate",  # the bias on its scores
     "mlp.router": "mlp.gate",
     "mlp.experts": "mlp.experts",
     "mlp.shared.gate_proj": "mlp.shared_experts.gate_proj",
@@ -137,5 +137,4 @@ _LEAVES = {"score_bias": "e_score_correction_bias"}
 FAMILIES = {
     "deepseek_v2": Family(_read_v2, _write_v2, STACK, _BLOCK, REST),
     "deepseek_v3": Family(_read_v3, _write_v3, STACK, _BLOCK, REST, leaves=_LEAVES),
-    "kimi_k2": Family(_read_v3, _write_v3, STACK, _BLOCK, REST, leaves=_LEAVES),
 }
