@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tests.graph.conftest import fitting
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ridgeline import experiments, nn
 from ridgeline.graph import decode_graph, prefill_graph
 from ridgeline.predict.common import rewritten
 from ridgeline.techniques.registry import check
-from tests.graph.conftest import fitting
 
 aten = torch.ops.aten
 
@@ -62,8 +62,8 @@ def test_training_step_on_the_meta_device(spec, twins):
 def test_flash_attention(spec, twins):
     naive = twins(spec).graph()
     _, backward, g = assert_equal_flops(twins(spec, ["flash_attention"]))
-    # The fused backward multiplies the scores out once more: 5 products where the unfused one needs 4. Its values are as
-    # wide as its keys: narrower ones take part in one product of forward and two of backward.
+    # The fused backward multiplies the scores out once more: 5 products where the unfused one needs 4. Its values are
+    # as wide as its keys: narrower ones take part in one product of forward and two of backward.
     each = 2 * 2 * spec.num_heads * 24 * 24 * spec.num_layers
     narrower = each * (spec.head_dim - spec.context_size // spec.num_heads)
     assert backward - in_graph(naive, "backward") == each * spec.head_dim + 2 * narrower

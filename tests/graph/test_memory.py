@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.graph.conftest import fitting
 
 from ridgeline import catalog, experiments, nn
 from ridgeline.graph import prefill_graph, training_graph
 from ridgeline.graph.build_graph import kv_cache_bytes
-from tests.graph.conftest import fitting
 
 
 def test_parameters_of_every_family(spec, twins):

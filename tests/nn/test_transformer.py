@@ -180,7 +180,15 @@ def test_flops_on_the_meta_device(name, attention):
             share = spec.experts_per_token / spec.num_experts if ".experts." in p.name else 1
             weights += p.numel * share
     weights += spec.vocab_size * spec.hidden_size if spec.tie_embeddings else 0
-    scores = spec.num_layers * 2 * 2 * 2 * 12 * 12 * (spec.q_size if attention == "flash" else (spec.q_size + spec.context_size) // 2)
+    scores = (
+        spec.num_layers
+        * 2
+        * 2
+        * 2
+        * 12
+        * 12
+        * (spec.q_size if attention == "flash" else (spec.q_size + spec.context_size) // 2)
+    )
     assert forward == 2 * 24 * weights + scores
     assert counter.get_total_flops() > 2.9 * forward
 

@@ -238,6 +238,7 @@ class Builder:
                 self.save(f"{prefix}.probs.dropped", scores, [f"{prefix}.values.dv"])
         self.block.workspace = max(self.block.workspace, 2 * scores * w)
         self.block.backward_workspace = max(self.block.backward_workspace, 2 * scores * w)
+
     def mlp(self, prefix: str, source: str, width: int = 0) -> None:
         """Dense MLP, gated or not, of inner ``width`` (0: the model's)."""
         s, t = self.spec, self.tokens

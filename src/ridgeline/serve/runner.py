@@ -69,8 +69,15 @@ class Runner:
         self.layout = BatchLayout(causal=spec.causal, window=window if spec.window_every == 1 else 0)
         shape = (1, kv_heads or spec.cached_heads, slots, spec.cached_dim)
         self.cache: dict[str, LayerCache] = {
-            name: PagedCache(self.layout, shape, weight.dtype, self.device, kind, window if block.windowed else 0,
-                             spec.cached_tensors)
+            name: PagedCache(
+                self.layout,
+                shape,
+                weight.dtype,
+                self.device,
+                kind,
+                window if block.windowed else 0,
+                spec.cached_tensors,
+            )
             for name, block in model.layers.items()
         }
         self.keeps = slots > 0

@@ -187,10 +187,11 @@ class _Files:
         assert scales is not None
         for dim, size in enumerate(self._block):
             if scales.shape[dim] != -(-weight.shape[dim] // size):
-                raise UserError(f"{name}{_BLOCK_SCALES} in {self.names_of()} has {list(scales.shape)} factors for blocks"
-                                f" of {self._block} in {list(weight.shape)}", _AGAIN)  # fmt: skip
+                raise UserError(f"{name}{_BLOCK_SCALES} in {self.names_of()} has {list(scales.shape)} factors for"
+                                f" blocks of {self._block} in {list(weight.shape)}", _AGAIN)  # fmt: skip
             scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
-        return (weight * scales).bfloat16()
+        expanded: Tensor = (weight * scales).bfloat16()
+        return expanded
 
     @staticmethod
     def _cut(piece: Any, link: NamePair) -> Tensor:

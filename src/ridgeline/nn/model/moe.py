@@ -118,10 +118,11 @@ class MoE(nn.Module):
         if self.groups == self.groups_chosen:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
-        best = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        best = grouped.amax(-1) if bias is None else grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
         kept = best.topk(self.groups_chosen, dim=-1).indices
         out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
-        return grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
+        ranked: Tensor = grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
+        return ranked
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., h] → [..., h]."""

@@ -273,10 +273,14 @@ def engine_of(e: Experiment) -> EngineCosts | None:
 
 _MERGED = (
     ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    ("attention.q_a_proj", "attention.kv_a_proj"),
+    ("attention.q_proj", "attention.kv_a_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.shared.gate_proj", "mlp.shared.up_proj"),
     ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
 )
-_AFTER_NORM = ("mlp.gate_proj", "mlp.experts.gate_proj", "mlp.router")
+_AFTER_NORM = ("attention.q_proj", "attention.q_a_proj", "attention.q_b_proj", "attention.kv_b_proj", "mlp.gate_proj",
+               "mlp.shared.gate_proj", "mlp.experts.gate_proj", "mlp.router")  # fmt: skip
 _ROTATED = ("attention.q_norm", "attention.k_norm", "attention.q_rope", "attention.k_rope")
 
 
@@ -309,7 +313,7 @@ def _fuse(b: Block, model: ModelSpec) -> None:
             for name in group[1:]:
                 del ops[name]
     for name in [n for n, o in ops.items() if o.kind == "quantize"]:
-        if name.removesuffix(".quantize") in ("attention.q_proj", *_AFTER_NORM):
+        if name.removesuffix(".quantize") in _AFTER_NORM:
             del ops[name]  # the norm before it writes 8 bits
         else:
             ops[name] = changed(ops[name], kind="cast")  # one pass: the scales are known or per token

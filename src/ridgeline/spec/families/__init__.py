@@ -20,8 +20,8 @@ from ridgeline.spec.families import (
 )
 from ridgeline.spec.families.family import Family
 
-_MODULES = (llama, granite, mistral, qwen, phi3, gemma, olmo2, gpt_oss, deepseek, falcon, gpt_neox, bloom, gpt2, opt, bert,
-            t5)  # fmt: skip
+_MODULES = (llama, granite, mistral, qwen, phi3, gemma, olmo2, gpt_oss, deepseek, falcon, gpt_neox, bloom, gpt2, opt,
+            bert, t5)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {kind: family for module in _MODULES for kind, family in module.FAMILIES.items()}
 """``model_type`` → family."""

@@ -79,8 +79,8 @@ def _rewritten(op: Op, t: int) -> Op:
     return split_bytes(op, t) if outside and not op.axis else op
 
 
-_INPUTS = {"attention": ("attention.q_proj", "attention.q_a_proj"), "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.router"),
-              "head": ("head.out",)}  # fmt: skip
+_INPUTS = {"attention": ("attention.q_proj", "attention.q_a_proj"), "head": ("head.out",),
+           "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.router")}  # fmt: skip
 """The first operator of each part that reads the whole sequence."""
 _OUTPUTS = {"attention": ("attention.o_proj",), "mlp": ("mlp.down_proj", "mlp.combine"), "embed": ("embed.tokens",)}
 """The layers whose output is scattered: their gradient arrives in parts."""

@@ -308,8 +308,9 @@ def _reduced(b: Block, t: int, stream: float) -> tuple[list[Op], list[Op]]:
         rows = b.saved["logits"].bytes / 4 / next(op.shape[1] * t for op in forward if op.name == "head.out")
         forward += [reduce("loss.peak", "forward", 4 * rows), reduce("loss.reduce", "forward", 8 * rows)]
     backward = list(b.backward)
-    for names, label in ((("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj"), "attention"), (("gate_proj", "up_proj"), "mlp"),
-                         (("out",), "head")):  # fmt: skip
+    readers = {"attention": ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj"), "mlp": ("gate_proj", "up_proj"),
+               "head": ("out",)}  # fmt: skip
+    for label, names in readers.items():
         last = max((i for i, op in enumerate(backward) if op.name.endswith(tuple(f".{n}.dx" for n in names))),
                    default=-1)  # fmt: skip
         if last >= 0:

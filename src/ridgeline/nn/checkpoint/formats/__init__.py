@@ -74,4 +74,6 @@ def reader(config: dict[str, Any] | None) -> Format | None:
     for kind in formats().values():
         if method == kind.name:
             return kind.from_config(config)
-    raise UserError(f"checkpoints of quant_method {method!r} are not read", f"read: {', '.join(formats())}, mxfp4, fp8 in blocks")
+    raise UserError(
+        f"checkpoints of quant_method {method!r} are not read", f"read: {', '.join(formats())}, mxfp4, fp8 in blocks"
+    )
