@@ -113,7 +113,7 @@ def _built(e: Experiment, device: torch.device, model: Transformer | None) -> Se
         dtype = DTYPES[e.dtype]
         if w.checkpoint:
             later = tuple(prefix for t in techniques for prefix in t.reads_itself(e))
-            model = load_packed(Path(w.checkpoint), dtype, device, later=later)
+            model = load_packed(Path(w.checkpoint), dtype, device, later=later, mapped=True)
         else:
             model = build(e.model, device, dtype, w.seed)
     model.requires_grad_(False)
@@ -164,7 +164,9 @@ def _free(run: ServeBuild) -> float:
     """Free bytes of the device's memory, or what the experiment allows the device if that is less."""
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*run.model.parameters(), *run.buffers)}
     device, limit = run.device, run.experiment.cluster.device.memory_bytes - sum(held.values())
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":
+        return min(torch.cuda.mem_get_info(device)[0], limit)
+    free = psutil.virtual_memory().available - run.model.mapped_bytes
     return min(free, limit)
 
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ridgeline.graph.graph import Graph
+    from ridgeline.runtime.build import Build
     from ridgeline.runtime.compress_build import CompressBuild
     from ridgeline.runtime.serve_build import ServeBuild
-    from ridgeline.runtime.train_build import Build, TrainBuild
+    from ridgeline.runtime.train_build import TrainBuild
     from ridgeline.spec.model import ModelSpec
     from ridgeline.spec.scheduling import Scheduling
 
@@ -101,7 +102,7 @@ class Card:
 class Technique(BaseModel):
     """Base class of all techniques. Subclass fields are the options, each with a docstring."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     card: ClassVar[Card]
     phase: ClassVar[Phase]

@@ -15,12 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ridgeline.nn.checkpoint.formats import Format, reader
 from ridgeline.nn.checkpoint.hf_names import NamePair, joined, links, spellings, stacked, whole_shape
 from ridgeline.nn.model.init import allocate, assign
 from ridgeline.nn.model.transformer import Transformer
+from ridgeline.nn.parallel.dtensor import is_dtensor
 from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.activation_quant import InputCode
 from ridgeline.nn.quant.packed import Stored
@@ -292,6 +292,12 @@ class Reader:
         """How the input of a parameter's (or one expert's) layer is quantized; None: it is not."""
         return self._files.input(self._links[ours][expert or 0])
 
+    def read_ahead(self) -> None:
+        """Have the system read the files, without waiting for it."""
+        for file in set(self._files.where.values()):
+            with file.open("rb") as f:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
     def span(self, ours: str, dtype: torch.dtype, expert: int | None = None) -> FileSpan | None:
         """Location of a parameter, or one expert's slice of it, if a file stores it exactly as used in ``dtype``; None
         if it must be converted or joined from several pieces."""
@@ -456,7 +462,7 @@ def _join(entry: Entry, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
     pieces = []
     for link in entry[2]:
         tensor: Tensor = parameters[link.ours].detach()
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             tensor = tensor.full_tensor()
         tensor = tensor if link.expert is None else tensor[link.expert]
         pieces.append(tensor.mT if link.transpose else tensor)

@@ -11,6 +11,8 @@ Shapes: T tokens of a step, H query heads, G key/value heads, D head dimension, 
 
 from __future__ import annotations
 
+import math
+import mmap
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,11 +30,19 @@ from ridgeline.nn.quant.quantized_kv import KINDS, At
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in pages that are allocated when they are first written, so that a large pool costs no time."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)
+
+
 class PlainStore:
     """Unquantized keys or values, [1, G, slots, D]."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = torch.zeros(shape, dtype=dtype, device=device)
+        self.rows = _zeros(shape, dtype, device)
 
     def write(self, at: At, x: Tensor) -> None:
         """Store ``x`` [1, G, T, D] in the slots ``at``."""

@@ -214,6 +214,8 @@ class Transformer(nn.Module):
         """Number of ranks over which the incoming hidden states (in a model without ``embed``) divide the sequence."""
         self.cache_of: CacheOf = plain_cache
         """Creates the cache of a layer's keys and values; a technique may replace it by a smaller format."""
+        self.mapped_bytes = 0
+        """Bytes of weights in mapped files, which the system counts as memory that is free."""
         self.tie()
 
     def tie(self) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+
+from ridgeline.nn.parallel.dtensor import is_dtensor
 
 # torch 2.13 renamed them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,13 +22,15 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 def local(t: Tensor) -> Tensor:
     """This rank's part of a parameter, divided or not. Differentiable: the gradient is divided in the same way."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if is_dtensor(t) else t
 
 
 def placed(part: Tensor, like: Tensor) -> Tensor:
     """A tensor of the shape of this rank's part of ``like``, divided in the same way."""
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return part
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -19,7 +19,7 @@ from ridgeline.techniques.registry import techniques_of
 from ridgeline.techniques.technique import Ask, Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
 
 _SHARES = ("weights_device", "weights_host", "cache_device", "cache_host")
 _RESERVE = 0.05

@@ -12,7 +12,8 @@ from ridgeline.techniques.registry import has, refuse
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build, TrainBuild
+    from ridgeline.runtime.build import Build
+    from ridgeline.runtime.train_build import TrainBuild
 
 COMPACT_BYTES = 5.0
 """Optimizer bytes per element with fp8 states: fp16 master, fp8 first moment, fp16 second moment."""

@@ -12,7 +12,7 @@ from ridgeline.spec.workload import Generate
 from ridgeline.techniques.technique import Card, Phase, Technique
 
 if TYPE_CHECKING:
-    from ridgeline.runtime.train_build import Build
+    from ridgeline.runtime.build import Build
     from ridgeline.spec.scheduling import Scheduling
 
 
