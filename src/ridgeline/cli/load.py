@@ -108,8 +108,8 @@ def load(
 
 
 def _side_by_side(
-    both: tuple[Endpoint, Endpoint], names: tuple[str, str], loads: list[Serve], rounds: int, prompts: Prompts, settings: Settings,
-    records: Path | None, report: Path | None, json: bool,
+    both: tuple[Endpoint, Endpoint], names: tuple[str, str], loads: list[Serve], rounds: int, prompts: Prompts,
+    settings: Settings, records: Path | None, report: Path | None, json: bool,
 ) -> None:  # fmt: skip
     from ridgeline.measure.load.run_load import label, write_records
     from ridgeline.measure.load.side_by_side import compared, measure_both
