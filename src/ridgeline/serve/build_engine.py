@@ -166,7 +166,7 @@ def _free(run: ServeBuild) -> float:
     device, limit = run.device, run.experiment.cluster.device.memory_bytes - sum(held.values())
     if device.type == "cuda":
         return min(torch.cuda.mem_get_info(device)[0], limit)
-    free = psutil.virtual_memory().available - run.model.mapped_bytes
+    free: float = psutil.virtual_memory().available - run.model.mapped_bytes
     return min(free, limit)
 
 
