@@ -9,6 +9,7 @@ from tests.nn.conftest import CONFIGS, randomize, spec_of
 
 from ridgeline.nn import build, load_checkpoint, load_into, save_checkpoint
 from ridgeline.nn.checkpoint import checkpoint as module
+from ridgeline.nn.quant.packed_model import PackedExperts, load_packed
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.model import ModelSpec
 
@@ -191,6 +192,18 @@ def test_gpt_oss_blocks_are_expanded(tmp_path):
         assert torch.equal(block.mlp.experts.gate_proj, both[..., ::2].mT)
         assert torch.equal(block.mlp.experts.up_proj, both[..., 1::2].mT)
         assert torch.equal(block.mlp.experts.down_proj, dense[f"model.layers.{layer}.mlp.experts.down_proj"].mT)
+    packed = load_packed(tmp_path)  # which computes from the codes
+    for layer, block in packed.layers.items():
+        held = block.mlp.experts
+        assert isinstance(held, PackedExperts)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            whole = getattr(loaded.layers[layer].mlp.experts, name).float()
+            for e, linear in enumerate(getattr(held, name)):
+                assert torch.equal(linear.dense(), whole[e])
+    ids = torch.randint(96, (2, 9), generator=rng)
+    with torch.no_grad():
+        want, got = loaded.float()(ids), packed.float()(ids)
+    assert torch.allclose(got, want, rtol=1e-3, atol=2e-3 * float(want.abs().max()))
 
 
 def test_fp8_blocks_are_expanded(tmp_path):

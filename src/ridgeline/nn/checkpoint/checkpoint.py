@@ -23,7 +23,7 @@ from ridgeline.nn.model.transformer import Transformer
 from ridgeline.nn.parallel.dtensor import is_dtensor
 from ridgeline.nn.quant import mxfp4
 from ridgeline.nn.quant.activation_quant import InputCode
-from ridgeline.nn.quant.packed import Stored
+from ridgeline.nn.quant.packed import Packed, Stored
 from ridgeline.spec.errors import UserError
 from ridgeline.spec.huggingface import to_hf_config
 from ridgeline.spec.model import ModelSpec
@@ -135,6 +135,19 @@ class _Files:
         modules = (name.removesuffix(".weight") for name in spellings(link.theirs))
         found = (self.format.read(module, self.tensor) for module in modules)
         return next((p for p in found if p is not None), None)
+
+    def blocks(self, link: NamePair, expert: int) -> Packed | None:
+        """One expert's part of a mixture's weights in MXFP4, as ``link`` maps them; None where they are not."""
+        name = self.find(link)
+        if name is None or name in self.where:
+            return None
+        codes, scales = (self._handle(self.where[f"{name}{end}"]).get_slice(f"{name}{end}")[expert]
+                         for end in (_BLOCKS, _SCALES))  # fmt: skip
+        if link.part is not None:  # of every group of rows, those of one of our projections
+            first, count, of, _, groups = link.part
+            codes, scales = (t.unflatten(0, (groups, of, -1))[:, first : first + count].flatten(0, 2)
+                             for t in (codes, scales))  # fmt: skip
+        return mxfp4.packed(codes, scales)
 
     def input(self, link: NamePair) -> InputCode | None:
         """How the input of the layer that ``link``'s weight belongs to is quantized."""
@@ -286,11 +299,15 @@ class Reader:
 
     def packed(self, ours: str, expert: int | None = None) -> Stored | None:
         """A parameter's (or one expert's) codes; None where it is stored densely."""
-        return self._files.packed(self._links[ours][expert or 0])
+        pieces = self._links[ours]
+        if expert is not None and len(pieces) == 1:  # all experts in one tensor
+            return self._files.blocks(pieces[0], expert)
+        return self._files.packed(pieces[expert or 0])
 
     def input(self, ours: str, expert: int | None = None) -> InputCode | None:
         """How the input of a parameter's (or one expert's) layer is quantized; None: it is not."""
-        return self._files.input(self._links[ours][expert or 0])
+        pieces = self._links[ours]
+        return self._files.input(pieces[0 if len(pieces) == 1 else expert or 0])
 
     def read_ahead(self) -> None:
         """Have the system read the files, without waiting for it."""
