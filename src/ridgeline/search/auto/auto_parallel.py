@@ -22,7 +22,7 @@ METHODS = ("alpa", *TRIALS)
 """Methods by name; ``alpa`` starts from the planner's presets."""
 POLISH = 200
 """Predictions for the last descent of method alpa."""
-BUDGET = 1000
+BUDGET = 2000
 """Predictions of the other methods."""
 
 Progress = Callable[[int, int], None]

@@ -17,7 +17,7 @@ from ridgeline.graph.schedule import in_flight
 from ridgeline.predict.common import rank_cluster
 from ridgeline.predict.step.in_step import InStepFactors, training_factors
 from ridgeline.predict.step.peak_memory import training_peak
-from ridgeline.predict.step.streams import seconds_of
+from ridgeline.predict.step.streams import in_direction, seconds_of
 from ridgeline.predict.step.training_step import update_ops
 from ridgeline.spec.device import Cluster
 from ridgeline.spec.experiment import Experiment
@@ -163,8 +163,7 @@ class _Rates:
         return PartCost(seconds, once, held, sum(s.bytes for k, s in b.saved.items() if mine(k)))
 
     def _seconds(self, ops: list[Op]) -> float:
-        compute = sum(seconds_of(o, self.cluster, self.factors) for o in ops if not o.axis)
-        sent = sum(seconds_of(o, self.cluster) for o in ops if o.axis and not o.behind)
+        compute, sent, _ = in_direction(ops, self.cluster, self.factors)
         return max(compute, len(ops) * self.factors.dispatch) + sent
 
     def _moved(self, ops: list[Op]) -> float:

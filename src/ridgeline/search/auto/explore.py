@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,9 +19,12 @@ from ridgeline.search.auto.points import Point, Simulator, sharder, splitter
 from ridgeline.search.space import Set, Slots, micro_batches, slots
 from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.sharding import IN_PARTS, STRATEGIES, Sharding, Strategy
+from ridgeline.techniques.registry import techniques_of
 
 TEMPERATURE = 0.05
 """A plan that is this share slower is accepted with probability 1/e."""
+CHAINS = 8
+"""Chains that share the budget, each from another random plan."""
 RESTART = 100
 """Proposals without a better plan after which a chain starts anew from the best."""
 
@@ -47,7 +50,7 @@ class SearchSpace:
         return slots(self.base, self.simulator.question.techniques(), self.settled, self.required)
 
     @cached_property
-    def groups(self) -> tuple[list[Set], list[Set], list[Set], list[Set], list[int | None]]:
+    def groups(self) -> tuple[Sequence[Set], Sequence[Set], Sequence[Set], Sequence[Set], Sequence[int | None]]:
         """Meshes, shapes, cuts into stages, placements, and micro-batch sizes."""
         s = self.slots
         mesh, shape, split = ([*s.combinations(g)] for g in ("mesh", "shape", "split"))
@@ -62,8 +65,6 @@ class SearchSpace:
 
     @cached_property
     def _fixed(self) -> Set:
-        from ridgeline.techniques.registry import techniques_of
-
         return tuple(techniques_of(self.simulator.question.fixed))
 
 
@@ -128,11 +129,9 @@ def _draw(space: SearchSpace, rng: random.Random) -> State:
     point = space.preset(chosen)
     if sharder(point.preset) and rng.random() < 0.5:
         layers = space.base.model.num_layers
-        plan = Sharding(
-            rng.choice(STRATEGIES), *zip(*(rng.choice(_PAIRS) for _ in range(layers)), strict=True),
-            rng.choice(STRATEGIES),
-        )  # fmt: skip
-        point = replace(point, sharding=plan)
+        pairs = [rng.choice(_PAIRS) for _ in range(layers)]
+        inner = tuple(a for a, _ in pairs), tuple(m for _, m in pairs)
+        point = replace(point, sharding=Sharding(rng.choice(STRATEGIES), *inner, rng.choice(STRATEGIES)))
     return State(chosen, point)
 
 
@@ -161,12 +160,20 @@ def _start(space: SearchSpace, rng: random.Random, tries: int = 2000) -> State:
 
 
 def flexflow(space: SearchSpace, budget: int, seed: int = 0) -> None:
-    """Metropolis-Hastings: a slower plan is accepted with probability exp(-relative slowdown / TEMPERATURE)."""
-    rng, simulator = random.Random(seed), space.simulator
+    """Metropolis-Hastings from several random plans: a slower one is accepted with probability exp(-relative slowdown /
+    TEMPERATURE)."""
+    rng = random.Random(seed)
+    for chain in range(CHAINS):
+        _chain(space, budget * (chain + 1) // CHAINS, rng)
+
+
+def _chain(space: SearchSpace, until: int, rng: random.Random) -> None:
+    """One chain, until so many plans are predicted in all (or proposals repeat)."""
+    simulator = space.simulator
     state = best = _start(space, rng)
     seconds = least = simulator.seconds(state.point)
     since = tries = 0
-    while simulator.calls < budget and tries < 20 * budget:
+    while simulator.calls < until and tries < 20 * until:
         tries += 1
         other = _proposal(state, space, rng)
         found = simulator.seconds(other.point)

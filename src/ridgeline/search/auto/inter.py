@@ -16,7 +16,8 @@ StageCost = Callable[[int, int, int], float]
 
 def step_seconds(times: list[float], micros: int) -> float:
     """Seconds of a step with 1F1B: equation 2 of the paper."""
-    return sum(times) + (micros - 1) * max(times)
+    slowest = max(times)
+    return sum(times) + (micros - 1) * slowest if math.isfinite(slowest) else math.inf
 
 
 def best_cut(stages: int, layers: int, micros: int, cost: StageCost, reach: int | None = None) -> list[int] | None:
