@@ -31,6 +31,12 @@ def plan(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Consider no techniques but these. Repeatable.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="Exclude this technique. Repeatable.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Search strategies of single operators and stages: alpa, flexflow, greedy or random (pretrain)."
+        ),
+    ] = None,
     fleet: Annotated[
         list[Path] | None,
         typer.Option(help="Fleet file whose pools without `replicas` are sized for the limits (serve). Repeatable."),
@@ -54,7 +60,14 @@ def plan(
     if fleet:
         from ridgeline.cli.fleet_plan import plan_fleets
 
-        others = {"--on": on != "local", "--with": with_, "--allow": allow, "--only": only, "--forbid": forbid}
+        others = {
+            "--method": method,
+            "--on": on != "local",
+            "--with": with_,
+            "--allow": allow,
+            "--only": only,
+            "--forbid": forbid,
+        }
         plan_fleets(fleet, model, task, given, goal or "cost", parse_slo(slo or []), others, out, json)
         return
     goal = goal or "throughput"
@@ -68,6 +81,11 @@ def plan(
         frozenset(allow or ()), frozenset(only or ()), frozenset(forbid or ()),
         free_batch=task == "generate" and "batch_size" not in fields, free_micro_batch="micro_batch_size" not in fields,
     )  # fmt: skip
+    if method:
+        from ridgeline.cli.plan_auto import plan_automatically
+
+        plan_automatically(question, method, out, workers, json)
+        return
     with console.StepBar(f"planning {e.model.name} on {cluster.label}", 0) as bar:
         answer = search(question, workers, lambda at, of: bar.progress.update(bar.task, completed=at, total=of))
     reasons, miss, ways = why_not(answer), None, []
