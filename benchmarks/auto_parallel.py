@@ -25,10 +25,11 @@ from typing import Any
 from ridgeline import catalog, experiments
 from ridgeline.measure.bench import bench
 from ridgeline.measure.environment import fingerprint, load_average
+from ridgeline.predict import predict
 from ridgeline.search import Question, search
 from ridgeline.search.auto.auto_parallel import auto_parallel
 from ridgeline.search.auto.explore import TRIALS
-from ridgeline.spec.device import Cluster, Link
+from ridgeline.spec.device import Cluster, Device, Link
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Pretrain
 
@@ -187,13 +188,15 @@ def alpa(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Predicted and measured seconds of a step of every plan on four processes."""
+    cluster = Cluster(device=shared_by_four(catalog.device("local")), devices_per_node=4)
     for name, plan in PLANS.items():
         w = {"kind": "pretrain", "seq_len": 256, "batch_size": 16, "micro_batch_size": 4, "steps": args.steps,
              "warmup_steps": 2}  # fmt: skip
         e = experiments.make(SMALL, "4xlocal", w, list(plan))
         load = load_average()
         start = time.perf_counter()
-        predicted, found = bench(e, 1, lambda *_: None)
+        predicted = predict(e.model_copy(update={"cluster": cluster}))
+        _, found = bench(e, 1, lambda *_: None)
         if found.status != "ok":
             print(f"{name}: {found.status}: {found.reason}", file=sys.stderr)
             continue
@@ -201,6 +204,18 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                      "predicted_s": predicted.metrics["step_time_s"].value,
                      "measured_s": found.metrics["step_time_s"].value,
                      "seconds": time.perf_counter() - start})  # fmt: skip
+
+
+def shared_by_four(device: Device) -> Device:
+    """The profile with rates for four processes where fewer were measured: two cores' time for twice as many."""
+    if "4" in device.ranks:
+        return device
+    half = {}
+    for kind, r in device.ranks["2"].items():
+        slower = {"latency": 2 * r.latency, "flop_rate": r.flop_rate / 2, "byte_rate": r.byte_rate / 2}
+        half[kind] = r.model_copy(update=slower)
+    latency = {**device.host_latency, "4": 2 * device.host_latency["2"]}
+    return device.model_copy(update={"ranks": {**device.ranks, "4": half}, "host_latency": latency})
 
 
 def _spearman(both: list[tuple[float, float]]) -> float:

@@ -37,6 +37,15 @@ def plan(
             help="Search strategies of single operators and stages: alpa, flexflow, greedy or random (pretrain)."
         ),
     ] = None,
+    running: Annotated[
+        Path | None,
+        typer.Option(help="Experiment file of a run whose cluster has changed to --on: plan the rest of it."),
+    ] = None,
+    lost: Annotated[
+        list[int] | None,
+        typer.Option(help="With --running: a rank whose device is gone (default: the last). Repeatable."),
+    ] = None,
+    steps_left: Annotated[int, typer.Option(min=1, help="With --running: steps that are left of the run.")] = 1000,
     fleet: Annotated[
         list[Path] | None,
         typer.Option(help="Fleet file whose pools without `replicas` are sized for the limits (serve). Repeatable."),
@@ -69,6 +78,11 @@ def plan(
             "--forbid": forbid,
         }
         plan_fleets(fleet, model, task, given, goal or "cost", parse_slo(slo or []), others, out, json)
+        return
+    if running:
+        from ridgeline.cli.plan_auto import plan_again
+
+        plan_again(running, on, lost or [], steps_left, method or "alpa", out, workers, json)
         return
     goal = goal or "throughput"
     cluster = catalog.cluster(on)

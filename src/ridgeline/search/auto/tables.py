@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ridgeline.report.files import write_atomic
 from ridgeline.report.table import Column, Table
 from ridgeline.report.units import NONE, metric, percent, size
 from ridgeline.search.auto.auto_parallel import AutoParallel
+from ridgeline.search.auto.replan import Replan
 from ridgeline.search.question import Question
 from ridgeline.techniques.registry import brief
 
@@ -21,6 +23,10 @@ _TITLES = {
 
 def tables(a: AutoParallel, q: Question) -> list[Table]:
     """The plan with its predicted step beside the best preset's, and the strategies of every stage."""
+    return _tables(a, f"{q.model.name} on {q.cluster.label}")
+
+
+def _tables(a: AutoParallel, title: str) -> list[Table]:
     m = a.quick.metrics
     plans = [
         [
@@ -47,7 +53,7 @@ def tables(a: AutoParallel, q: Question) -> list[Table]:
             ]
         )
     first = Table(
-        f"{q.model.name} on {q.cluster.label}",
+        title,
         [Column("", align="left"), Column("Plan", align="left"), Column("Micro-batches"),
          Column("Throughput", "tokens_per_s"), Column("Step", "step_time_s"), Column("Memory", "peak_bytes"),
          Column("Of it")],
@@ -60,6 +66,33 @@ def tables(a: AutoParallel, q: Question) -> list[Table]:
     second = Table("Stages and strategies", [Column(_TITLES[k], align="left") for k in rows[0]],
                    [[str(v) if v != "" else NONE for v in row.values()] for row in rows])  # fmt: skip
     return [first, second]
+
+
+def replan_tables(r: Replan) -> list[Table]:
+    """The new plan and its stages, with what the move takes and when it pays."""
+    e = r.found.experiment
+    found = _tables(r.found, f"{e.model.name}, the rest of its run on {e.cluster.label}")
+    stays = f"the running plan cannot stay: {r.why}" if r.stays is None else (
+        f"the running plan would take {metric(r.stays, 's')} a step there"
+    )  # fmt: skip
+    pays = "never" if r.pays_after is None else f"after {r.pays_after} steps"
+    found[0].notes += [
+        stays,
+        f"{size(r.move.total)} of parameters and optimizer states move, {size(r.move.received)} to the rank that lacks"
+        f" most, {size(r.move.read)} of all from a checkpoint: about {metric(r.move.seconds, 's')}",
+        f"with {r.steps_left} steps left, {'change' if r.pays else 'do not change'} (it pays {pays})",
+    ]  # fmt: skip
+    return found
+
+
+def replan_dict(r: Replan) -> dict[str, Any]:
+    """The ``--json`` document of a plan for the rest of a run."""
+    a = r.found
+    return {
+        "plan": a.experiment.plan.strings(), "on": a.experiment.cluster.label, "metrics": a.quick.metrics,
+        "stages": a.stages(), "stays_s": r.stays, "why_not_stay": r.why, "move": asdict(r.move),
+        "pays": r.pays, "pays_after_steps": r.pays_after, "steps_left": r.steps_left, "toml": to_toml(a.experiment),
+    }  # fmt: skip
 
 
 def _effort(a: AutoParallel) -> str:
