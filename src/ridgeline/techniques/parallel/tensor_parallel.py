@@ -114,8 +114,8 @@ class TensorParallel(Technique):
             and m.head == "lm"
             and m.final_norm
         )
-        self.needs(plain, f"sharding is for decoders with sequential layers, plain attention, a final norm and a head; {m.name} is not"
-                   " one", fix)  # fmt: skip
+        self.needs(plain, f"sharding is for decoders with sequential layers, plain attention, a final norm and a head;"
+                   f" {m.name} is not one", fix)  # fmt: skip
         self.needs(not self.overlap, "sharding and overlap exclude each other", fix)
         torn = plan.torn()
         self.needs(torn is None, f"attention and mlp of layer {torn} need the residual stream in different forms",
