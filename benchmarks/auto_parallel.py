@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ridgeline import catalog, experiments
-from ridgeline.measure.bench import bench
 from ridgeline.measure.environment import fingerprint, load_average
 from ridgeline.predict import predict
 from ridgeline.search import Question, search
 from ridgeline.search.auto.auto_parallel import auto_parallel
 from ridgeline.search.auto.explore import TRIALS
 from ridgeline.spec.device import Cluster, Device, Link
+from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Pretrain
 
@@ -44,7 +46,8 @@ TOO_LARGE = {
 """Pairs of which no preset fits."""
 SEQUENCES = 8
 """Of a step, per device."""
-TRIAL_BUDGET = 1000
+TRIAL_BUDGET = 500
+LEAST_CORRELATION = 0.9
 
 GPT_SIZES = {  # hidden size, layers, heads; alpa-projects/alpa, benchmark/alpa
     8: ("2.6B", 2560, 32, 32), 16: ("6.7B", 4096, 32, 32), 32: ("15B", 5120, 48, 40), 64: ("39B", 8192, 48, 64),
@@ -61,6 +64,8 @@ LATER = frozenset({"flash_attention", "fp8"})
 
 SMALL = ModelSpec(name="eight-layers", family="llama", vocab_size=2000, hidden_size=256, num_layers=8, num_heads=8,
                   num_kv_heads=8, head_dim=32, intermediate_size=1024, max_positions=256)  # fmt: skip
+RANKS = 4
+WORKLOAD = {"kind": "pretrain", "seq_len": 64, "batch_size": 16, "micro_batch_size": 4, "steps": 100, "warmup_steps": 2}
 _EVERY = "tensor_parallel:degree={0},sharding=embed={1}+attention={1}+mlp={1}+head={1}"
 PLANS: dict[str, tuple[str, ...]] = {
     "data 4": ("data_parallel",),
@@ -83,23 +88,26 @@ PLANS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    """Run one part."""
+    """Run one part; what is done so far is written after every row."""
     args = _arguments()
-    rows = list({"pairs": pairs, "alpa": alpa, "measured": measured}[args.part](args))
-    report: dict[str, Any] = {"part": args.part, "rows": rows, "environment": fingerprint()}
-    failed = False
-    if args.part == "pairs":
-        gains = [r["gain"] for r in rows]
-        report |= {"pairs": len(rows), "median_gain": statistics.median(gains), "least_gain": min(gains),
-                   "most_gain": max(gains), "most_seconds": max(r["seconds"] for r in rows)}  # fmt: skip
-        failed = min(gains) < 1
-    if args.part == "measured":
-        report |= {"rank_correlation": _spearman([(r["predicted_s"], r["measured_s"]) for r in rows])}
-        failed = report["rank_correlation"] < 0.9
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {}
+    for row in {"pairs": pairs, "alpa": alpa, "measured": measured}[args.part](args):
+        rows.append(row)
+        report = {"part": args.part, **_summary(args.part, rows), "rows": rows, "environment": fingerprint()}
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in report.items() if k not in ("rows", "environment")}))
-    return int(failed)
+    return int(report.get("least_gain", 1.0) < 1 or report.get("rank_correlation", 1.0) < LEAST_CORRELATION)
+
+
+def _summary(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    if part == "measured":
+        return {"rank_correlation": _spearman([(r["predicted_s"], r["measured_s"]) for r in rows])}
+    gains = [r["gain"] for r in rows if r.get("gain")]
+    seconds = [r["seconds"] for r in rows if "seconds" in r]
+    return {"pairs": len(rows), "median_gain": statistics.median(gains), "least_gain": min(gains),
+            "most_gain": max(gains), "most_seconds": max(seconds)} if gains else {}  # fmt: skip
 
 
 def pairs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -187,23 +195,57 @@ def alpa(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Predicted and measured seconds of a step of every plan on four processes."""
-    cluster = Cluster(device=shared_by_four(catalog.device("local")), devices_per_node=4)
-    for name, plan in PLANS.items():
-        w = {"kind": "pretrain", "seq_len": 256, "batch_size": 16, "micro_batch_size": 4, "steps": args.steps,
-             "warmup_steps": 2}  # fmt: skip
-        e = experiments.make(SMALL, "4xlocal", w, list(plan))
-        load = load_average()
-        start = time.perf_counter()
+    """Predicted and measured seconds of a step of every plan on four processes.
+
+    All plans are trained by the same processes, one step of each in turn, so that whatever else the machine does
+    slows all of them.
+    """
+    cluster = Cluster(device=shared_by_four(catalog.device("local")), devices_per_node=RANKS)
+    made = {name: experiments.make(SMALL, f"{RANKS}xlocal", WORKLOAD, list(plan)) for name, plan in PLANS.items()}
+    load = load_average()
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        meet = f"file://{folder}/meet"
+        ranks = [
+            context.Process(target=train_in_turn, args=(r, meet, made, args.rounds, answers)) for r in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        times: dict[str, list[float]] = answers.get()
+        for process in ranks:
+            process.join()
+    for name, e in made.items():
         predicted = predict(e.model_copy(update={"cluster": cluster}))
-        _, found = bench(e, 1, lambda *_: None)
-        if found.status != "ok":
-            print(f"{name}: {found.status}: {found.reason}", file=sys.stderr)
-            continue
-        yield _said({"plan": name, "calls": e.plan.strings(), "load_before": load,
-                     "predicted_s": predicted.metrics["step_time_s"].value,
-                     "measured_s": found.metrics["step_time_s"].value,
-                     "seconds": time.perf_counter() - start})  # fmt: skip
+        yield _said({"plan": name, "calls": e.plan.strings(), "predicted_s": predicted.metrics["step_time_s"].value,
+                     "measured_s": statistics.median(times[name]), "steps_s": times[name],
+                     "load_before": load, "load_after": load_average()})  # fmt: skip
+
+
+def train_in_turn(rank: int, meet: str, made: dict[str, Experiment], rounds: int, answers: Any) -> None:
+    """One rank: a trainer for every plan, and steps of each in turn, forth and back."""
+    import torch
+    import torch.distributed as dist
+
+    from ridgeline.train.trainer import Trainer
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS)
+    trainers = {name: Trainer(e, torch.device("cpu"), rank, RANKS) for name, e in made.items()}
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for at in range(rounds + 1):
+        for name in list(trainers)[:: 1 if at % 2 else -1]:
+            dist.barrier()
+            start = time.perf_counter()
+            trainers[name].step()
+            dist.barrier()
+            if at:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+        if rank == 0:
+            print(f"round {at} of {rounds}", file=sys.stderr, flush=True)
+    if rank == 0:
+        answers.put(times)
+    dist.destroy_process_group()
 
 
 def shared_by_four(device: Device) -> Device:
@@ -221,7 +263,7 @@ def shared_by_four(device: Device) -> Device:
 def _spearman(both: list[tuple[float, float]]) -> float:
     from scipy.stats import spearmanr
 
-    return float(spearmanr(*zip(*both, strict=True)).statistic)
+    return float(spearmanr(*zip(*both, strict=True)).statistic) if len(both) > 2 else 1.0
 
 
 def _said(row: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +278,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("part", choices=("pairs", "alpa", "measured"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 

@@ -82,6 +82,8 @@ def test_batch_is_predicted_as_data_parallelism_and_whole_as_one_process():
     e = experiment("", model=DEEP, batch_size=4, micro_batch_size=1)
     half = totals(rewritten(training_graph(e), e, []))
     batch = totals(graph_of(sharded(*everywhere("batch"))))
+    assert batch.pop("sent") == 4.0  # the ranks' losses
+    assert half.pop("sent") == 0.0
     assert batch == pytest.approx(half, rel=1e-12)
     e = experiment("", model=DEEP, batch_size=8, micro_batch_size=2)
     assert totals(graph_of(sharded(*everywhere("whole")))) == pytest.approx(

@@ -96,6 +96,9 @@ class OperatorSharding:
         if strategy == "batch":
             rows = self.rows[place] if mlp is None else _of(self.rows[place], mlp)
             b.forward, b.backward, b.saved = [*rows.forward], [*rows.backward], {**rows.saved}
+            if b.is_head:  # the sum of the ranks' losses
+                b.forward.append(Op("loss.reduce", "communication", "all_reduce", bytes=4.0, link_bytes=4.0,
+                                    ranks=self.t, axis="tp"))  # fmt: skip
         elif strategy in DIVIDED:
             divide_block(b, self.e.model, self.t, self.stream, self.g.tokens)
             if strategy == "scatter":
