@@ -35,7 +35,7 @@ from ridgeline.spec.experiment import Experiment
 from ridgeline.spec.model import ModelSpec
 from ridgeline.spec.workload import Pretrain
 
-MODELS = ("gpt2-xl", "gpt3-2.7b", "llama2-7b", "llama2-13b", "llama2-70b", "mixtral-8x7b", "gpt3-175b")
+MODELS = ("gpt2-xl", "gpt3-2.7b", "llama2-7b", "llama2-13b", "llama2-70b", "mixtral-8x7b", "gpt3-175b", "opt-1.3b")
 CLUSTERS = ("4xrtx4090", "8xrtx3090", "8xa100-80g-sxm", "2x8xv100-32g-sxm", "8x8xa100-80g-sxm", "4x8xh100-sxm")
 TOO_LARGE = {
     ("llama2-70b", "4xrtx4090"), ("llama2-70b", "8xrtx3090"), ("llama2-70b", "8xa100-80g-sxm"),
@@ -112,7 +112,7 @@ def _summary(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def pairs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row for every pair of a model and a cluster."""
-    for name in MODELS:
+    for name in args.models:
         for on in CLUSTERS:
             if (name, on) in TOO_LARGE:
                 continue
@@ -277,6 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("pairs", "alpa", "measured"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="pairs: with these models only")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()

@@ -37,7 +37,8 @@ PARALLEL = frozenset({"tensor_parallel", "pipeline", "data_parallel"})
 
 def question(on="4xrtx4090", model=SMALL, only=PARALLEL, **workload):
     fields = {"seq_len": 512, "batch_size": 16, **workload}
-    return Question(model, catalog.cluster(on), Pretrain(**fields), only=only)
+    free = "micro_batch_size" not in workload
+    return Question(model, catalog.cluster(on), Pretrain(**fields), only=only, free_micro_batch=free)
 
 
 # ---- the two programs -----------------------------------------------------------------------------------------------
@@ -163,6 +164,12 @@ def test_the_found_plan_is_no_slower_than_the_presets_and_fits():
     check(found.experiment)
     again = quick(found.experiment, techniques_of(found.experiment.plan))
     assert again.metrics["step_time_s"] == found.step
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_micro_batch_that_is_given_stays(method):
+    found = auto_parallel(question(batch_size=8, micro_batch_size=2), method, workers=1, budget=40)
+    assert found.experiment.micro_batch_size == 2
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,8 +3,8 @@ descent and random sampling. All judge a plan by the same simulator: the predict
 
 FlexFlow's space has four dimensions, SOAP: samples, operators, attributes and parameters. Here a plan divides samples
 (data parallelism, micro-batches, strategy batch), operators (pipeline stages), attributes (positions of the sequence)
-and parameters (strategies reduce and scatter, ZeRO, experts). What two plans share is timed once, as its delta
-simulation does: operators remember their seconds, and blocks of the same layers are the same operators.
+and parameters (strategies reduce and scatter, ZeRO, experts). A proposal that leaves the operators as they are is
+predicted from the graph that is known, whose operators remember their seconds: what FlexFlow's delta simulation is for.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class SearchSpace:
         """Meshes, shapes, cuts into stages, placements, and micro-batch sizes."""
         s = self.slots
         mesh, shape, split = ([*s.combinations(g)] for g in ("mesh", "shape", "split"))
-        return mesh, shape, split, [*s.placements], micro_batches(self.base, 1, True)
+        micros = micro_batches(self.base, 1, self.simulator.question.free_micro_batch)
+        return mesh, shape, split, [*s.placements], micros
 
     def preset(self, chosen: tuple[int, ...]) -> Point:
         """The preset of one index into each of ``groups``."""

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ridgeline.graph import Graph
 from ridgeline.graph.graph import even
-from ridgeline.predict.quick import Quick, quick
+from ridgeline.predict.quick import Quick, prepare, quick, split
 from ridgeline.search.question import Question
 from ridgeline.search.space import Set, candidate, refusal, splits_batch
 from ridgeline.spec.errors import UserError
@@ -46,6 +47,10 @@ def sharder(techniques: Set | list[Technique]) -> Technique | None:
 def splitter(techniques: Set | list[Technique]) -> Technique | None:
     """The technique that cuts the model into stages."""
     return next((t for t in techniques if t.phase == "split" and "layers" in type(t).model_fields), None)
+
+
+_CORES = 256
+"""Graphs that a simulator keeps."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Simulator:
     watch: Callable[[int], None] = lambda calls: None
     """Called with ``calls`` after every prediction."""
     _known: dict[tuple[object, ...], tuple[float, bool]] = field(default_factory=dict)
+    _cores: dict[tuple[object, ...], Graph] = field(default_factory=dict)
 
     @property
     def base(self) -> Experiment:
@@ -121,7 +127,7 @@ class Simulator:
         # Gradients are reduced exactly where there are several data-parallel ranks.
         if not divides or splits_batch(tuple(techniques)) != (e.gradient_ranks > 1) or refusal((e, techniques)):
             return math.inf, False
-        found = quick(e, techniques, always=True)
+        found = quick(e, techniques, always=True, prepared=self._prepared(point, e, techniques))
         self.calls += 1
         self.watch(self.calls)
         seconds = found.metrics["step_time_s"]
@@ -130,6 +136,16 @@ class Simulator:
         if self.best is None or seconds < self.best[1].metrics["step_time_s"]:
             self.best = point, found
         return seconds, True
+
+    def _prepared(self, point: Point, e: Experiment, techniques: list[Technique]) -> Graph:
+        """The graph before states are placed. What plans with the same operators share is built and timed once."""
+        operators = tuple(t for t in point.techniques() if t.phase not in ("split", "shard"))
+        key = (operators, point.micro)
+        if key not in self._cores:
+            if len(self._cores) >= _CORES:
+                self._cores.clear()
+            self._cores[key] = prepare(*candidate(self.base, operators, point.micro))
+        return split(self._cores[key], e, techniques)
 
 
 def point_of(e: Experiment) -> Point:
