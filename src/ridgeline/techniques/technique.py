@@ -115,7 +115,8 @@ class Technique(BaseModel):
         """A list option may be written with a single value, ``targets=q_proj``, or none, ``targets=``."""
         if not isinstance(values, dict):
             return values
-        lists = {k for k, f in cls.model_fields.items() if get_origin(f.annotation) in (tuple, list)}
+        kinds = {k: (f.annotation, *get_args(f.annotation)) for k, f in cls.model_fields.items()}
+        lists = {k for k, either in kinds.items() if any(get_origin(a) in (tuple, list) for a in either)}
         one = {k: v for k, v in values.items() if k in lists and isinstance(v, (str, int, float))}
         return {**values, **{k: () if v == "" else (v,) for k, v in one.items()}}
 

@@ -109,7 +109,7 @@ def _fuse(b: Block, groups: int, batch: int, causal: bool, kernel: str) -> None:
         if any(o.name == f"{prefix}.absorb" for o in b.forward):
             groups, kernel = each, LATENT
         shape = (batch, each, max(1, each // groups), q_len, kv_len, dim)
-        masked = causal and prefix == "attention" and b.name == "layers"
+        masked = causal and prefix == "attention" and b.name.startswith("layers")
         fused = Op(f"{prefix}.flash", "attention", "attention", flops=flops, bytes=elements * width,
                    dtype=scores.dtype, shape=shape, causal=masked, kernel=kernel)  # fmt: skip
         b.forward = _replace(b.forward, old, fused)
