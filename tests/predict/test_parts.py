@@ -3,7 +3,8 @@
 import pytest
 
 from ridgeline import catalog, experiments
-from ridgeline.graph import Block, Graph, Op, Param, Saved
+from ridgeline.graph import Block, Graph, Op, Param, Saved, optimizer_ops, training_graph
+from ridgeline.predict.common import rewritten
 from ridgeline.predict.operators.collective_time import collective_time, path
 from ridgeline.predict.operators.kernel import op_time, roof_seconds
 from ridgeline.predict.predict import predict
@@ -11,6 +12,7 @@ from ridgeline.predict.step.peak_memory import training_peak
 from ridgeline.predict.step.streams import simulate
 from ridgeline.spec.device import Cluster, Device, Link, Rate
 from ridgeline.spec.efficiency import CollectiveConstants, Efficiency
+from ridgeline.techniques.registry import check
 
 GIGA = 1e9
 
@@ -220,3 +222,16 @@ def test_free_and_priceless_links(plan):
     step, compute, sent = on_links(1e6, plan)
     assert sent < step < sent + compute
     assert step == pytest.approx(sent, rel=1e-3)
+
+
+def test_a_stage_updates_its_own_parameters():
+    """An average rank of four stages moves a quarter of what one rank alone does."""
+
+    def moved(cluster, *plan):
+        e = experiments.make("llama-mini", cluster, {"kind": "pretrain", "seq_len": 64, "batch_size": 8}, list(plan))
+        g = rewritten(training_graph(e), e, check(e))
+        return {op.name: op.bytes for op in optimizer_ops(g)}
+
+    whole, part = moved("a100"), moved("4xa100", "pipeline:degree=4")
+    assert whole
+    assert part == {name: pytest.approx(size / 4) for name, size in whole.items()}

@@ -221,11 +221,12 @@ def optimizer_ops(g: Graph, optimizer: str = "adamw", clip: bool = True) -> list
 
     Bytes per element of AdamW: read parameter, gradient, two moments; write parameter and moments (7 × 4).
     """
-    elements = sum(p.numel / max(p.grad_shards, p.state_shards) * n for p, n in g.params if p.trainable)
+    stages = g.stages  # of which an average rank holds one's parameters
+    elements = sum(p.numel / max(p.grad_shards, p.state_shards) * n / stages for p, n in g.params if p.trainable)
     if not elements:
         return []
     name, moved = g.optimizer or (optimizer, 28.0 if optimizer == "adamw" else 12.0)
-    tensors = sum(n for p, n in g.params if p.trainable)
+    tensors = round(sum(n for p, n in g.params if p.trainable) / stages)
     ops = [Op(name, "optimizer", "optimizer", "update", 0, elements * moved, "fp32", shape=(tensors,))]
     if clip and g.clips:
         ops.insert(0, Op("clip", "optimizer", "clip", "update", 0, elements * 4 * 3, "fp32", shape=(tensors,)))
