@@ -154,6 +154,14 @@ class ChatCompletion(Sampled):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """Let the output continue the last message instead of beginning another one."""
+    add_special_tokens: bool = False
+    """Put the tokenizer's special tokens around the prompt, which templates write themselves."""
+    echo: bool = False
+    """Begin the answer with the last message's text, where that is the assistant's."""
+    include_reasoning: bool = True
+    """False: leave the reasoning out of the answer."""
+    documents: Annotated[list[dict[str, str]], Field(max_length=1024)] | None = None
+    """A variable of the chat template, for models that answer from texts."""
     reasoning_effort: Annotated[str, StringConstraints(min_length=1, max_length=32)] | None = None
     """A variable of the chat template: without effect where the template does not read it."""
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
@@ -208,7 +216,9 @@ class ChatCompletion(Sampled):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template. Raises :class:`Invalid` for those that it has from elsewhere."""
-        given = _variables(self.chat_template_kwargs, self.tools)
+        given = template_variables(self.chat_template_kwargs, self.tools)
+        if self.documents is not None:
+            given["documents"] = self.documents
         return given if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort, **given}
 
     def logprob_count(self) -> int | None:
@@ -234,7 +244,8 @@ class Tokenize(Body):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """By default those of the tokenizer go around a text, and not around a conversation."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few)] | None = None
@@ -245,10 +256,10 @@ class Tokenize(Body):
     @property
     def variables(self) -> dict[str, Any]:
         """As :attr:`ChatCompletion.variables`."""
-        return _variables(self.chat_template_kwargs, self.tools)
+        return template_variables(self.chat_template_kwargs, self.tools)
 
 
-def _variables(given: dict[str, Any] | None, tools: list[Tool] | None) -> dict[str, Any]:
+def template_variables(given: dict[str, Any] | None, tools: list[Tool] | None) -> dict[str, Any]:
     """Variables of the chat template, the functions among them."""
     given = dict(given or {})
     if taken := sorted({"messages", "add_generation_prompt", "tools"} & set(given)):

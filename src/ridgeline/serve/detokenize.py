@@ -63,6 +63,22 @@ class Vocabulary:
         # Of a batch of one: unlike ``Tokenizer.encode`` it lets other threads run meanwhile.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
+    def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Token ids of two texts as one prompt, and the kind of each; no more than ``most`` of them, cut from the end
+        of whichever text is the longer."""
+        a, b = self.tokenizer.encode_batch([first, second], add_special_tokens=False)
+        if most is not None:
+            room = max(0, most - self.tokenizer.num_special_tokens_to_add(True))
+            over = max(0, len(a) + len(b) - room)
+            even = min(over, abs(len(a) - len(b)))  # the longer one first, then both in turn
+            left = [len(a), len(b)]
+            left[len(b) > len(a)] -= even
+            left = [left[0] - (over - even) // 2, left[1] - (over - even + 1) // 2]
+            a.truncate(max(0, left[0]))
+            b.truncate(max(0, left[1]))
+        whole = self.tokenizer.post_process(a, b)
+        return list(whole.ids), list(whole.type_ids)
+
     def decode(self, tokens: Iterable[int], skip_special: bool = True) -> str:
         """The text of whole ``tokens``."""
         skipped = self.special if skip_special else frozenset()

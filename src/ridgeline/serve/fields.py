@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,7 +28,7 @@ from ridgeline.serve.request import TOO_LONG, Invalid
 
 MAX_PROMPTS, MAX_INPUTS = 256, 2048
 """Largest number of prompts in one body, and of inputs that are read only."""
-MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 16384, 1024, 256
+MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS, MAX_LOGPROB_IDS = 16384, 1024, 256, 128
 """Limits on options that are evaluated for every token."""
 UNKNOWN = "unknown_field"
 
@@ -37,6 +37,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=0)]
 """A constraint makes pydantic look inside: half a surrogate pair, which JSON can spell, is no text."""
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Side = Literal["left", "right"]
 Salt = StopText
 """Prompts share cached blocks only with those of the same salt (and the same API key)."""
 
@@ -95,10 +96,9 @@ def biases(value: Any) -> Any:
         if len(value) > MAX_BIASES:
             what = "holds {count} biases, of {most} at most"
             raise PydanticCustomError("too_many", what, {"count": len(value), "most": MAX_BIASES})
-        bad = next((name for name in value if not re.fullmatch("[0-9]{1,9}", name)), None)
-        if bad is not None:
-            what = "{name} is no token id: it must match the pattern [0-9]{{1,9}}"
-            raise PydanticCustomError("token", what, {"name": repr(bad[:100])})
+        if bad := [name for name in value if not re.fullmatch("[0-9]{1,9}", name)]:
+            names = ", ".join(repr(name[:100]) for name in bad[:8])
+            raise PydanticCustomError("token", "holds keys that are no token ids: {names}", {"names": names})
     return value
 
 

@@ -15,18 +15,13 @@ from ridgeline.serve.engine import Engine
 from ridgeline.serve.engine_loop import EngineLoop, OutputStream
 from ridgeline.serve.fields import Body
 from ridgeline.serve.http import ClientDisconnected, EventStream, Json, bearer, refusal, unless_gone
-from ridgeline.serve.openai import (
-    Classification,
-    Completion,
-    Detokenize,
-    EmbeddingRequest,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from ridgeline.serve.openai import Completion, Detokenize, LoadAdapter, UnloadAdapter
+from ridgeline.serve.pooled_bodies import Classification, EmbeddingRequest, PoolingRequest
+from ridgeline.serve.reading import Reading
 from ridgeline.serve.request import Invalid
 from ridgeline.serve.response_bodies import ResponseRequest
 from ridgeline.serve.responses import Responses
-from ridgeline.serve.scoring import PoolingRequest, RerankRequest, ScoreRequest
+from ridgeline.serve.scoring import RerankRequest, ScoreRequest
 from ridgeline.serve.service import PreparedRequest, Service
 from ridgeline.serve.transfer.secret import HEADER
 
@@ -96,14 +91,14 @@ async def answer(
 
 async def read(
     loop: EngineLoop, request: Request, prepare: Callable[[T, bytes], PreparedRequest], body: T,
-    write: Callable[[PreparedRequest, list[list[float]]], Any],
+    write: Callable[[PreparedRequest, list[list[float]]], Response],
 ) -> Response:  # fmt: skip
     """Prepare off the event loop, pool all prompts, respond; aborted when the client disconnects."""
 
     async def work() -> Response:
         prepared = await asyncio.to_thread(prepare, body, bearer(request.scope))
         found = await loop.vectors(prepared.jobs)
-        return Json(await asyncio.to_thread(write, prepared, found))
+        return await asyncio.to_thread(write, prepared, found)
 
     try:
         return await unless_gone(request.receive, work())
@@ -133,37 +128,37 @@ def generation_routes(app: FastAPI, service: Service) -> None:
 
 def pooling_routes(app: FastAPI, service: Service) -> None:
     """Embeddings, classes, and how similar texts are."""
-    loop = service.loop
+    loop, reading = service.loop, Reading(service)
 
     @app.post("/v1/embeddings", responses=_REFUSALS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts."""
-        return await read(loop, request, service.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
+        return await read(loop, request, reading.embedding, body, lambda a, v: pooled_replies.embeddings(a, v, body))
 
     @app.post("/classify", responses=_REFUSALS)
     async def classify(body: Classification, request: Request) -> Response:
         """Classes of texts, of a model for sequence classification."""
         return await read(
-            loop, request, service.classification, body, lambda a, v: pooled_replies.classes(a, v, body, service)
+            loop, request, reading.classification, body, lambda a, v: pooled_replies.classes(a, v, body, service)
         )
 
     @app.post("/pooling", responses=_REFUSALS)
     async def pooling(body: PoolingRequest, request: Request) -> Response:
         """Embeddings, or probabilities of classes."""
-        return await read(loop, request, service.pooled, body, lambda a, v: pooled_replies.pooled(a, v, body, service))
+        return await read(loop, request, reading.pooled, body, lambda a, v: pooled_replies.pooled(a, v, body, service))
 
     @app.post("/score", responses=_REFUSALS)
     @app.post("/v1/score", responses=_REFUSALS)
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Similarity of pairs of texts."""
-        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.scores(a, v, body))
+        return await read(loop, request, reading.scored, body, lambda a, v: pooled_replies.scores(a, v, body, service))
 
     @app.post("/rerank", responses=_REFUSALS)
     @app.post("/v1/rerank", responses=_REFUSALS)
     @app.post("/v2/rerank", responses=_REFUSALS)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents by their similarity to a query."""
-        return await read(loop, request, service.scored, body, lambda a, v: pooled_replies.ranks(a, v, body))
+        return await read(loop, request, reading.scored, body, lambda a, v: pooled_replies.ranks(a, v, body, service))
 
 
 def response_routes(app: FastAPI, service: Service) -> None:
