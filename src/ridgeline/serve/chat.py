@@ -35,7 +35,8 @@ def _object(value: str) -> str:
 Arguments = Annotated[Text, AfterValidator(_object)]
 
 
-def _flat(value: dict[str, Any]) -> dict[str, Any]:
+def flat(value: dict[str, Any]) -> dict[str, Any]:
+    """A schema that is not nested too deeply."""
     if depth(value) > MAX_DEPTH:
         what = "holds a schema that is nested more than {most} deep"
         raise PydanticCustomError("deep", what, {"most": MAX_DEPTH})
@@ -47,7 +48,7 @@ class Function(Body):
 
     name: FunctionName
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(flat)] | None = None
     """A JSON schema; none: it takes no arguments."""
     strict: bool | None = None
     """Arguments of required and named calls always fit the schema; without effect on calls of the model's own."""
@@ -200,6 +201,8 @@ class ChatCompletion(Sampled):
             raise Invalid(found[0][2], what, 'leave it out, or set tool_choice to "none" or "required"')
         if choice in ("none", "auto"):
             return found
+        if self.response_format is not None:  # says how an answer in text is written, and there is none
+            found = [form for form in found if form[2] != "response_format"]
         schemas = {f"f{i}": _moved(_arguments(tool.function), f"#/$defs/f{i}") for i, tool in enumerate(tools)}
         if choice.startswith(":"):
             at = next(i for i, tool in enumerate(tools) if tool.function.name == choice[1:])

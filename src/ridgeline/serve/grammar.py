@@ -125,11 +125,14 @@ def _written(matcher: Any, kind: Kind, source: Any, param: str) -> str:
             return str(matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": SPACE}))
         if kind == "choice":
             return str(matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in source)))
-        return str(matcher.grammar_from_regex(source) if kind == "regex" else matcher.grammar_from_lark(source))
+        if kind == "regex":
+            return str(matcher.grammar_from_regex(source))
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        return str(matcher.grammar_from_lark(any_to_lark(source)))  # of llama.cpp's GBNF, or Lark's already
     except ValueError as e:
-        raise Invalid(
-            param, f"cannot be read: {e}", "write a JSON schema, a regular expression or a Lark grammar"
-        ) from e
+        fix = "write a JSON schema, a regular expression, or a grammar in GBNF or Lark's form"
+        raise Invalid(param, f"cannot be read: {e}", fix) from e
 
 
 def depth(value: Any) -> int:

@@ -60,8 +60,8 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of: a JSON schema (also as text), any JSON object, a regular expression, a list of choices, a Lark
-    grammar."""
+    """One of: a JSON schema (also as text), any JSON object, a regular expression, a list of choices, a grammar in GBNF
+    or Lark's form."""
 
     json_object: bool | None = None
     json_: Annotated[dict[str, Any] | bool | None, BeforeValidator(parsed)] = Field(default=None, alias="json")

@@ -50,6 +50,8 @@ class Reading:
         """The jobs of the texts that are compared: the first ones of all pairs, then the second ones; or of the pairs,
         where the model is a cross-encoder. Raises :class:`Invalid`."""
         first, second = body.texts()
+        if isinstance(body, RerankRequest) and body.max_tokens_per_doc:
+            second = [self._beginning(text, body.max_tokens_per_doc) for text in second]
         if self.service.labels is not None:
             return self._read("score", body, self._pairs(body, first, second), salt_of(key, None), True)
         prompts = [
@@ -78,6 +80,12 @@ class Reading:
             service.fits(tokens, body.names[1])
             found.append(Prompt(tokens, kinds))
         return found
+
+    def _beginning(self, text: str, most: int) -> str:
+        """The first ``most`` tokens of a text. Raises :class:`Invalid`."""
+        self.service.short(text, "documents")
+        tokens = self.service.vocabulary.encode(text, special=False)
+        return text if len(tokens) <= most else self.service.vocabulary.decode(tokens[:most])
 
     def _inputs(self, body: Given) -> list[Prompt]:
         body.check()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from ridgeline.serve.fields import MAX_INPUTS, Body, Number, Text
 from ridgeline.serve.pooled_bodies import Read
@@ -64,12 +65,21 @@ class RerankRequest(Read):
     ]  # fmt: skip
     top_n: Annotated[Number, Field(ge=0)] | None = None
     """Return only so many; 0: all."""
+    max_tokens_per_doc: Number = 0
+    """Read only so many tokens of each document, its first; 0: all."""
     return_documents: bool = True
 
     @property
     def names(self) -> tuple[str, str]:
         """The fields that texts come from."""
         return "query", "documents"
+
+    @field_validator("max_tokens_per_doc")
+    @classmethod
+    def _not_negative(cls, value: int) -> int:
+        if value < 0:
+            raise PydanticCustomError("negative", "max_tokens_per_doc must be a non-negative integer")
+        return value
 
     def texts(self) -> tuple[list[str], list[str]]:
         """The query, and the documents."""
