@@ -14,7 +14,8 @@ from ridgeline.serve import detokenize as text
 from ridgeline.serve.bodies import WrongBody, parse
 from ridgeline.serve.chat import ChatCompletion
 from ridgeline.serve.engine_loop import QueueLimits
-from ridgeline.serve.openai import Completion, Detokenize, EmbeddingRequest
+from ridgeline.serve.openai import Completion, Detokenize
+from ridgeline.serve.pooled_bodies import EmbeddingRequest
 
 JSON = "application/json"
 

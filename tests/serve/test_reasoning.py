@@ -37,12 +37,12 @@ def reasons(server, monkeypatch, tools):  # noqa: F811
     def use(source, text):
         tools("hermes", text, source)
         monkeypatch.setattr(server.service, "reasons", True)
-        plain = type(server.service)._reasoned
+        plain = type(server.service)._begun
         # the grammar that makes the model write this text is none that a client asked for
         monkeypatch.setattr(
             type(server.service),
-            "_reasoned",
-            lambda service, reader, prompt, structure: plain(service, reader, prompt, False),
+            "_begun",
+            lambda service, prompt, structure: plain(service, prompt, False),
         )
 
     return use

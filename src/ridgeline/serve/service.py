@@ -230,14 +230,19 @@ class Service:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prepared = self._prepared("chatcmpl", body, [prompt], sampling, key)
         prepared.reader = reader
-        if self.reasons and sampling.grammar is None:  # a structure leaves no room for reasoning
-            begun = self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
+        if (begun := self._begun(prompt, sampling.grammar is not None)) is not None:
             prepared.reader = lambda: Reasoned(begun, reader() if reader is not None else None)
             prepared.reasoning, prepared.hides_reasoning = begun, not body.include_reasoning
         last = body.messages[-1]
         if body.echo and last.role == "assistant":
             prepared.echo, prepared.texts = True, [last.plain()["content"]]
         return prepared
+
+    def _begun(self, prompt: Sequence[int], structure: bool) -> bool | None:
+        """Whether the prompt ends within reasoning; None where none is told apart: a ``structure`` leaves no room."""
+        if structure or not self.reasons:
+            return None
+        return self.vocabulary.decode(prompt[-16:], skip_special=False).rstrip().endswith(BEGIN)
 
     def _reader(self, body: ChatCompletion) -> Callable[[], Reader] | None:
         """What finds calls in the outputs. Raises :class:`Invalid` where the model cannot make any on its own."""

@@ -199,7 +199,7 @@ class Calls:
     def _call(self, call: _Object, found: list[Piece], last: bool) -> bool:
         self._held = call.push(self._held)
         ended = call.done or last
-        if ended and call.sent < 0 and not call.sound and (call.done or not call.fresh()):
+        if ended and call.sent < 0 and not call.sound and not call.fresh():
             self._object = None
             self._give_up(found, call.raw + self._held)
             return False
