@@ -127,7 +127,8 @@ def test_a_conversation_is_rendered_as_that_of_a_chat(server, tools):  # noqa: F
 
 
 @pytest.mark.parametrize(("choice", "names"), [
-    ({"type": "any", "disable_parallel_tool_use": True}, {"weather", "now"}), ({"type": "tool", "name": "now"}, {"now"}),
+    ({"type": "any", "disable_parallel_tool_use": True}, {"weather", "now"}),
+    ({"type": "tool", "name": "now"}, {"now"}),
 ])  # fmt: skip
 def test_a_call_can_be_required(server, tools, choice, names):  # noqa: F811
     tools()

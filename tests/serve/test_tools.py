@@ -156,6 +156,29 @@ def test_arguments_as_text_and_calls_that_break():
     assert all(c["id"].isalnum() and len(c["id"]) == 9 for c in two)
 
 
+@pytest.mark.parametrize("parser", [*FORMATS, "list"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_wherever_an_answer_is_cut_off_its_stream_says_the_same(parser, parallel):
+    form = FORMATS.get(parser, LIST)
+    broken = [
+        '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call> so',
+        '<tool_call>{"arguments": {}, "name": "f"}',
+        '<tool_call>{"name": "f", "arguments": null}</tool_call>',
+    ]
+    for text in [*(text for _, text, _, _ in WRITTEN), *(text for _, text in PLAIN), *broken]:
+        for end in range(1, len(text) + 1):
+            whole = gather(Calls(form, str, parallel), text[:end])
+            reader, content, calls = Calls(form, str, parallel), "", []
+            for at in range(end):
+                for piece in reader.push(text[at], last=at == end - 1):
+                    content += piece.text
+                    if piece.name:
+                        calls.append({"name": piece.name, "arguments": ""})
+                    elif piece.call is not None:
+                        calls[piece.call]["arguments"] += piece.arguments
+            assert (content, calls) == (whole.content, [c["function"] for c in whole.calls]), text[:end]
+
+
 def test_one_call_at_most(client, tools):
     tools("mistral", f"[TOOL_CALLS] [{ROME}, {NOW}]")
     whole, streamed = both(client, parallel_tool_calls=False)
