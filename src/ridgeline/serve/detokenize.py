@@ -65,17 +65,16 @@ class Vocabulary:
 
     def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """Token ids of two texts as one prompt, and the kind of each; no more than ``most`` of them, cut from the end
-        of whichever text is the longer."""
+        of the longer text, or of both (Hugging Face's ``longest_first``)."""
         a, b = self.tokenizer.encode_batch([first, second], add_special_tokens=False)
         if most is not None:
             room = max(0, most - self.tokenizer.num_special_tokens_to_add(True))
-            over = max(0, len(a) + len(b) - room)
-            even = min(over, abs(len(a) - len(b)))  # the longer one first, then both in turn
-            left = [len(a), len(b)]
-            left[len(b) > len(a)] -= even
-            left = [left[0] - (over - even) // 2, left[1] - (over - even + 1) // 2]
-            a.truncate(max(0, left[0]))
-            b.truncate(max(0, left[1]))
+            short = min(len(a), len(b))
+            long = short if short > room else max(short, room - short)
+            if short + long > room:
+                short, long = room // 2, room - room // 2
+            a.truncate(min(len(a), long if len(a) > len(b) else short))
+            b.truncate(min(len(b), short if len(a) > len(b) else long))
         whole = self.tokenizer.post_process(a, b)
         return list(whole.ids), list(whole.type_ids)
 

@@ -170,8 +170,8 @@ class Sampler:
 
     @staticmethod
     def named(logits: Tensor, found: TokenLogprob, tokens: Iterable[int]) -> TokenLogprob:
-        """``found`` of a row of unchanged ``logits`` [V], with those of ``tokens`` in place of the likeliest ones."""
-        ids = list(tokens)
+        """``found`` of a row of unchanged ``logits`` [V], with its own and those of ``tokens`` instead of the likeliest."""
+        ids = list(dict.fromkeys([found.token, *tokens]))
         values = logits[torch.tensor(ids, device=logits.device)] - logits.logsumexp(0)
         return replace(found, top=tuple(zip(ids, values.tolist(), strict=True)))
 
