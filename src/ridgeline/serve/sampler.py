@@ -170,7 +170,7 @@ class Sampler:
 
     @staticmethod
     def named(logits: Tensor, found: TokenLogprob, tokens: Iterable[int]) -> TokenLogprob:
-        """``found`` of a row of unchanged ``logits`` [V]; its likeliest tokens are replaced by its own and ``tokens``."""
+        """``found`` of a row of unchanged ``logits`` [V]; its own token and ``tokens`` replace the likeliest."""
         ids = list(dict.fromkeys([found.token, *tokens]))
         values = logits[torch.tensor(ids, device=logits.device)] - logits.logsumexp(0)
         return replace(found, top=tuple(zip(ids, values.tolist(), strict=True)))
