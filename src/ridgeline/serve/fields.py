@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ridgeline.serve.request import TOO_LONG, Invalid
+from ridgeline.serve.request import SHORTEN, TOO_LONG, Invalid
 
 MAX_PROMPTS, MAX_INPUTS = 256, 2048
 """Largest number of prompts in one body, and of inputs that are read only."""
@@ -61,7 +61,7 @@ def _bounded(value: Any, info: ValidationInfo, most: int = MAX_PROMPTS) -> Any:
     context = (info.context or {}).get("tokens")
     for ids in value if several else [value]:
         if context is not None and isinstance(ids, list) and len(ids) > context:
-            what = "has {count} tokens, and the context is {context}: send a shorter prompt"
+            what = f"has {{count}} tokens, and the model's maximum context length is {{context}}: {SHORTEN}"
             raise PydanticCustomError(TOO_LONG, what, {"count": len(ids), "context": context, "code": TOO_LONG})
     return value
 
